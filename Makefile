@@ -1,0 +1,40 @@
+# Each target makes .venv and installs what it needs by itself: a clone, then `make demo` or `make test`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
+PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
+
+.PHONY: demo test kills lint bench clean
+
+demo: $(VENV)/.demo
+	$(PY) -m tensorpipe_ipc demo
+
+test: $(VENV)/.test
+	$(PY) -m pytest
+
+kills: $(VENV)/.test
+	$(PY) -m pytest -m kills $(TESTS)
+
+lint: $(VENV)/.lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(VENV)/.bench
+	$(PY) -m bench serializers
+	$(PY) -m bench endpoints
+	$(PY) -m bench queue
+
+$(PY):
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)
+
+$(VENV)/.%: pyproject.toml constraints.txt | $(PY)
+	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+# Types are checked against the tests' own dependencies too.
+$(VENV)/.lint: $(VENV)/.test
+
+clean:
+	rm -rf $(VENV) build *.egg-info

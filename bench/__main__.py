@@ -1,0 +1,27 @@
+"""``python -m bench COMMAND``."""
+
+from __future__ import annotations
+
+import argparse
+
+from bench import endpoints, queue, serializers
+
+COMMANDS = (serializers, endpoints, queue)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command that the arguments name."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Side-by-side comparisons.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        about = (command.__doc__ or "").splitlines()[0]
+        own = commands.add_parser(name, help=about, description=about)
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    chosen = parser.parse_args(arguments)
+    chosen.run(chosen)
+
+
+if __name__ == "__main__":
+    main()

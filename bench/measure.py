@@ -1,0 +1,112 @@
+"""How things are measured: rounds that alternate between rivals, peak memory in a fresh child, and on what machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["child", "interleaved", "machine", "peak_beyond", "versions"]
+
+ROUNDS = 10
+
+
+def interleaved(actions: Mapping[str, Callable[[], object]], iterations: int) -> dict[str, float]:
+    """Seconds for one call of each action: the median of rounds, in each of which every action has its turn.
+
+    So whatever disturbs the machine for a while disturbs all alike. The first round warms up and does not count, nor
+    does the first call of each turn: it finds the caches as the rival before has left them.
+
+    Args:
+        actions: what to call, by name.
+        iterations: how often to call each, in all rounds together.
+    """
+    rounds = min(ROUNDS, iterations)
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for number in range(rounds + 1):
+        for name, action in actions.items():
+            seconds = _timed(action, max(1, iterations // rounds))
+            if number:
+                times[name].append(seconds)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _timed(action: Callable[[], object], iterations: int) -> float:
+    action()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        action()
+    return (time.perf_counter() - start) / iterations
+
+
+def peak_beyond(action: Callable[[], object]) -> int:
+    """Bytes of resident memory that an action needs at its peak beyond what this process holds before it.
+
+    The kernel keeps the peak (VmHWM) and forgets it when asked to, so a peak between two looks is not missed. -1 where
+    there is no such kernel. Call it in a fresh process: memory that was let go before would be used again, unseen.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmHWM")
+        kept = action()
+        peak = _status("VmHWM")
+    except OSError:
+        return -1
+    del kept
+    return max(0, peak - before)
+
+
+def _status(name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def child(code: str) -> str:
+    """What a fresh Python prints that runs ``code`` from the project's root."""
+    root = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"a measuring process failed:\n{done.stderr}")
+    return done.stdout
+
+
+def machine() -> dict[str, str]:
+    """On what was measured: processor, cores, system and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": _processor(),
+        "cores": str(cores),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **versions("torch", "numpy", "tensorpipe-ipc"),
+    }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    return {name: version(name) for name in names if _has(name)}
+
+
+def _has(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except ModuleNotFoundError:  # run from a checkout that is not installed
+        return False
+
+
+def _processor() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()

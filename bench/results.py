@@ -1,0 +1,22 @@
+"""What ``serializers`` finds, as the table and the plot take it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Result"]
+
+
+class Result(NamedTuple):
+    """What was found of one rival at one shape."""
+
+    method: str
+    shape: tuple[int, ...]
+    serialize_ms: float
+    deserialize_ms: float
+    serialize_mb_s: float
+    deserialize_mb_s: float
+    buffer_kb: float
+    max_difference: float
+    serialize_peak_kb: float  # resident memory at most, beyond the tensor; -1: not known
+    deserialize_peak_kb: float  # the same, beyond the bytes

@@ -1,0 +1,84 @@
+"""tensorpipe_ipc: PyTorch tensors between processes.
+
+The map of the house, bottom up; imports point down only:
+
+* ``errors``, ``process``: what went wrong; who a process is, whether it lives, what memory it holds.
+* ``wire``: what goes over the wire, as pure functions of bytes.
+* ``serializers``: what the bytes of a tensor are.
+* ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
+* ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
+  pipes of tickets, and what finishes what the dead began.
+* ``producer``, ``consumer``: the two ends of one path, put and get.
+* ``tensor_queue``, ``context``: multiprocessing's queues and contexts, over shared memory.
+* ``cli``: the command line, one file per command.
+
+Importing it starts nothing, opens nothing and changes nothing.
+"""
+
+from tensorpipe_ipc import errors
+from tensorpipe_ipc.consumer import Consumer, ConsumerStatistics
+from tensorpipe_ipc.context import get_context
+from tensorpipe_ipc.errors import (
+    Busy,
+    Closed,
+    Empty,
+    EndOfStream,
+    Full,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    SharedMemoryError,
+    ShutDown,
+    TensorPipeError,
+    UnknownSerializer,
+    UnsupportedLeaf,
+    VersionMismatch,
+)
+from tensorpipe_ipc.memory.loans import TensorSpec
+from tensorpipe_ipc.producer import Producer, ProducerStatistics
+from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_names
+from tensorpipe_ipc.serializers.base import describe, plain
+from tensorpipe_ipc.serializers.conformance import check_serializer
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
+from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
+from tensorpipe_ipc.wire.spec import register_type
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OPAQUE",
+    "Busy",
+    "Closed",
+    "Consumer",
+    "ConsumerStatistics",
+    "Empty",
+    "EndOfStream",
+    "Full",
+    "JoinableQueue",
+    "PeerLost",
+    "Producer",
+    "ProducerStatistics",
+    "ProtocolError",
+    "Queue",
+    "QueueStatistics",
+    "Refused",
+    "Serializer",
+    "SharedMemoryError",
+    "ShutDown",
+    "SimpleQueue",
+    "TensorMeta",
+    "TensorPipeError",
+    "TensorSpec",
+    "UnknownSerializer",
+    "UnsupportedLeaf",
+    "VersionMismatch",
+    "check_serializer",
+    "describe",
+    "errors",
+    "get_context",
+    "plain",
+    "register_serializer",
+    "register_type",
+    "serializer_names",
+]

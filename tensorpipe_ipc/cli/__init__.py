@@ -1,0 +1,68 @@
+"""The command line: ``tensorpipe-ipc COMMAND``, and ``python -m tensorpipe_ipc COMMAND``. One file or folder per command.
+
+Exit status: 0 done, 1 failed (one line says why), 2 wrong usage or something not installed, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from tensorpipe_ipc.cli import demo, serializers
+from tensorpipe_ipc.cli.failure import Failure
+from tensorpipe_ipc.errors import TensorPipeError
+
+__all__ = ["main"]
+
+COMMANDS = {"demo": demo, "serializers": serializers}
+EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo"}  # which extra brings a library
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    chosen = _parser().parse_args(argv)
+    try:
+        status: int = chosen.run(chosen)
+        return status
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells count
+    except ModuleNotFoundError as missing:
+        library = str(missing.name).partition(".")[0]
+        if library not in EXTRAS:
+            raise
+        return _fail(f"this needs {library}: pip install 'tensorpipe-ipc[{EXTRAS[library]}]'", 2)
+    except (Failure, TensorPipeError) as error:
+        return _fail(str(error), 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tensorpipe-ipc", description="PyTorch tensors between processes.")
+    parser.add_argument("--version", action="version", version=f"tensorpipe-ipc {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        about = (command.__doc__ or "").splitlines()[0].partition(": ")[2]
+        own = commands.add_parser(name, help=about, description=f"{about[:1].upper()}{about[1:]}")
+        command.add_arguments(own)
+        own.set_defaults(run=command.run)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tensorpipe-ipc")
+    except importlib.metadata.PackageNotFoundError:
+        return "(run from a checkout that is not installed)"
+
+
+def _fail(sentence: str, status: int) -> int:
+    print(f"tensorpipe-ipc: {sentence}", file=sys.stderr)
+    return status

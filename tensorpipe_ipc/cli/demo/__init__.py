@@ -1,0 +1,147 @@
+"""``tensorpipe-ipc demo``: real pictures through a pipeline of three processes, every result checked.
+
+A reader decodes pictures, a worker convolves them, this process receives and compares each result with one of its own,
+made from the same file in another way. Exit status 0 means that all were equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from tensorpipe_ipc.cli.demo import anatomy
+from tensorpipe_ipc.cli.demo.ledger import Ledger
+from tensorpipe_ipc.cli.demo.pictures import Picture, in_folder, shipped
+from tensorpipe_ipc.cli.demo.pipeline import WINDOW, Job, Pipeline, frame_of
+from tensorpipe_ipc.cli.failure import Failure
+from tensorpipe_ipc.consumer import Consumer
+from tensorpipe_ipc.process import memory
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.wire.message import encode
+
+__all__ = ["add_arguments", "run"]
+
+ITEMS = 120
+PACED = 40  # items that go one at a time, after the stream
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("--serializer", default="raw", metavar="NAME", help="raw (default), numpy or torch_save")
+    parser.add_argument(
+        "--endpoint",
+        metavar="WHERE",
+        help="ipc (sockets in a folder of its own), tcp (free ports on loopback), or the first part of two bare "
+        "names; by default a bare name that nobody else has",
+    )
+    parser.add_argument("--items", type=_count, default=ITEMS, metavar="N", help=f"how many to stream ({ITEMS})")
+    parser.add_argument("--images", metavar="FOLDER", help="your own pictures instead of scikit-learn's")
+    parser.add_argument("--wire", action="store_true", help="show the bytes of one message and what they mean")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the pipeline and report.
+
+    Raises:
+        Failure: a result is wrong, a process died, or there are no pictures.
+    """
+    for library in ("rich", "PIL", *(() if arguments.images else ("sklearn",))):
+        importlib.import_module(library)  # here, where its absence can be told, and not in a child
+    from tensorpipe_ipc.cli.demo.report import Report
+
+    report = Report()
+    serializer_named(arguments.serializer)
+    with _ended_by_sigterm(), _endpoints(arguments.endpoint) as (frames, results):
+        pictures = _pictures(arguments, report)
+        job = Job(pictures, arguments.items, min(PACED, arguments.items), arguments.serializer, frames, results)
+        if arguments.wire:
+            report.wire(anatomy.parts(encode(frame_of(job, 0), serializer_named(job.serializer)).frames(1)))
+        _run(job, report)
+    return 0
+
+
+def _run(job: Job, report: Any) -> None:
+    from tensorpipe_ipc.cli.demo.report import progress
+
+    ledger = Ledger(job)
+    with Consumer(job.results, maxsize=WINDOW) as consumer, Pipeline(job, consumer) as pipeline:
+        pids = ", ".join(f"{child.name} (pid {child.pid})" for child in pipeline.children)
+        report.say(f"{pids}, main (pid {os.getpid()}); serializer {job.serializer}")
+        report.say(f"over {consumer.endpoint}")
+        sys.stdout.flush()
+        for item in progress(iter(pipeline), job.items):
+            ledger.enter(item)
+    ledger.check()
+    _show(ledger, report)
+
+
+def _show(ledger: Ledger, report: Any) -> None:
+    job = ledger.job
+    report.say(
+        f"All {job.items} results equal this process's own, bit for bit:\n"
+        "conv2d in float32 there, shifted sums of integers here.",
+        "bold green",
+    )
+    report.stream(job.streamed, ledger.nbytes, ledger.seconds)
+    report.hops(ledger.hops())
+    report.processes([*ledger.processes, ("main", os.getpid(), list(memory()))])
+
+
+def _pictures(arguments: argparse.Namespace, report: Any) -> list[Picture]:
+    if not arguments.images:
+        return shipped()
+    found, skipped = in_folder(arguments.images, arguments.items + PACED)
+    for line in skipped:
+        report.say(f"skipped {line}", "yellow")
+    return found
+
+
+@contextmanager
+def _endpoints(where: str | None) -> Iterator[tuple[str, str]]:
+    """Two endpoints, of which nothing is left afterwards.
+
+    Raises:
+        Failure: ``where`` is not one that the demo knows.
+    """
+    if where == "tcp":
+        yield "tcp://127.0.0.1:*", "tcp://127.0.0.1:*"
+    elif where == "ipc":
+        with tempfile.TemporaryDirectory(prefix="tp-demo-") as folder:
+            yield f"ipc://{folder}/frames", f"ipc://{folder}/results"
+    else:
+        name = where or f"demo-{os.getpid()}"
+        if not _NAME.fullmatch(name):
+            raise Failure(f"--endpoint {name}: give ipc, tcp, or a name of up to 32 letters, digits, '_', '-' and '.'")
+        yield f"{name}-frames", f"{name}-results"
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the command in order, as Ctrl-C does: children and sockets go first."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value

@@ -1,0 +1,282 @@
+"""Consumer: the end that messages are taken out of."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, UnknownSerializer, UnsupportedLeaf
+from tensorpipe_ipc.guard import Guard
+from tensorpipe_ipc.limits import check_count, deadline_of, remaining
+from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.serializers import Serializer, serializer_named
+from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
+from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM
+from tensorpipe_ipc.wire.header import Header
+from tensorpipe_ipc.wire.in_block import parts_of
+from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.wire.schema import schema_of
+
+__all__ = ["Consumer", "ConsumerStatistics"]
+
+_EVERYTHING = 1 << 62
+_LEASE_FROM = {"auto": LEASE_FROM, True: COPY, False: LEASE}
+_OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsumerStatistics:
+    """What a consumer did so far."""
+
+    messages: int
+    """Messages taken."""
+    bytes: int
+    """Bytes of their payloads."""
+    lost: int
+    """Messages of which only the gap came: they were lost on the way."""
+    rejected: int
+    """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
+    last_rejection: str
+    """Which rule the last of them broke; empty if there was none."""
+    peers: tuple[str, ...]
+    """The producers that are attached, in words."""
+    transport: str
+    """How messages travel, and why so."""
+
+
+class Consumer:
+    """The end that messages are taken out of. One or many producers put them in, in this process or another.
+
+    One side binds the endpoint, the others connect; who starts first does not matter. Messages of one producer come in the
+    order in which they were put. Iterating takes messages until every producer has said goodbye.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool = True,
+        accept: Iterable[str] | None = None,
+        copy: bool | str = "auto",
+        maxsize: int = 64,
+        shared_memory: Literal["auto", "off", "require"] = "auto",
+    ) -> None:
+        """Open the end. It does not wait for anybody.
+
+        Args:
+            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
+            bind: whether this side has the address.
+            accept: names of the serializers that producers may use; None for all that are registered here.
+            copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
+                else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
+                long as this process has not too much under lease); True: all own; False: none copied.
+            maxsize: the most messages that each producer may have in flight towards this end.
+            shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
+                frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
+
+        Raises:
+            UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
+            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range.
+            Refused: the address is in use by a live process, is not loopback, or is not safe.
+            SharedMemoryError: shared memory is required, and the endpoint is inproc.
+        """
+        names = None if accept is None else tuple(serializer_named(name).name for name in accept)
+        if not isinstance(copy, (bool, str)) or copy not in _OWN:
+            raise ValueError(f"copy={copy!r}: give 'auto', True or False")
+        self._own, self._lease_from = _OWN[copy], _LEASE_FROM[copy]
+        self._link = ReceiveLink(
+            endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
+        )
+        self._guard = Guard(f"Consumer on {self._link.endpoint}")
+        self._messages = self._bytes = 0
+        self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
+        self._last_parts: Any = None
+        self._finish = weakref.finalize(self, _close, self._link, self._guard)
+
+    @property
+    def endpoint(self) -> str:
+        """The address in full, with the port that was chosen if it was left open."""
+        return self._link.endpoint
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take one message. What is returned belongs to the caller, and may be written to.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes, 0 for not at all.
+
+        Returns:
+            The tree that was put.
+
+        Raises:
+            Empty: nothing came in time.
+            EndOfStream: every producer has said goodbye, and all is taken.
+            PeerLost: all producers are gone, and one went without a goodbye; it is told once.
+            UnsupportedLeaf: the message holds a type that is not registered here. It is dropped.
+            Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
+                memory, and what is in the way of it.
+            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
+                may hold). The message comes again.
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        deadline = deadline_of(timeout)
+        with self._guard:
+            try:
+                return self._get(deadline)
+            finally:
+                if self._link.socket.is_watched:
+                    self._refresh()
+
+    def get_nowait(self) -> Any:
+        """``get(timeout=0)``."""
+        return self.get(0)
+
+    def fileno(self) -> int:
+        """A descriptor for select, poll and asyncio: readable when ``get_nowait`` would not raise ``Empty``.
+
+        It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
+        """
+        with self._guard:
+            self._link.introduce(0)
+            return self._link.socket.fileno(self._link.has_ended() or self._link.holds_back())
+
+    def statistics(self) -> ConsumerStatistics:
+        """A snapshot of what happened so far."""
+        link = self._link
+        with self._guard:
+            return ConsumerStatistics(
+                messages=self._messages,
+                bytes=self._bytes,
+                lost=link.lost,
+                rejected=link.rejected,
+                last_rejection=link.last_rejection,
+                peers=tuple(str(peer) for peer in link.peers.values()),
+                transport=link.transport(),
+            )
+
+    def close(self) -> None:
+        """Say goodbye to the producers and close. Messages that were not taken are lost, and they are told. Again: nothing."""
+        if self._guard.closed or self._guard.foreign:
+            return
+        with self._guard:
+            self._finish()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Take messages until every producer has said goodbye."""
+        while True:
+            try:
+                yield self.get()
+            except EndOfStream:
+                return
+
+    def __enter__(self) -> Consumer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._guard.closed else "open"
+        return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
+
+    def _refresh(self) -> None:
+        self._link.socket.refresh(self._link.has_ended() or self._link.holds_back())
+
+    def _get(self, deadline: float | None) -> Any:
+        link = self._link
+        while True:
+            left = remaining(deadline)
+            patience = 0 if link.has_ended() else left
+            if link.shares_memory:
+                peer = link.next_ready(patience)
+                if peer is not None:
+                    taken = link.take(peer, self._decode_block, self._lease_from)
+                    if taken is not NOTHING and (tree := self._accounted(taken)) is not NOTHING:
+                        return tree
+                    continue
+                patience = 0
+            data = link.pump(patience)
+            link.raise_refusal()
+            if data is not None:
+                peer, header, frames = data
+                try:
+                    tree, nbytes = self._decode(header, frames)
+                except (ProtocolError, UnknownSerializer) as error:
+                    link.reject(error)
+                    link.taken(peer, header)
+                except UnsupportedLeaf:
+                    link.taken(peer, header)
+                    raise
+                else:
+                    link.taken(peer, header)
+                    self._messages += 1
+                    self._bytes += nbytes
+                    return tree
+            elif not link.socket.has_incoming():
+                self._raise_if_ended()
+                if left <= 0:
+                    raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}")
+
+    def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
+        schema = schema_of(header.schema)
+        if not self._link.accepts(schema.serializer):
+            raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
+        payloads = header.payloads(frames)
+        schema.check(payloads)
+        return schema.tree(header.values, payloads, serializer_named(schema.serializer), self._own), schema.nbytes
+
+    def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        """A message in a block: its tree and bytes, or the error that it is."""
+        try:
+            if metadata != self._last_metadata:
+                self._last_metadata, self._last_parts = b"", self._parts(metadata)
+                self._last_metadata = metadata
+            schema, values, serializer = self._last_parts
+            region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
+            return schema.tree_in(values, region, serializer), schema.nbytes
+        except (ProtocolError, UnknownSerializer, UnsupportedLeaf) as error:
+            return error
+
+    def _parts(self, metadata: bytes) -> tuple[Any, bytes, Serializer]:
+        """Schema, values and serializer."""
+        flags, read, values = parts_of(metadata)
+        if flags:
+            raise ProtocolError(f"a message with flags {flags:#x} in a block; endpoints take none")
+        schema = schema_of(read)
+        if not self._link.accepts(schema.serializer):
+            raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
+        return schema, values, serializer_named(schema.serializer)
+
+    def _accounted(self, taken: Any) -> Any:
+        """The tree of what ``_decode_block`` made; NOTHING, if that was no message."""
+        if type(taken) is tuple:
+            self._messages += 1
+            self._bytes += taken[1]
+            return taken[0]
+        if isinstance(taken, UnsupportedLeaf):
+            raise taken
+        self._link.reject(taken)
+        return NOTHING
+
+    def _raise_if_ended(self) -> None:
+        if not self._link.has_ended():
+            return
+        vanished, self._link.vanished = self._link.vanished, []
+        if vanished:
+            told = "; ".join(map(str, vanished))
+            raise PeerLost(f"{self.endpoint}: no producer is left, and not all said goodbye: {told}")
+        raise EndOfStream(f"{self.endpoint}: every producer has said goodbye, and all is taken")
+
+
+def _close(link: ReceiveLink, guard: Guard) -> None:
+    """Close a consumer's link; also when the consumer was dropped, and at exit. It must not know the consumer itself."""
+    if guard.foreign or guard.closed:
+        return
+    guard.closed = True
+    told = link.say_goodbye()
+    link.close(linger=1.0 if told else 0.0)

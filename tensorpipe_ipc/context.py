@@ -1,0 +1,119 @@
+"""get_context(): multiprocessing's contexts, with our queues, which share one piece of memory.
+
+Everything else of a context is multiprocessing's own. Pools keep its pipes, too: they reach into their queues.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from multiprocessing import context
+from typing import Any
+
+import torch
+
+from tensorpipe_ipc.memory.arena import Arena
+from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.transport.undertaker import Undertaker
+
+__all__ = ["ForkContext", "ForkServerContext", "SpawnContext", "get_context"]
+
+
+class _WithOurQueues(context.BaseContext):
+    """What our contexts have in common. Their memory is made at the first use, and lasts as long as they do, or longer."""
+
+    def tensorpipe_undertaker(self) -> Undertaker:
+        """What knows the memory that all queues of this context share.
+
+        Raises:
+            SharedMemoryError: it could not be made.
+        """
+        found = self.__dict__.get("_undertaker")
+        if found is None:  # two threads may make one each, but both take the same
+            found = self.__dict__.setdefault("_undertaker", Undertaker(Arena(Segment.create())))
+        return found  # type: ignore[no-any-return]
+
+    def Queue(self, maxsize: int = 0, *, serializer: str = "raw", spin: float = 0.0) -> Queue:  # type: ignore[override]
+        """See ``tensorpipe_ipc.Queue``."""
+        return Queue(maxsize, ctx=self, serializer=serializer, spin=spin)
+
+    def JoinableQueue(  # type: ignore[override]
+        self, maxsize: int = 0, *, serializer: str = "raw", spin: float = 0.0
+    ) -> JoinableQueue:
+        """See ``tensorpipe_ipc.JoinableQueue``."""
+        return JoinableQueue(maxsize, ctx=self, serializer=serializer, spin=spin)
+
+    def SimpleQueue(self, *, serializer: str = "raw") -> SimpleQueue:  # type: ignore[override]
+        """See ``tensorpipe_ipc.SimpleQueue``."""
+        return SimpleQueue(ctx=self, serializer=serializer)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor in the context's memory, not initialised: any queue of the context sends it without a copy
+        (``put(x, move=True)``). Its memory is free again when the last alias of it is gone.
+
+        Raises:
+            SharedMemoryError: there is no room. The text says who holds what.
+        """
+        spec, undertaker = (
+            TensorSpec((shape,) if isinstance(shape, int) else shape, dtype),
+            self.tensorpipe_undertaker(),
+        )
+        nbytes = block_bytes([spec])
+        (tensor,) = made([spec], undertaker.leases, undertaker.allocate(nbytes) if nbytes else 0)
+        return tensor
+
+    def Pool(self, *args: Any, **kwargs: Any) -> Any:
+        """multiprocessing's own pool."""
+        return multiprocessing.get_context(self.get_start_method()).Pool(*args, **kwargs)
+
+    def get_context(self, method: str | None = None) -> Any:
+        """This one, or ``tensorpipe_ipc.get_context(method)``."""
+        return self if method in (None, self.get_start_method()) else get_context(method)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.get_start_method(), self.tensorpipe_undertaker())
+
+
+class ForkContext(_WithOurQueues, context.ForkContext):
+    """Its children are forked."""
+
+
+class SpawnContext(_WithOurQueues, context.SpawnContext):
+    """Its children are started anew."""
+
+
+class ForkServerContext(_WithOurQueues, context.ForkServerContext):
+    """Its children are forked by a server that was started anew."""
+
+
+_CLASSES: dict[str, type[_WithOurQueues]] = {
+    "fork": ForkContext,
+    "spawn": SpawnContext,
+    "forkserver": ForkServerContext,
+}
+_contexts: weakref.WeakValueDictionary[str, _WithOurQueues] = weakref.WeakValueDictionary()
+
+
+def get_context(method: str | None = None) -> Any:
+    """multiprocessing's context of a start method, with our queues. The same one each time, while somebody has it.
+
+    Args:
+        method: fork, spawn or forkserver; None: the one that was set with ``multiprocessing.set_start_method``, or is the
+            default.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if method is None:
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method not in _CLASSES:
+        raise ValueError(f"cannot find context for {method!r} (known: {', '.join(_CLASSES)})")
+    return _contexts.get(method) or _contexts.setdefault(method, _CLASSES[method]())
+
+
+def _rebuild(method: str, undertaker: Undertaker) -> _WithOurQueues:
+    made_here = _CLASSES[method]()
+    made_here.__dict__["_undertaker"] = undertaker
+    return made_here

@@ -1,0 +1,62 @@
+"""Guard: one end, one thread at a time, in the process that made it, until it is closed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from tensorpipe_ipc.errors import Busy, Closed
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """``with guard:`` around every use of an end. It never waits: a second user gets an error instead.
+
+    An exception that a signal's handler raises must not leave the lock taken. Python code can be interrupted before its
+    first line; so what ends a use is the lock's own method, in C.
+
+    Attributes:
+        closed: set when the end is closed.
+    """
+
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "_what", "closed")
+    __exit__: Callable[..., None]
+
+    def __init__(self, what: str) -> None:
+        self.closed = False
+        self._what = what
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # which knows its owner
+        self._is_owned: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self.__exit__ = self._lock.__exit__
+
+    def __enter__(self) -> None:
+        """Begin a use.
+
+        Raises:
+            Closed: the end is closed, or belongs to the process that this one was forked from.
+            Busy: another thread uses it, or this thread's signal handler interrupted a use.
+        """
+        if os.getpid() != self._pid:
+            raise Closed(
+                f"{self._what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
+                "do not survive a fork; make the end in the process that uses it"
+            )
+        if self._is_owned():
+            raise Busy(f"{self._what} is in use by what this signal's handler interrupted")
+        try:
+            if not self._lock.acquire(False):
+                raise Busy(f"{self._what} is in use by another thread; give each thread an end of its own")
+            if self.closed:
+                raise Closed(f"{self._what} is closed")
+        except BaseException:
+            if self._is_owned():
+                self._lock.release()
+            raise
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a fork of the process that made the end."""
+        return os.getpid() != self._pid

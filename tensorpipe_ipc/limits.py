@@ -1,0 +1,52 @@
+"""The numbers that users hand in: checked, and timeouts made deadlines."""
+
+from __future__ import annotations
+
+import math
+import time
+
+__all__ = ["check_count", "check_timeout", "deadline_of", "remaining"]
+
+_FOREVER = 3600.0
+
+
+def check_count(value: int, name: str) -> int:
+    """``value``, a whole number of at least 1.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is less than 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number of at least 1")
+    if value < 1:
+        raise ValueError(f"{name}={value}: give a whole number of at least 1")
+    return value
+
+
+def check_timeout(value: float, name: str = "timeout") -> float:
+    """``value``, a number of seconds of at least 0.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or not a number.
+    """
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds, or None to wait for ever")
+    if math.isnan(value) or value < 0:
+        raise ValueError(f"{name}={value}: give at least 0 seconds (0 does not wait), or None to wait for ever")
+    return float(value)
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """When a wait of ``timeout`` seconds that begins now ends, by time.monotonic(). None: never.
+
+    Raises:
+        TypeError, ValueError: as ``check_timeout``.
+    """
+    return None if timeout is None else time.monotonic() + check_timeout(timeout)
+
+
+def remaining(deadline: float | None) -> float:
+    """Seconds left until ``deadline``, at least 0."""
+    return _FOREVER if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,1 @@
+"""Where the bytes lie: a segment, the table of rows at its head, the arena of blocks behind it."""

@@ -1,0 +1,67 @@
+"""How much memory may still be used before the machine, or a cgroup that this process is in, runs out.
+
+A full memory cgroup kills, it does not refuse: touching a page, ``posix_fallocate`` and MADV_POPULATE_WRITE alike end
+in the OOM killer. So what is left is looked up before shared memory grows. Others may take it in the meantime: this is
+a check, not a guarantee.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+__all__ = ["headroom"]
+
+_ROOT = "/sys/fs/cgroup"
+# what is set as "no limit" in version 1: a number near 2 ** 63
+_UNLIMITED = 1 << 60
+
+
+def headroom() -> int:
+    """Bytes that may still be used: the least of what the machine has and what each cgroup above us leaves."""
+    room = _available()
+    for limit, usage in _files(os.getpid()):
+        with contextlib.suppress(OSError, ValueError):  # "max", or a file that this kernel does not have
+            most = _number(limit)
+            if most < _UNLIMITED:
+                room = min(room, most - _number(usage))
+    return max(0, room)
+
+
+def _available() -> int:
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return _UNLIMITED
+
+
+@functools.lru_cache(maxsize=1)  # a process is rarely moved to another cgroup; a child asks with another id
+def _files(_process: int) -> tuple[tuple[str, str], ...]:
+    return tuple(_limits())
+
+
+def _limits() -> Iterator[tuple[str, str]]:
+    """Names of the files with limit and usage, of our cgroup and every one above it."""
+    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "":
+                yield from _ancestors(_ROOT, path, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                yield from _ancestors(f"{_ROOT}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[str, str]]:
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        folder = "/".join([root, *parts[:depth]])
+        if os.path.exists(f"{folder}/{limit}"):
+            yield f"{folder}/{limit}", f"{folder}/{usage}"
+
+
+def _number(name: str) -> int:
+    with open(name, encoding="ascii") as file:
+        return int(file.read())

@@ -1,0 +1,112 @@
+"""Tensors that are made in shared memory, so that a queue can send them without a copy.
+
+::
+
+    a block that is held from the start
+    0         64                    1024
+    ├ header ─┼─ room for metadata ─┼─ small tensors, then each large one, at multiples of 64 ─┤
+
+That is the order in which a message's payloads would be written (wire/message.py): so the tensors are the message as
+they lie. What a message's metadata needs beyond the room goes behind the tensors, if there is space in the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorpipe_ipc.memory.arena import HEADER, kind_of
+from tensorpipe_ipc.memory.leases import Leases, Octets
+from tensorpipe_ipc.wire.layout import ALIGN, BULK
+
+__all__ = ["TensorSpec", "block_bytes", "build", "made", "specs_of"]
+
+ROOM = 1024 - HEADER
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor is to be: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"a shape of {shape}: sizes are integers, and not negative")
+        object.__setattr__(self, "shape", shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's items."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def specs_of(tree: Any) -> list[TensorSpec]:
+    """The specs in a tree of dicts, lists and tuples, in order."""
+    found: list[TensorSpec] = []
+    _map(tree, lambda spec: found.append(spec))
+    return found
+
+
+def build(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The tree, with a tensor in the place of each spec."""
+    return _map(tree, lambda spec: next(tensors))
+
+
+def _map(node: Any, make: Callable[[TensorSpec], Any]) -> Any:
+    kind = type(node)
+    if kind is TensorSpec:
+        return make(node)
+    if kind is dict:
+        return {key: _map(child, make) for key, child in node.items()}
+    if kind is list or kind is tuple:
+        return kind(_map(child, make) for child in node)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return kind(*(_map(child, make) for child in node))
+    return node
+
+
+def block_bytes(specs: list[TensorSpec]) -> int:
+    """What to allocate for tensors; 0 where none has an item."""
+    nbytes = _places(specs)[1]
+    return ROOM + nbytes if nbytes else 0
+
+
+def made(specs: list[TensorSpec], leases: Leases, block: int) -> list[torch.Tensor]:
+    """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts."""
+    places, nbytes = _places(specs)
+    array = leases.hold(block, kind_of(ROOM + nbytes), block + HEADER + ROOM, nbytes) if nbytes else None
+    return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
+
+
+def _places(specs: list[TensorSpec]) -> tuple[list[int], int]:
+    """Where each tensor begins, and where the last one ends."""
+    places, end = [0] * len(specs), 0
+    for index in sorted(range(len(specs)), key=lambda index: specs[index].nbytes >= BULK):
+        if specs[index].nbytes:
+            places[index] = -(-end // ALIGN) * ALIGN
+            end = places[index] + specs[index].nbytes
+    return places, end
+
+
+def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # its memory is taken from it when it is sent, wherever that may be
+        if array is None or not spec.nbytes:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        # Each has a storage of its own, and none is a view of another tensor: so it can be seen whether it has aliases.
+        storage = torch.frombuffer(memoryview(array)[place : place + spec.nbytes], dtype=torch.uint8).untyped_storage()  # type: ignore[arg-type, unused-ignore]
+        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, _strides(spec.shape))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,483 @@
+"""Who is attached to a segment, who of them is dead, and what each of them was doing.
+
+Each attached process has one row of a table at the segment's head. It alone writes there, until it is dead.
+
+::
+
+    byte 0        4096                8192              12288                 256 KiB                 128.25 MiB
+    ├─ segment ───┼─ incarnation[512] ┼─ finished[512] ─┼─ 0 ───────────────┬─┼─ row 0 ─┼─ row 1 ─┼─ … ┤ memory/arena.py
+
+    one row, in 64-bit words
+    0             16               2128                 10320                          22608        32768
+    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ──────────┼─ 0 ────────┤
+      incarnation    of each           single operations:    batch operations:
+      pid, start     operation         credit ticket given   credit[64] ticket[64] given[64]
+      lost …                           tally
+
+**A process is dead when its row's lock can be had.** The lock is an OFD lock on the row's first byte, taken through
+an open file description that is the process's own (the memfd opened again through /proc/self/fd, close-on-exec). The
+kernel drops it at once after SIGKILL, exit or exec, and nothing else does: other descriptors of the same memfd may be
+opened and closed at will, which a POSIX lock does not survive; a forked child closes its copy before it runs any
+Python, which a ``flock`` on an inherited description cannot offer. A stopped process keeps its lock, and so is alive.
+Process id and start time are kept as text for people only: they mean nothing in another container, and survive exec.
+
+**Attaching.** A dead row is adopted before a fresh one is begun, so that the blocks it owns find a new owner. But
+first it must be *finished*: what its process had begun is completed or undone by whoever holds the row's lock
+(``finish``, transport/undertaker.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
+raises the incarnation, by one store. All of it may be cut short by a kill at any point: the lock is free again, and
+what is not finished says so.
+
+**Operations.** What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
+for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
+the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue the operation belongs to and whether
+it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
+lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
+it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
+
+After a fork the child has no row. It attaches anew at its first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.process import identity
+
+__all__ = [
+    "BATCH",
+    "DONE",
+    "GET",
+    "MAX_ROWS",
+    "PUT",
+    "ROWS_END",
+    "Operation",
+    "Record",
+    "Rows",
+    "read_lock",
+    "row_byte",
+    "row_word",
+]
+
+MAX_ROWS = 512  # processes attached at one time
+INCARNATIONS = 4096 // 8  # word index
+FINISHED = 8192 // 8
+ROWS_START = 1 << 18
+ROW_BYTES = 1 << 18
+ROWS_END = ROWS_START + MAX_ROWS * ROW_BYTES
+
+# words of a row
+INCARNATION, PID, STARTED, NAMESPACE, LOST, LOST_TICKET = range(6)
+PURPOSES = 16
+SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
+BATCHES = 64
+BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
+_SINGLES_AT = PURPOSES + SINGLES + BATCHES
+_BATCHES_AT = _SINGLES_AT + 4 * SINGLES
+
+PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock where off_t has 64 bits, with native padding
+INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
+
+
+class Operation:
+    """Three words (or runs of words) in one's own row, with the views that system calls fill and read.
+
+    Attributes:
+        credit, ticket, given: index of the (first) word for a credit taken, a ticket taken or given, a credit given.
+        tally: index of the word that counts; of single operations.
+        tally_before: what it was when this process took the operation over.
+        credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
+        messages, nbytes: what this process did with it, for ``statistics()``.
+    """
+
+    __slots__ = (
+        "credit",
+        "credit_buffers",
+        "given",
+        "given_buffers",
+        "messages",
+        "nbytes",
+        "purpose",
+        "size",
+        "tally",
+        "tally_before",
+        "ticket",
+        "ticket_buffers",
+    )
+
+    def __init__(self, segment: Segment, record: Record) -> None:
+        self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
+        self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
+        self.messages = self.nbytes = self.tally_before = 0
+        octets = memoryview(segment.memory)
+        self.credit_buffers, self.ticket_buffers, self.given_buffers = (
+            [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
+        )
+
+
+class Record(NamedTuple):
+    """Where an operation's words lie, in anybody's row."""
+
+    purpose_word: int
+    size: int  # how many tokens: 1 or BATCH
+    credit: int
+    ticket: int
+    given: int
+    tally: int  # of a single operation
+
+    def each(self) -> Iterator[Record]:
+        """A batch as so many single ones."""
+        purpose_word, size, credit, ticket, given, tally = self
+        if size == 1:
+            yield self
+        else:
+            for i in range(size):
+                yield Record(purpose_word, 1, credit + i, ticket + i, given + i, tally)
+
+
+class Rows:
+    """The table of one segment, seen by one process, and that process's own row.
+
+    Attributes:
+        index: of the own row; -1 while not attached.
+        incarnation: how often that row has been attached to, this process included.
+        forks: how many of this process's forks left a witness.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.words = segment.words
+        self._forget()
+        self._after_fork: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._witness_when: list[weakref.WeakMethod[Callable[[], bool]]] = []
+        self._witness = -1
+
+    def _forget(self) -> None:
+        self.index = -1
+        self.incarnation = 0
+        self.forks = 0
+        self._descriptor = -1
+        self._mutex = threading.RLock()
+        self._undertaking = threading.Lock()
+        self._unused: dict[int, Iterator[int]] = {
+            1: iter(range(SINGLES)),
+            BATCH: iter(range(SINGLES, SINGLES + BATCHES)),
+        }
+        self._spare: dict[int, list[Operation]] = {1: [], BATCH: []}
+        self._inherited: dict[int, list[Operation]] = {}  # by purpose: their tallies go on
+
+    # ---- attaching ----
+
+    def attach(self, finish: Callable[[int], bool]) -> None:
+        """Take a row, unless this process has one.
+
+        Args:
+            finish: called with a dead row whose lock is held; says whether nothing is left to do in it.
+
+        Raises:
+            SharedMemoryError: all rows are taken, or no descriptor is left.
+        """
+        with _forking, self._mutex:
+            if self.index >= 0:
+                return
+            _register(self)
+            self._descriptor = self._open()
+            self._adopt(self._find(finish))
+
+    def _open(self) -> int:
+        try:
+            return os.open(f"/proc/self/fd/{self.segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as failed:
+            raise SharedMemoryError(
+                failed.errno, f"the segment could not be opened again: {failed.strerror}"
+            ) from failed
+
+    def _find(self, finish: Callable[[int], bool]) -> int:
+        used = self.used()
+        for row in used:
+            if self._try_lock(row):
+                if self.words[INCARNATIONS + row] and (self.is_finished(row) or finish(row)):
+                    return row
+                self._unlock(row)
+        for row in sorted(set(range(MAX_ROWS)) - set(used)):
+            if self._try_lock(row):
+                if not self.words[INCARNATIONS + row]:
+                    return row
+                self._unlock(row)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        raise SharedMemoryError(errno.EUSERS, f"all {MAX_ROWS} rows of the segment are taken by living processes")
+
+    def _adopt(self, row: int) -> None:
+        words, base = self.words, row_word(row)
+        me = identity()
+        self.incarnation = (words[INCARNATIONS + row] + 1) % INCARNATION_LIMIT or 1
+        words[INCARNATIONS + row] = self.incarnation  # from here on the row is not finished
+        words[base + INCARNATION], words[base + PID] = self.incarnation, me.pid
+        words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
+        self.index = row
+        for record in self.records(row):
+            if record.size == 1 and words[record.tally]:
+                self._inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
+
+    def after_fork(self, method: Callable[[], None]) -> None:
+        """Have a bound method called in a forked child, once the row is dropped. It is not kept alive."""
+        self._after_fork.append(weakref.WeakMethod(method))
+
+    def witness_when(self, method: Callable[[], bool]) -> None:
+        """Have a fork leave a witness when a bound method says so. It is not kept alive."""
+        self._witness_when.append(weakref.WeakMethod(method))
+
+    def _leave_witness(self) -> None:
+        """Before a fork: a read lock on the byte after the row's own, for the child and its children to keep."""
+        methods = (reference() for reference in self._witness_when)
+        if self._descriptor >= 0 and any(method() for method in methods if method is not None):
+            self._witness = self._open()
+            read_lock(self._witness, row_byte(self.index) + 1)
+
+    def _close_witness(self) -> None:
+        """After a fork, in the parent."""
+        if self._witness >= 0:
+            self.forks += 1
+            os.close(self._witness)
+            self._witness = -1
+
+    def has_witness(self, row: int) -> bool:
+        """Whether a child that was forked while the row's process had leases is still there."""
+        return self._is_locked(row_byte(row) + 1)
+
+    def _drop_in_child(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._forget()
+
+    def _tell_child(self) -> None:
+        for reference in self._after_fork:
+            method = reference()
+            if method is not None:
+                method()
+
+    def detach(self) -> None:
+        """Let go of the row as death would: whatever was under way is left to others."""
+        with _forking, self._mutex:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._forget()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+
+    # ---- who is dead ----
+
+    def used(self) -> list[int]:
+        """Rows that were ever attached to."""
+        incarnations = self.words[INCARNATIONS : INCARNATIONS + MAX_ROWS].tolist()
+        return [row for row, incarnation in enumerate(incarnations) if incarnation]
+
+    def is_finished(self, row: int) -> bool:
+        """Whether all that a dead row left undone is done."""
+        return self.words[FINISHED + row] == self.words[INCARNATIONS + row]
+
+    def finished(self, row: int) -> None:
+        """Nothing is left to do in this dead row, whose lock is held."""
+        self.words[FINISHED + row] = self.words[INCARNATIONS + row]
+
+    @contextlib.contextmanager
+    def locked(self, row: int) -> Iterator[bool]:
+        """Hold the lock of another row: True when its process is dead, and nobody else may write there meanwhile.
+
+        Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
+        Never waits.
+        """
+        if row == self.index or not self._undertaking.acquire(blocking=False):
+            yield False
+            return
+        try:
+            held = self._try_lock(row)
+            try:
+                yield held
+            finally:
+                if held:
+                    self._unlock(row)
+        finally:
+            self._undertaking.release()
+
+    def is_alive(self, row: int) -> bool:
+        """Whether somebody holds the row's lock. An undertaker at work in it counts."""
+        return row == self.index or self._is_locked(row_byte(row))
+
+    def _is_locked(self, byte: int) -> bool:
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        answer = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, request)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def holder(self, row: int) -> int:
+        """Row and incarnation as they stand in the state of a block that the row's process writes or holds."""
+        return self.words[INCARNATIONS + row] << 16 | row << 4
+
+    def try_lock(self, start: int, length: int) -> bool:
+        """Lock bytes of the segment through the own description, without waiting."""
+        return _lock(self._descriptor, fcntl.F_WRLCK, start, length)
+
+    def unlock(self, start: int, length: int) -> None:
+        """Let go of bytes that ``try_lock`` got."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+    def _try_lock(self, row: int) -> bool:
+        return self.try_lock(row_byte(row), 1)
+
+    def _unlock(self, row: int) -> None:
+        self.unlock(row_byte(row), 1)
+
+    def describe(self, row: int) -> str:
+        """The process of a row, for people."""
+        base = row_word(row)
+        namespace = self.words[base + NAMESPACE]
+        where = "" if namespace == identity().namespace else f" of pid namespace {namespace}"
+        return f"pid {self.words[base + PID]}{where} ({'alive' if self.is_alive(row) else 'dead'})"
+
+    # ---- operations ----
+
+    def operation(self, queue: int, direction: int, size: int = 1) -> Operation:
+        """An operation of the own row for one end of a queue, none of its words set. Give it back by ``retire``.
+
+        Raises:
+            SharedMemoryError: so many are under way that the row has no room for another.
+        """
+        purpose = queue << 8 | direction
+        spare = self._inherited.get(purpose) if size == 1 else None
+        spare = spare or self._spare[size]
+        try:
+            operation = spare.pop() if spare else self._fresh(size)
+        except IndexError:  # another thread had the last one
+            operation = self._fresh(size)
+        self.words[operation.purpose] = purpose
+        operation.messages = operation.nbytes = 0
+        operation.tally_before = self.words[operation.tally] if size == 1 else 0
+        return operation
+
+    def _fresh(self, size: int) -> Operation:
+        for number in self._unused[size]:  # each step is one bytecode: threads and signal handlers get different ones
+            record = _record(self.index, number)
+            if size > 1 or not self.words[record.tally]:
+                return Operation(self.segment, record)
+        raise SharedMemoryError(
+            errno.ENOSPC, f"more than {SINGLES if size == 1 else BATCHES} operations on queues of one context are open"
+        )
+
+    def retire(self, operation: Operation) -> None:
+        """Give back an operation whose words and tally are all zero, for any queue's use."""
+        self._spare[operation.size].append(operation)
+
+    def unused_record(self, row: int) -> Record:
+        """A single operation of a dead row, whose lock the caller has, that nobody's words or tally stand in."""
+        base = row_word(row)
+        for number in reversed(range(SINGLES)):
+            record = _record(row, number)
+            if not self.words[base + PURPOSES + number] or not any(self.words[record.credit : record.tally + 1]):
+                return record
+        raise SharedMemoryError(errno.ENOSPC, f"all {SINGLES} operations of row {row} are in use")
+
+    def records(self, row: int, queue: int | None = None, direction: int | None = None) -> Iterator[Record]:
+        """The operations on record in any row, of all queues or of one end of one."""
+        base = row_word(row) + PURPOSES
+        purposes = self.words[base : base + SINGLES + BATCHES].tolist()
+        if queue is not None and direction is not None:  # by far the most often asked for: searched by list.index
+            yield from (_record(row, number) for number in _indexes(purposes, queue << 8 | direction))
+            return
+        for number, purpose in enumerate(purposes):
+            if purpose and queue in (None, purpose >> 8) and direction in (None, purpose & 0xFF):
+                yield _record(row, number)
+
+
+def _indexes(values: list[int], wanted: int) -> Iterator[int]:
+    start = 0
+    with contextlib.suppress(ValueError):
+        while True:
+            start = values.index(wanted, start) + 1
+            yield start - 1
+
+
+def read_lock(descriptor: int, byte: int) -> bool:
+    """Have an open file description of a segment share a byte's lock. Whether nobody has it alone; does not wait."""
+    return _lock(descriptor, fcntl.F_RDLCK, byte, 1)
+
+
+def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    except OSError as failed:
+        if failed.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def row_word(row: int) -> int:
+    """Index of a row's first word."""
+    return (ROWS_START + row * ROW_BYTES) // 8
+
+
+def row_byte(row: int) -> int:
+    """The byte whose lock says that a row's process lives."""
+    return ROWS_START + row * ROW_BYTES
+
+
+def _record(row: int, number: int) -> Record:
+    base = row_word(row)
+    if number < SINGLES:
+        size, first = 1, base + _SINGLES_AT + 4 * number
+    else:
+        size, first = BATCH, base + _BATCHES_AT + 3 * BATCH * (number - SINGLES)
+    return Record(base + PURPOSES + number, size, first, first + size, first + 2 * size, first + 3 if size == 1 else 0)
+
+
+# A fork must not fall between the moments when a descriptor is opened and when it is known here: the child would keep
+# it, and with it the parent's row alive. So forks wait while somebody attaches.
+_forking = threading.RLock()
+_attached: weakref.WeakSet[Rows] = weakref.WeakSet()
+_hooked: list[bool] = []
+
+
+def _register(rows: Rows) -> None:
+    _attached.add(rows)
+    if not _hooked:
+        _hooked.append(True)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+        )
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for rows in list(_attached):
+        rows._leave_witness()
+
+
+def _after_fork_in_parent() -> None:
+    for rows in list(_attached):
+        rows._close_witness()
+    _forking.release()
+
+
+def _after_fork_in_child() -> None:
+    global _forking
+    _forking = threading.RLock()
+    attached = list(_attached)
+    for rows in attached:
+        rows._drop_in_child()
+    for rows in attached:  # whatever one of these raises, no row is mistaken for the child's
+        rows._tell_child()

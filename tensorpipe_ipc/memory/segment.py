@@ -1,0 +1,227 @@
+"""One piece of anonymous shared memory: made, sealed, mapped, handed to children. What lies in it is not known here.
+
+The segment is a memfd: nothing in /dev/shm, not bounded by a container's 64 MB there, gone with the last process that
+has it. It is sparse: its size is address space, and only pages that were written cost memory. So it is made very large
+once, and nobody ever has to grow or remap it.
+
+Three seals (no shrinking, no growing, no further seals) make it impossible for any process, by accident or malice, to
+pull the memory from under another one: reading a page past the end of a file is a SIGBUS, and there is no such page.
+
+::
+
+    byte 0                8              16             24            32                               size
+    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ 0 ──────── ┼─ memory/rows.py, memory/arena.py ┤
+
+All words are native 64-bit unsigned integers: a segment never leaves its kernel.
+
+Two kinds of open file description matter, and are kept apart. The *shared* one (``Segment.descriptor``) is inherited by
+children and never carries a lock; Python's ``mmap`` keeps a duplicate of it. An attached process's *own* one, which
+carries its row's lock, belongs to memory/rows.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from multiprocessing import context, reduction
+from typing import Any
+
+import numpy as np
+
+from tensorpipe_ipc.errors import SharedMemoryError
+
+__all__ = ["DEFAULT_SIZE", "MINIMUM_SIZE", "PAGE", "Segment"]
+
+PAGE = 4096
+DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 128 TiB
+MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
+
+MAGIC = int.from_bytes(b"TPIPESEG", "little")
+VERSION = 1
+_HEAD = struct.Struct("=3Q")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """A sealed, sparse memfd and its mapping in this process.
+
+    It may be inherited by fork, and pickled to a child while that is being spawned, never otherwise. It has no
+    ``close()``: a mapping must outlive every array on it (torch and NumPy do not lock the buffers they borrow), so it
+    ends with the last reference to it.
+
+    Attributes:
+        descriptor: the shared open file description; no lock is ever taken on it.
+        size: of the address range, in bytes.
+        memory: the mapping, for slices of small data.
+        words: the same as native 64-bit words, for the stores that other processes watch.
+        octets: the same as a NumPy array of bytes, for views and large copies.
+    """
+
+    __slots__ = ("__weakref__", "descriptor", "memory", "octets", "size", "words")
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """Takes over ``descriptor``, which must be a segment of ``size`` bytes.
+
+        Raises:
+            SharedMemoryError: it is something else, or does not fit into this process's address space. The descriptor
+                has been closed then.
+        """
+        self.descriptor = descriptor
+        self.size = size
+        try:
+            self.memory = _map(descriptor, size)
+        except BaseException:
+            self.descriptor = -1
+            os.close(descriptor)
+            raise
+        self.words = memoryview(self.memory).cast("B").cast("Q")
+        self.octets = np.frombuffer(self.memory, np.uint8)
+        _mapped.setdefault(_identity(descriptor), self)
+
+    @classmethod
+    def create(cls, size: int = DEFAULT_SIZE) -> Segment:
+        """A new one.
+
+        Args:
+            size: bytes of address space; where the process's limits do not allow it, the largest half, quarter and so
+                on that they do allow.
+
+        Raises:
+            SharedMemoryError: there is no memfd here, no descriptor left, or not even ``MINIMUM_SIZE`` can be mapped.
+        """
+        while True:
+            try:
+                return cls._create(size)
+            except SharedMemoryError as failed:
+                if failed.errno not in (errno.ENOMEM, errno.EFBIG) or size // 2 < MINIMUM_SIZE:
+                    raise
+                size //= 2
+
+    @classmethod
+    def _create(cls, size: int) -> Segment:
+        descriptor = _sealed_memfd(size)
+        os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, size), 0)
+        return cls(descriptor, size)
+
+    @classmethod
+    def attach(cls, descriptor: int) -> Segment:
+        """The segment that an open descriptor leads to. The descriptor is duplicated and stays with the caller.
+
+        Raises:
+            SharedMemoryError: it is no segment, is of another version, lacks a seal, or cannot be mapped.
+        """
+        size = os.fstat(descriptor).st_size
+        return cls(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0), size)
+
+    @classmethod
+    def known(cls, descriptor: int) -> Segment:
+        """The same; where this process has it mapped already, that one.
+
+        Raises:
+            SharedMemoryError: as ``attach``.
+        """
+        return _mapped.get(_identity(descriptor)) or cls.attach(descriptor)
+
+    def resident(self) -> int:
+        """Bytes of memory that the segment costs the machine now, all processes together."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def punch(self, start: int, stop: int) -> None:
+        """Give back the memory of the whole pages within [start, stop). They read as zeros from now on."""
+        start = -(-start // PAGE) * PAGE
+        stop = stop // PAGE * PAGE
+        if start < stop:
+            self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return _rebuild, (reduction.DupFd(self.descriptor), self.size)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.size >> 20} MiB of addresses, {self.resident() >> 10} KiB resident>"
+
+
+_mapped: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _rebuild(duplicate: Any, size: int) -> Segment:
+    """The segment as this process has it already, if it does: pickled twice, it is mapped once."""
+    descriptor = duplicate.detach()
+    found = _mapped.get(_identity(descriptor))
+    if found is None:
+        return Segment(descriptor, size)
+    os.close(descriptor)
+    return found
+
+
+def _sealed_memfd(size: int) -> int:
+    try:
+        descriptor = os.memfd_create("tensorpipe_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except AttributeError as missing:
+        raise SharedMemoryError(errno.ENOSYS, "this system has no memfd_create (it is Linux's)") from missing
+    except OSError as failed:
+        raise _refused("could not be created", size, failed) from failed
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as failed:
+        os.close(descriptor)
+        raise _refused("could not be created", size, failed) from failed
+    return descriptor
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    _verify(descriptor, size)
+    try:
+        memory = mmap.mmap(descriptor, size)
+    except OSError as failed:
+        raise _refused("could not be mapped", size, failed) from failed
+    memory.madvise(mmap.MADV_DONTDUMP)  # a core file of a terabyte helps nobody
+    found = _HEAD.unpack_from(memory)
+    if found != (MAGIC, VERSION, size):
+        raise SharedMemoryError(
+            errno.EINVAL, f"no segment of version {VERSION} and {size} bytes: magic, version, size are {found}"
+        )
+    return memory
+
+
+def _verify(descriptor: int, size: int) -> None:
+    """What must hold before a byte is read: reading an unsealed file may end in SIGBUS at any time."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as failed:
+        raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} is not a memfd") from failed
+    if seals & _SEALS != _SEALS:
+        raise SharedMemoryError(errno.EINVAL, f"the memfd is not sealed against resizing (its seals: {seals:#x})")
+    actual = os.fstat(descriptor).st_size
+    if actual != size or size < MINIMUM_SIZE:
+        raise SharedMemoryError(errno.EINVAL, f"the memfd has {actual} bytes, {max(size, MINIMUM_SIZE)} were expected")
+
+
+_REMEDIES = {
+    errno.ENOMEM: "raise the limit on address space (ulimit -v) or vm.max_map_count",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "the machine has no open file left (fs.file-max)",
+}
+
+
+def _refused(what: str, size: int, failed: OSError) -> SharedMemoryError:
+    number = failed.errno or errno.EINVAL
+    remedy = _REMEDIES.get(number, "see the cause")
+    return SharedMemoryError(number, f"{size} bytes of shared memory {what}: {os.strerror(number)}; {remedy}")

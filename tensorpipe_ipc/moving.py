@@ -1,0 +1,238 @@
+"""Whether a tree can go into a queue by reference, and what its message says then.
+
+It can when its large tensors lie in one block that this process holds (made there, or a lease), and *nothing but the
+tree's own tensors* lies there: no other tensor, storage, array or DLPack capsule that is still alive, here or in a
+forked child. Afterwards these tensors are empty, so that nobody can write under the receiver's lease.
+
+**Counting the aliases.** What keeps a block is, from the outside in::
+
+    Python's names ─> tensor ─> TensorImpl ─┬─> StorageImpl ─> array ─> block
+                       views: TensorImpl ───┤
+                       base of a view ──────┘
+
+* The array's references: as many as storages that the tree has on it. (Every tensor that is made on a block gets a
+  buffer of its own, which holds the array once.)
+* Each storage's use count: the tree's tensors on it, the tensors of which they are views, and torch's Python object for
+  the storage, which nobody else may refer to.
+* Each TensorImpl's use count: its Python object, and the tree's views of it. Autograd or DLPack would be one more.
+
+How many of its tensors' Python names there are does not matter: they all see it empty.
+
+Which of these counts torch has, and what it counts, differs from one version to another. So they are not believed
+before ``_counts`` has seen that they tell a tensor without aliases from one with each kind of alias. Where they do not,
+everything is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorpipe_ipc.memory.leases import Handover, Leases
+from tensorpipe_ipc.wire.flatten import Flat
+from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.spec import Op
+
+__all__ = ["Frame", "handover_of", "placed", "values_and_frames"]
+
+INLINE = (1 << 64) - 1  # the place of a frame whose bytes stand behind the places
+_LENGTH = struct.Struct("<I")
+
+
+def handover_of(flat: Flat, leases: Leases) -> Handover | None:
+    """The block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None."""
+    strided = [leaf for leaf in flat.leaves if leaf.layout is torch.strided and leaf.device.type == "cpu"]
+    large = max(strided, key=lambda leaf: leaf.nbytes, default=None)
+    held = None if large is None else leases.find(large.untyped_storage().data_ptr())
+    if held is None or not leases.may_leave(held):
+        return None
+    ours = [leaf for leaf in strided if held.has(leaf.untyped_storage().data_ptr())]
+    if not _can_be_emptied(flat, ours) or not _counts():
+        return None
+    owners = _sole_owners(ours, held.anchor)
+    return None if owners is None else Handover(held, functools.partial(_empty, owners))
+
+
+def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
+    """Whether all are tensors of the caller's, and not arrays, storages or parameters shown as tensors."""
+    ids = {id(leaf) for leaf in ours}
+    operations = [piece[0] for piece in flat.spec if Op.TENSOR <= piece[0] <= Op.TYPED]
+    return all(
+        operation == Op.TENSOR and (torch.is_inference_mode_enabled() or not leaf.is_inference())
+        for operation, leaf in zip(operations, flat.leaves, strict=True)
+        if id(leaf) in ids
+    )
+
+
+def _empty(owners: Iterable[torch.Tensor]) -> None:
+    for owner in owners:
+        owner.set_()  # type: ignore[call-overload, unused-ignore]
+
+
+def _sole_owners(leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any]) -> list[torch.Tensor] | None:
+    """All tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None."""
+    owners = {id(leaf): leaf for leaf in leaves}
+    uses = dict.fromkeys(owners, 1)  # of each TensorImpl: its Python object; and its views
+    bases = {id(base): base for base in (leaf._base for leaf in owners.values()) if base is not None}
+    for leaf in owners.values():
+        if leaf._base is not None:
+            uses[id(leaf._base)] = uses.get(id(leaf._base), 1) + 1
+    for known in owners.keys() & bases.keys():
+        del bases[known]
+    together = [*owners.values(), *bases.values()]
+    if [each._use_count() for each in together] != [uses[id(each)] for each in together]:  # type: ignore[attr-defined]
+        return None
+    storages = {storage._cdata: storage for storage in (each.untyped_storage() for each in together)}
+    lying = Counter(each.untyped_storage()._cdata for each in together)
+    if any(torch._C._storage_Use_Count(address) != lying[address] + 1 for address in storages):
+        return None
+    del together  # or it would be counted
+    of_base, of_storage, of_object = _references_of_the_unknown()
+    if any(count != of_base for count in _references(bases)):
+        return None
+    if any(count != of_storage for count in _references(storages)):
+        return None
+    if _references({0: lies_on()}) != [len(storages) + of_object]:
+        return None
+    return [*owners.values(), *bases.values()]
+
+
+@functools.cache
+def _references_of_the_unknown() -> tuple[int, int, int]:
+    """Python's references to a base, a storage and any object that nobody but a dict of ``_sole_owners`` knows."""
+    view = torch.empty(2)[1:]
+    unknown: list[dict[int, Any]] = [{0: view._base}, {0: view.untyped_storage()}, {0: object()}]
+    of_base, of_storage, of_object = (_references(each)[0] for each in unknown)
+    return of_base, of_storage, of_object
+
+
+def _references(objects: dict[int, Any]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects.values()]
+
+
+_ALIASES: list[Callable[[torch.Tensor], Any]] = [
+    lambda tensor: tensor[1:],
+    lambda tensor: tensor.view(2, -1),
+    lambda tensor: tensor.detach(),
+    lambda tensor: tensor.data,
+    lambda tensor: tensor.numpy(),
+    lambda tensor: tensor.numpy().data,
+    lambda tensor: np.asarray(tensor)[1:],
+    lambda tensor: np.from_dlpack(tensor),  # type: ignore[arg-type, unused-ignore]
+    lambda tensor: tensor.__dlpack__(),
+    lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
+    lambda tensor: tensor.untyped_storage(),
+    lambda tensor: torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype),  # type: ignore[no-untyped-call]
+    lambda tensor: (tensor * torch.ones(1, requires_grad=True)).sum(),
+]
+
+
+@functools.cache
+def _counts() -> bool:
+    """Whether this torch's counts are what they are taken for: each kind of alias is seen, and none where there is none."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about typed storages
+            return all(map(_is_seen, _ALIASES))
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _is_seen(alias: Callable[[torch.Tensor], Any]) -> bool:
+    tensor, array = _tensor_and_array()
+    view = tensor[1:]
+    alone = _sole_owners([tensor, view], array) and not _sole_owners([tensor], array)
+    kept = alias(tensor)
+    hidden = _sole_owners([tensor, view], array)
+    del kept, tensor
+    return bool(alone and not hidden and _sole_owners([view], array))
+
+
+def _tensor_and_array() -> tuple[torch.Tensor, Callable[[], Any]]:
+    array = np.zeros(64, np.uint8)
+    return torch.frombuffer(memoryview(array)[:32], dtype=torch.float32), weakref.ref(array)  # type: ignore[arg-type, unused-ignore]
+
+
+# ---- the message ----
+
+
+def placed(message: Outgoing, handover: Handover) -> bytes | None:
+    """What the message says instead of its values, if its large frames lie in the block; else None.
+
+    ::
+
+        u32 n, values (n bytes) | u64 for each frame: its place in the payload, or INLINE | the frame that is INLINE
+    """
+    small = [payload for payload in message.payloads if 0 < len(payload) < BULK]
+    large = [payload for payload in message.payloads if len(payload) >= BULK]
+    frame, places = _packed(small, handover) if small else (b"", [])
+    places += [_place(payload, handover) for payload in large]
+    if INLINE in places[len(places) - len(large) :] or set(places) <= {INLINE}:
+        return None
+    return _LENGTH.pack(len(message.values)) + message.values + struct.pack(f"<{len(places)}Q", *places) + frame
+
+
+def _packed(small: list[Any], handover: Handover) -> tuple[bytes, list[int]]:
+    """The frame of the small payloads, and its place: in the block where they lie there as they would in a frame."""
+    pieces, end, first = list[bytes](), 0, _place(small[0], handover)
+    as_in_a_frame = first != INLINE
+    for payload in small:
+        start = -(-end // ALIGN) * ALIGN
+        pieces.append(bytes(start - end) + bytes(payload))
+        end = start + len(payload)
+        as_in_a_frame = as_in_a_frame and _place(payload, handover) == first + start
+    return (b"", [first]) if as_in_a_frame else (b"".join(pieces), [INLINE])
+
+
+def _place(payload: Any, handover: Handover) -> int:
+    address = (
+        ctypes.addressof(payload) if isinstance(payload, ctypes.Array) else np.frombuffer(payload, np.uint8).ctypes.data
+    )
+    place = address - handover.address
+    return int(place) if 0 <= place <= handover.nbytes - len(payload) else INLINE
+
+
+def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple[memoryview, list[Any]]:
+    """The values and the frames of a message that ``placed`` wrote.
+
+    Args:
+        said: what it returned.
+        sizes: of the frames.
+        payload: of the block.
+    """
+    (length,) = _LENGTH.unpack_from(said)
+    start = _LENGTH.size + length
+    places = struct.unpack_from(f"<{len(sizes)}Q", said, start)
+    inline = said[start + 8 * len(sizes) :]
+    frames = [
+        memoryview(bytearray(inline)) if place == INLINE else Frame(payload, place, size)
+        for place, size in zip(places, sizes, strict=True)
+    ]
+    return said[_LENGTH.size : start], frames if len(frames) > 1 else [frames[0][:]]
+
+
+class Frame:
+    """A part of a payload. Each slice of it has a buffer of its own, and so counts as one reference to the array."""
+
+    __slots__ = ("_array", "_place", "_size")
+
+    def __init__(self, array: Any, place: int, size: int) -> None:
+        self._array, self._place, self._size = array, place, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> memoryview:
+        start, stop, _ = part.indices(self._size)
+        return memoryview(self._array)[self._place + start : self._place + stop]

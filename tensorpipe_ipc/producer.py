@@ -1,0 +1,258 @@
+"""Producer: the end that messages are put into."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+from tensorpipe_ipc.errors import Full, PeerLost
+from tensorpipe_ipc.guard import Guard
+from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.transport.link import Peer
+from tensorpipe_ipc.transport.sending import SendLink
+from tensorpipe_ipc.wire.message import Outgoing, encode
+
+__all__ = ["Producer", "ProducerStatistics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerStatistics:
+    """What a producer did so far."""
+
+    messages: int
+    """Messages put."""
+    bytes: int
+    """Bytes of their payloads."""
+    in_flight: int
+    """Messages that no consumer has taken yet."""
+    lost: int
+    """Messages that were in flight when the consumer that had them left."""
+    rejected: int
+    """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
+    last_rejection: str
+    """Which rule the last of them broke; empty if there was none."""
+    waits: int
+    """How often put had to wait for a consumer or for credit."""
+    seconds_waited: float
+    """How long it waited, in all."""
+    peers: tuple[str, ...]
+    """The consumers that are attached, in words."""
+    transport: str
+    """How messages travel, and why so."""
+
+
+class Producer:
+    """The end that messages are put into. One or many consumers take them out, in this process or another.
+
+    One side binds the endpoint, the others connect; who starts first does not matter. A message goes to one consumer: with
+    several, to the one that has least to do.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool = False,
+        serializer: str = "raw",
+        maxsize: int = 64,
+        shared_memory: Literal["auto", "off", "require"] = "auto",
+        linger: float = 5.0,
+    ) -> None:
+        """Open the end. It does not wait for anybody.
+
+        Args:
+            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
+            bind: whether this side has the address.
+            serializer: the name of the serializer for tensors: "raw", "numpy", "torch_save", or one registered.
+            maxsize: the most messages that may have been put and not yet been taken. The consumer's own limit counts too.
+            shared_memory: "auto": messages go through shared memory to consumers of this user on this host, and in frames
+                to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
+            linger: seconds that ``close`` waits for messages to be taken.
+
+        Raises:
+            UnknownSerializer: no serializer of that name; the known ones are named.
+            ValueError: the endpoint is none, its ipc path is too long, or an option is out of range.
+            Refused: the address is in use by a live process, is not loopback, or is not safe.
+            SharedMemoryError: shared memory is required, and the endpoint is inproc.
+        """
+        self._serializer = serializer_named(serializer)
+        self._linger = check_timeout(linger, "linger")
+        self._link = SendLink(
+            endpoint,
+            bind=bind,
+            window=check_count(maxsize, "maxsize"),
+            serializer=serializer,
+            shared_memory=shared_memory,
+        )
+        self._guard = Guard(f"Producer on {self._link.endpoint}")
+        self._messages = self._bytes = self._waits = 0
+        self._seconds_waited = 0.0
+        self._finish = weakref.finalize(self, _close, self._link, self._guard, linger)
+
+    @property
+    def endpoint(self) -> str:
+        """The address in full, with the port that was chosen if it was left open."""
+        return self._link.endpoint
+
+    def put(self, tree: Any, timeout: float | None = None) -> None:
+        """Send one message. When this returns, the tree has been read: it may be changed or dropped.
+
+        Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned; without
+        a timeout, large tensors are then read by ZeroMQ in place, and put returns when it has read them; with one they are
+        copied first, so that put can keep it.
+
+        Args:
+            tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
+                and dataclasses of them.
+            timeout: seconds to wait for a consumer with room; None for as long as it takes, 0 for not at all.
+
+        Raises:
+            Full: no consumer had room in time. Who holds what is named; nothing was sent.
+            UnsupportedLeaf: something in the tree cannot be sent; its path is named, and what to do. Nothing was sent.
+            Refused: the consumer does not accept this serializer, or one of the two requires shared memory, and what is in
+                the way of it; both ends are named.
+            SharedMemoryError: the message is larger than shared memory may ever be.
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        message = encode(tree, self._serializer)
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._send(message, deadline, lend=timeout is None)
+
+    def put_nowait(self, tree: Any) -> None:
+        """``put(tree, timeout=0)``."""
+        self.put(tree, 0)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until every message that was put has been taken.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            Full: some were not taken in time. Who holds them is named.
+            PeerLost: a consumer left with messages that it had not taken. They are lost; it is told once.
+        """
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._link.drain()
+            while self._link.in_flight:
+                self._wait(deadline, "messages not taken")
+            self._tell_of_losses()
+
+    def statistics(self) -> ProducerStatistics:
+        """A snapshot of what happened so far."""
+        link = self._link
+        with self._guard:
+            link.drain()
+            link.look_around()
+            return ProducerStatistics(
+                messages=self._messages,
+                bytes=self._bytes,
+                in_flight=link.in_flight,
+                lost=link.lost,
+                rejected=link.rejected,
+                last_rejection=link.last_rejection,
+                waits=self._waits,
+                seconds_waited=self._seconds_waited,
+                peers=tuple(str(peer) for peer in link.peers.values() if peer.settled),
+                transport=link.transport(),
+            )
+
+    def close(self) -> None:
+        """Wait up to ``linger`` seconds until all messages are taken, say goodbye and close. Again: nothing.
+
+        A warning says how many messages were not taken, if any.
+        """
+        if self._guard.closed or self._guard.foreign:
+            return
+        with self._guard:
+            self._finish()
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._guard.closed else "open"
+        return f"<Producer {self.endpoint} {state} put={self._messages} in_flight={self._link.in_flight}>"
+
+    def _send(self, message: Outgoing, deadline: float | None, *, lend: bool) -> None:
+        link = self._link
+        while True:
+            peer = self._reserve(deadline)
+            if link.send(peer, message, remaining(deadline), lend=lend):
+                break
+        self._messages += 1
+        self._bytes += message.nbytes
+        if link.needs_credit():  # now that the message is on its way
+            link.drain()
+
+    def _reserve(self, deadline: float | None) -> Peer:
+        """A consumer with room."""
+        link = self._link
+        link.raise_refusal()
+        if link.is_stale():
+            link.drain()
+            if link.shares_memory:  # into which one can put for long after the other end is gone
+                link.look_around()
+        peer = link.choose()
+        if peer is None:
+            link.drain()
+            peer = link.choose()
+        if peer is None:
+            self._waits += 1
+            started = time.monotonic()
+            try:
+                while peer is None:
+                    self._wait(deadline, "no room")
+                    peer = link.choose()
+            finally:
+                self._seconds_waited += time.monotonic() - started
+        return peer
+
+    def _wait(self, deadline: float | None, what: str) -> None:
+        left = remaining(deadline)
+        if left <= 0:
+            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}")
+        self._link.wait(left)
+        self._link.raise_refusal()
+
+    def _tell_of_losses(self) -> None:
+        losses, self._link.left_behind = self._link.left_behind, []
+        if losses:
+            told = "; ".join(f"{peer} with {count} messages that it had not taken" for peer, count in losses)
+            raise PeerLost(f"{self.endpoint}: {told}")
+
+
+def _close(link: SendLink, guard: Guard, linger: float) -> None:
+    """Close a producer's link; also when the producer was dropped, and at exit. It must not know the producer itself."""
+    if guard.foreign or guard.closed:
+        return
+    guard.closed = True
+    deadline = deadline_of(linger)
+    try:
+        if link.in_flight:
+            link.drain()  # what was taken by now counts as taken, also without linger
+        while link.in_flight and remaining(deadline) > 0:
+            link.wait(remaining(deadline))
+    finally:
+        left, blocked = link.in_flight, link.why_blocked()
+        told = link.say_goodbye()
+        link.close(linger if told else 0.0)
+    if left:
+        warnings.warn(
+            f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

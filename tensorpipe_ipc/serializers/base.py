@@ -1,0 +1,138 @@
+"""What a serializer is, and the ground that all of them share: ``plain`` memory to read from.
+
+A serializer says what *one tensor's* bytes are. Containers, numbers, shared memory and gradients are dealt with before
+it is asked, so that every serializer works for every tree, on every transport.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.wire.dtypes import BY_TORCH
+from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
+
+__all__ = ["Serializer", "dense_order", "describe", "expect", "plain"]
+
+
+@runtime_checkable
+class Serializer(Protocol):
+    """What `register_serializer` takes. It is used from any thread, so it keeps no state between calls.
+
+    Attributes:
+        name: what both ends call it: up to 64 letters, digits, '_', '-' and '.'.
+        zero_copy: whether ``decode`` may return a tensor that lies on the payload's own memory. Such a tensor is
+            copied where the receiver wants memory of its own.
+    """
+
+    name: str
+    zero_copy: bool
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        """A tensor's meta and its bytes.
+
+        Args:
+            tensor: any dtype, shape, strides and device; ``plain`` makes it contiguous CPU memory.
+
+        Returns:
+            ``describe(tensor)`` (or ``OPAQUE``, where the bytes say all there is to say), and a bytes-like object. It
+            may be a view of the tensor's memory: the caller keeps the tensor until the bytes were read.
+
+        Raises:
+            UnsupportedLeaf: it has no bytes for such a tensor. Say what to use instead.
+        """
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        """The tensor again: on the CPU, of ``meta``'s dtype and shape.
+
+        Args:
+            meta: what ``encode`` returned, read from the wire and found valid.
+            payload: what ``encode`` returned, in memory that nobody else writes. Nobody has looked at its content. It
+                may be read-only; then the tensor must not lie on it.
+
+        Raises:
+            ProtocolError: the payload is not what ``encode`` makes for such a meta.
+        """
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same items as memory that can be read: on the CPU, dense, no conjugate or negative bit, no history.
+
+    Dense means without gaps, in whatever order of dimensions; what has gaps or overlaps is gathered, once.
+
+    Args:
+        tensor: any.
+
+    Raises:
+        UnsupportedLeaf: its memory is no plain memory (sparse, quantized, nested, meta, a subclass), or is gone.
+    """
+    _refuse_exotic(tensor)
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():
+        return tensor.clone()
+    if tensor.numel() and not tensor.data_ptr():
+        raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
+    if not tensor.is_contiguous() and dense_order(tensor) is None:
+        return tensor.contiguous()
+    return tensor
+
+
+def describe(tensor: torch.Tensor) -> TensorMeta:
+    """The meta of a plain tensor.
+
+    Raises:
+        UnsupportedLeaf: its dtype is not in the table.
+    """
+    if tensor.dtype not in BY_TORCH:
+        raise UnsupportedLeaf(f"a tensor of {tensor.dtype}, which has no code on the wire")
+    order = None if tensor.is_contiguous() else dense_order(tensor)
+    return meta_of(tensor.dtype, tensor.shape, order)
+
+
+def expect(tensor: Any, meta: TensorMeta) -> torch.Tensor:
+    """``tensor``, if it is one of ``meta``'s dtype and shape.
+
+    Raises:
+        ProtocolError: it is not.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ProtocolError(f"the payload holds a {type(tensor).__name__}, not a tensor")
+    if meta.dtype is not None and (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
+        raise ProtocolError(
+            f"the payload holds {tensor.dtype} {list(tensor.shape)}, the header says {meta.dtype} {list(meta.shape)}"
+        )
+    return tensor
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from outermost to innermost in memory, or None for a tensor with gaps or overlaps."""
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] != 1), reverse=True)
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    return tuple(order)
+
+
+def _refuse_exotic(tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise UnsupportedLeaf(
+            f"{type(tensor).__module__}.{type(tensor).__qualname__} is a tensor subclass; "
+            "send .as_subclass(torch.Tensor), or its parts"
+        )
+    if tensor.is_nested:
+        raise UnsupportedLeaf("a nested tensor; send .unbind() of it, or use serializer='torch_save'")
+    if tensor.is_quantized:
+        raise UnsupportedLeaf("a quantized tensor; send .int_repr() and its scale, or use serializer='torch_save'")
+    if tensor.is_mkldnn:
+        raise UnsupportedLeaf("an mkldnn tensor, whose memory only mkldnn can read; send .to_dense()")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedLeaf(f"a tensor of layout {tensor.layout}; send .to_dense(), or use serializer='torch_save'")
+    if tensor.is_meta:
+        raise UnsupportedLeaf("a meta tensor, which has no items; send its shape and dtype")

@@ -1,0 +1,132 @@
+"""The checks that prove a user's serializer, and the guard around it afterwards.
+
+They need no test framework: ``check_serializer(MySerializer())`` raises at the first tensor that does not come back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tensorpipe_ipc.errors import ProtocolError, TensorPipeError, UnsupportedLeaf
+from tensorpipe_ipc.serializers.base import Serializer, expect
+from tensorpipe_ipc.wire.dtypes import BY_TORCH
+from tensorpipe_ipc.wire.metas import TensorMeta
+
+__all__ = ["Checked", "check_serializer"]
+
+
+class Checked:
+    """A user's serializer, held to its contract on every call: its errors become ours, its results are checked."""
+
+    def __init__(self, serializer: Serializer) -> None:
+        self.serializer = serializer
+        self.name = serializer.name
+        self.zero_copy = bool(serializer.zero_copy)
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        """As the serializer's. Whatever it raises of its own becomes an UnsupportedLeaf."""
+        try:
+            meta, payload = self.serializer.encode(tensor)
+            if not isinstance(meta, TensorMeta):
+                raise TypeError(f"encode() gave a {type(meta).__name__} for a meta; return describe(tensor)")
+            return meta, memoryview(payload).cast("B")
+        except TensorPipeError:
+            raise
+        except Exception as error:
+            raise UnsupportedLeaf(
+                f"serializer {self.name!r} failed on {tensor.dtype} {list(tensor.shape)}: {error!r}"
+            ) from error
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        """As the serializer's. Whatever it raises of its own, and a tensor of another kind, is a ProtocolError."""
+        try:
+            return expect(self.serializer.decode(meta, payload), meta)
+        except TensorPipeError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
+
+
+def check_serializer(serializer: Serializer) -> None:
+    """Send every kind of tensor through a serializer and back.
+
+    Each must come back with its dtype, shape and items, must not be changed by it, and must be refused, if at all, with
+    an UnsupportedLeaf. A serializer with an attribute ``lossy = True`` need not give equal items. What comes back may
+    lie on the payload only if ``zero_copy`` says so, and never on one that is read-only.
+
+    Raises:
+        TypeError: a check failed: which, and on what.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ComplexHalf support is experimental", UserWarning)
+        taken = [label for label, tensor in _samples() if _comes_back(serializer, label, tensor)]
+    if not taken:
+        raise TypeError(f"serializer {serializer.name!r} refuses every kind of tensor")
+
+
+def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> bool:
+    before = tensor.clone()
+    try:
+        meta, payload = Checked(serializer).encode(tensor)
+    except UnsupportedLeaf as error:
+        if error.__cause__ is not None:
+            raise TypeError(f"{error.reason} (sample: {label})") from error.__cause__
+        return False
+    if _bits(before) != _bits(tensor):
+        raise TypeError(f"serializer {serializer.name!r} changed the tensor that it encoded ({label})")
+    received = memoryview(bytearray(payload))
+    for buffer in (received.toreadonly(), received):
+        try:
+            again = Checked(serializer).decode(meta, buffer)
+        except ProtocolError as error:
+            raise TypeError(f"serializer {serializer.name!r} cannot read what it wrote ({label}): {error}") from error
+        if not again.is_cpu:
+            raise TypeError(f"serializer {serializer.name!r} decoded {label} to {again.device}; it must be the CPU")
+        if _bits(before) != _bits(again) and not getattr(serializer, "lossy", False):
+            raise TypeError(
+                f"serializer {serializer.name!r} gave {label} back with other items; say lossy = True if so"
+            )
+        if (buffer.readonly or not serializer.zero_copy) and _lies_on(again, received):
+            raise TypeError(
+                f"serializer {serializer.name!r} decoded {label} onto its payload, which "
+                + ("is read-only" if buffer.readonly else "it may with zero_copy = True only")
+            )
+    return True
+
+
+def _lies_on(tensor: torch.Tensor, payload: memoryview) -> bool:
+    """Whether the tensor changes with the payload."""
+    before = _bits(tensor)
+    kept = bytes(payload)
+    payload[:] = bytes(byte ^ 0xFF for byte in kept)
+    changed = _bits(tensor) != before
+    payload[:] = kept
+    return changed
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return bytes(tensor.reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+def _samples() -> Iterator[tuple[str, torch.Tensor]]:
+    for dtype in BY_TORCH:
+        # Any bits are a number of any dtype here, but for bool.
+        items = torch.arange(96, dtype=torch.uint8)
+        yield (
+            f"{dtype} of shape (2, 3)",
+            (items % 2).bool()[:6].view(2, 3) if dtype is torch.bool else items.view(dtype)[:6].view(2, 3),
+        )
+    grid = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    yield "0-d", torch.tensor(3.5)
+    yield "empty", torch.empty(0, 3)
+    yield "transposed", grid.transpose(0, 2)
+    yield "every other item", grid[:, :, ::2]
+    yield "expanded", torch.tensor([1.0, 2.0]).expand(3, 2)
+    yield "with a storage offset", grid[1, 1:]
+    yield "conjugated", torch.tensor([1 + 2j, 3 - 4j]).conj()
+    yield "requires_grad", torch.ones(3, requires_grad=True)

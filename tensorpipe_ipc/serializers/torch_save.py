@@ -1,0 +1,121 @@
+"""``torch_save``: a tensor's bytes are what ``torch.save`` writes. Slow, and the one that takes every layout.
+
+It is read with ``weights_only=True``, and never otherwise: that is torch's allow-list of what a pickle may do, not a
+safe format (CVE-2025-32434, CVE-2026-24747), and what it allows can ask for any amount of memory. So accept it only
+from peers whose programs you would run.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zipfile
+from typing import IO, Any
+
+import torch
+
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.serializers.base import describe, expect, plain
+from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
+
+__all__ = ["TorchSave"]
+
+
+class TorchSave:
+    """The serializer ``torch_save``: also sparse, quantized and nested tensors. Copies to encode and to decode."""
+
+    name = "torch_save"
+    zero_copy = False
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        """The tensor's meta and a ``torch.save`` file of it.
+
+        Raises:
+            UnsupportedLeaf: a subclass, a meta tensor, an mkldnn tensor, or one that torch cannot save.
+        """
+        if not _has_own_layout(tensor):
+            tensor = plain(tensor)
+            # A view would drag its whole storage into the file.
+            tensor = tensor if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() else tensor.clone()
+            return describe(tensor), _save(tensor)
+        return OPAQUE, _save(tensor.detach().cpu())
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        """A tensor in memory of its own.
+
+        Raises:
+            ProtocolError: no ``torch.save`` file, one that asks for more than ``weights_only`` allows, or one that
+                holds something else than the meta says.
+        """
+        file = io.BufferedReader(_Memory(payload))
+        _check_archive(meta, file, len(payload))
+        try:
+            with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+                warnings.simplefilter("ignore")  # of what torch deprecates in its own format
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
+        # A damaged file can end anywhere inside torch's reader, and does so with any exception.
+        except Exception as error:
+            raise ProtocolError(
+                f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
+            ) from None
+        return expect(loaded, meta)
+
+
+class _Memory(io.RawIOBase):
+    """A file that is read where it lies; BytesIO would copy it first."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self._at = memory, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._memory))[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._memory[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+
+def _check_archive(meta: TensorMeta, file: IO[bytes], size: int) -> None:
+    """See that it is a file as ``torch.save`` writes it: a zip archive that stores as much as it unpacks to.
+
+    torch also reads its older formats, which allocate what they announce, and archives that are compressed.
+    """
+    if meta.nbytes > size:
+        raise ProtocolError(f"a torch.save file of {size} bytes for a tensor of {meta.nbytes} ({meta!r})")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+        file.seek(0)
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error) as error:
+        raise ProtocolError(f"the payload is no torch.save file: {error}") from None
+    if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
+        raise ProtocolError("a torch.save file that is compressed, which torch.save does not write")
+
+
+def _has_own_layout(tensor: torch.Tensor) -> bool:
+    nested = tensor.is_nested
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not nested:
+        return False
+    return nested or tensor.is_quantized or (tensor.layout is not torch.strided and tensor.layout in _SPARSE)
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _save(tensor: torch.Tensor) -> memoryview:
+    file = io.BytesIO()
+    try:
+        torch.save(tensor, file)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedLeaf(f"torch.save cannot write this tensor: {error}") from None
+    return file.getbuffer()

@@ -1,0 +1,413 @@
+"""Queue, JoinableQueue and SimpleQueue: multiprocessing's contract, over shared memory.
+
+A message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
+[pickle, [leaves]]. What goes by reference lies in its block already; where, its metadata say in the place of the values
+(``moving``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from multiprocessing import context
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from tensorpipe_ipc import moving, pickling
+from tensorpipe_ipc.errors import Closed, Full, UnsupportedLeaf
+from tensorpipe_ipc.limits import check_timeout
+from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, build, made, specs_of
+from tensorpipe_ipc.memory.rows import BATCH
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
+from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM, SharedMemoryQueue
+from tensorpipe_ipc.transport.undertaker import default_undertaker
+from tensorpipe_ipc.wire.flatten import flatten
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.layout import Block
+from tensorpipe_ipc.wire.message import Outgoing, encode
+from tensorpipe_ipc.wire.schema import schema_of
+
+__all__ = ["JoinableQueue", "Loan", "Queue", "SimpleQueue"]
+
+MOST_SPIN = 0.001
+_LEASE_FROM = {"auto": LEASE_FROM, True: COPY, False: LEASE}
+_ALIAS = -1  # for Schema.tree: the payload is the receiver's own and aligned; lie on it
+
+
+class Queue:
+    """multiprocessing.Queue's methods and errors, without its feeder thread: ``put`` has read the object when it returns.
+
+    It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
+    """
+
+    _has_tasks = False
+
+    def __init__(
+        self,
+        maxsize: int = 0,
+        *,
+        ctx: Any = None,
+        serializer: str = "raw",
+        spin: float = 0.0,
+    ) -> None:
+        """A new, empty queue.
+
+        Args:
+            maxsize: how many objects may be in it; 0 or less: any number.
+            ctx: what ``get_context`` returned: the queue shares its memory. Any other (multiprocessing's own, or None): it
+                shares the process's default memory, which is there as long as something lies in it.
+            serializer: what the bytes of tensors are.
+            spin: seconds, at most 0.001, for which ``get`` looks for an object before it sleeps: it saves the wake-up
+                where objects come that fast, for a core that is busy meanwhile.
+
+        Raises:
+            ValueError: ``spin`` is out of range, or ``maxsize`` above 16,777,215.
+            UnknownSerializer: no serializer of that name.
+            SharedMemoryError: no memory, no pipe or no descriptor is left.
+        """
+        if not 0 <= spin <= MOST_SPIN:
+            raise ValueError(f"spin must be from 0 (sleep at once) to {MOST_SPIN} seconds, not {spin}")
+        self._serializer = serializer_named(serializer)
+        self._closed = self._used = False
+        undertaker = getattr(ctx, "tensorpipe_undertaker", default_undertaker)()
+        self._queue = SharedMemoryQueue.create(undertaker, max(0, maxsize), tasks=self._has_tasks)
+        self._queue.spin = self._spin = spin
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
+        """Put an object. Once this returns it has been read, and survives this process.
+
+        Args:
+            obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.
+            block: whether to wait for room.
+            timeout: seconds to wait; None: for ever.
+            move: give the tensors away, by reference where that is possible: where the large ones lie in one block of this
+                queue's memory that this process holds (from ``ctx.empty``, or got from a queue of the same context), and no
+                view, array, storage or DLPack capsule of it, nor a child forked since, is left besides the tensors
+                in ``obj``. These are then *empty*, of shape (0,). Otherwise the object is copied, and stays as it was.
+
+        Raises:
+            Full: there was no room in time. Who holds what is named; the object stays with the caller.
+            Closed: the queue is closed here (a ValueError, as multiprocessing says it).
+            UnsupportedLeaf: a tensor with autograd history, say. Whatever the object raises on pickling.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        self._used = True
+        if not (move and self._moved(obj, _seconds(block, timeout))):
+            self._queue.put(*self._encode(obj), _seconds(block, timeout))
+
+    def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
+        """Put objects in their order, with one system call for up to 64 of them.
+
+        Args:
+            objs: what ``put`` takes, each an object of its own to ``get``.
+            timeout: seconds to wait for room for the last of them; None: for ever.
+
+        Raises:
+            Full: there was not room for all in time. Its ``put`` is how many, from the first on, are in the queue; the
+                others stay with the caller.
+            As ``put`` does: then the error's object and those after it are not in the queue; up to 63 before it neither.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        self._used = True
+        deadline = None if timeout is None else time.monotonic() + check_timeout(max(timeout, 0))
+        done, waiting, remaining = 0, list[tuple[Block, bytes]](), iter(objs)
+        while True:
+            waiting += map(self._encode, itertools.islice(remaining, BATCH - len(waiting)))
+            if not waiting:
+                return
+            try:
+                count = self._queue.put_many(waiting, None if deadline is None else max(0, deadline - time.monotonic()))
+            except Full as full:
+                full.put = done
+                raise
+            done += count
+            del waiting[:count]
+
+    def get(self, block: bool = True, timeout: float | None = None, *, copy: bool | Literal["auto"] = "auto") -> Any:
+        """Take an object. It belongs to the caller.
+
+        Args:
+            block: whether to wait for one.
+            timeout: seconds to wait; None: for ever.
+            copy: True: all tensors lie in memory of their own. False: they lie in shared memory, however small, as a
+                *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
+                from 32 KiB on, as long as this process has not too much under lease. Tensors without items, and
+                messages without tensors, have no memory and are the same in any case.
+
+        Raises:
+            Empty: none came in time.
+            Closed: the queue is closed here.
+            ValueError: ``copy`` is none of these.
+            ShutDown: the queue was shut down, and is empty.
+            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
+                The message is the next that a get in this process takes.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        if copy not in _LEASE_FROM:
+            raise ValueError(f"copy must be 'auto', True or False, not {copy!r}")
+        return self._queue.get(_seconds(block, timeout), self._decode, _LEASE_FROM[copy])
+
+    def get_many(self, max_items: int, timeout: float | None = None) -> list[Any]:
+        """Take the objects that are there, with one system call; wait where there is none.
+
+        Args:
+            max_items: at most so many. 64 at once are never exceeded.
+            timeout: seconds to wait for the first; None: for ever.
+
+        Returns:
+            At least one, in the order in which they were put. They belong to the caller.
+
+        Raises:
+            ValueError: ``max_items`` is not positive.
+            Empty: none came in time.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        if max_items < 1:
+            raise ValueError(f"max_items must be at least 1, not {max_items}")
+        return self._queue.get_many(max_items, _seconds(True, timeout), self._decode)
+
+    def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
+        """Tensors in shared memory, to be filled, and sent without a copy::
+
+            with queue.loan((64, 3, 224, 224), torch.uint8) as batch:
+                decode_into(batch)
+
+        On leaving the block they are put as ``put(..., move=True)`` does: no alias of them should be left (else they are
+        copied), and they are empty then. On an exception they are not put; their memory is free when they are gone.
+        Where there is no room in time, Full is raised, and they stay the caller's, with all that was written to
+        them: they may be put with ``move=True`` later.
+
+        Args:
+            tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples, to be sent as it is
+                when the block is left.
+            dtype: with a shape.
+            timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
+        """
+        shape = (tensors,) if type(tensors) is int else tensors
+        if isinstance(shape, (tuple, list)) and all(type(size) is int for size in shape):
+            tensors = TensorSpec(tuple(shape), dtype)
+        return Loan(self, tensors, timeout)
+
+    def put_nowait(self, obj: Any) -> None:
+        """``put(obj, block=False)``."""
+        self.put(obj, False)
+
+    def get_nowait(self) -> Any:
+        """``get(block=False)``."""
+        return self.get(False)
+
+    def qsize(self) -> int:
+        """How many objects are in it. Others may put and get meanwhile."""
+        return self._queue.qsize()
+
+    def empty(self) -> bool:
+        """Whether nothing is in it, at this moment.
+
+        Raises:
+            OSError: the queue is closed here, and was put into here, as multiprocessing has it.
+        """
+        if self._closed and self._used:
+            raise OSError("the handle is closed")
+        return not self.qsize()
+
+    def full(self) -> bool:
+        """Whether it has no room, at this moment."""
+        return 0 < self._queue.maxsize <= self.qsize()
+
+    def close(self) -> None:
+        """Use it no more in this process. Other processes go on, and what was put stays for them."""
+        self._closed = True
+
+    def shutdown(self, immediate: bool = False) -> None:
+        """Refuse further puts, in every process, and gets once the queue is empty. Who waits is woken.
+
+        As ``queue.Queue.shutdown`` of Python 3.13. A put that is under way meanwhile may still succeed.
+
+        Args:
+            immediate: drop what is in the queue (its tasks count as done), so that gets are refused at once.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        self._queue.shut_down(drop=immediate)
+
+    def join_thread(self) -> None:
+        """Nothing: there is no thread."""
+
+    def cancel_join_thread(self) -> None:
+        """Nothing: there is no thread."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``get`` would not wait."""
+        return self._queue.fileno()
+
+    def statistics(self) -> QueueStatistics:
+        """A snapshot of what this process did with the queue, and of the arena that it lies in."""
+        return statistics_of(self._queue)
+
+    def _encode(self, obj: Any) -> tuple[Block, bytes]:
+        pickled = False
+        try:
+            message = encode(obj, self._serializer)
+        except UnsupportedLeaf as refused:
+            message, pickled = self._pickled(obj, refused), True
+        return in_one_block(message, PICKLED if pickled else 0)
+
+    def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
+        data, leaves = pickling.dump(obj)
+        try:
+            return encode([data, leaves], self._serializer)
+        except UnsupportedLeaf:
+            raise refused from None
+
+    def _moved(self, obj: Any, timeout: float | None) -> bool:
+        """Put a tree by reference, if it can be done."""
+        try:
+            tree, pickled = obj, 0
+            flat = flatten(obj)
+        except UnsupportedLeaf:
+            tree, pickled = list(pickling.dump(obj)), PICKLED
+            try:
+                flat = flatten(tree)
+            except UnsupportedLeaf:
+                return False  # the usual way says what is wrong
+        handover = moving.handover_of(flat, self._queue.leases)
+        if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
+            return False
+        message = encode(tree, self._serializer)
+        said = moving.placed(message, handover)
+        if said is None:
+            return False
+        return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
+
+    def _decode(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        how, read, values = parts_of(metadata)
+        schema = schema_of(read)
+        if how & BY_REFERENCE:
+            said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+            tree = schema.tree(said, frames, self._serializer, _ALIAS)
+        else:
+            # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
+            many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
+            region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
+            tree = schema.tree_in(values, region, self._serializer)
+        return pickling.load(*tree) if how & PICKLED else tree
+
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        return self._serializer.name, self._queue, self._spin
+
+    def __setstate__(self, state: Any) -> None:
+        name, self._queue, self._spin = state
+        self._queue.spin = self._spin
+        self._serializer = serializer_named(name)
+        self._closed = self._used = False
+
+
+class JoinableQueue(Queue):
+    """multiprocessing.JoinableQueue: a Queue that knows which of its objects are not dealt with yet.
+
+    What a process had taken when it died counts as done: nobody will do it, and ``join`` must not wait for the dead.
+    """
+
+    _has_tasks = True
+
+    def task_done(self) -> None:
+        """An object that was taken has been dealt with. For consumers, once for each ``get``.
+
+        Raises:
+            ValueError: called more often than objects were put.
+        """
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        self._queue.undertaker.attach()
+        self._queue.tasks.done()
+
+    def join(self) -> None:
+        """Wait until every object that was put has been dealt with, or went down with a consumer."""
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        self._queue.undertaker.attach()
+        self._queue.tasks.wait(self._queue.undertaker.look)
+
+
+class Loan:
+    """What ``Queue.loan`` returns: to be used with ``with``, once."""
+
+    def __init__(self, queue: Queue, tree: Any, timeout: float | None) -> None:
+        self._queue, self._specs, self._timeout = queue, tree, timeout
+        self._tree: Any = None
+
+    def __enter__(self) -> Any:
+        """The tensors, not initialised.
+
+        Raises:
+            Full: there was no memory in time.
+            SharedMemoryError: there can never be so much.
+            Closed: the queue is closed here.
+        """
+        if self._queue._closed:
+            raise Closed(f"Queue {self._queue!r} is closed")
+        queue, specs = self._queue._queue, specs_of(self._specs)
+        nbytes = block_bytes(specs)
+        block = queue.block_for(nbytes, _seconds(True, self._timeout)) if nbytes else 0
+        self._tree = build(self._specs, iter(made(specs, queue.leases, block)))
+        return self._tree
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Put them, unless there was an exception.
+
+        Raises:
+            Full: there was no room in time. The tensors stay as they are.
+        """
+        tree, self._tree = self._tree, None
+        if kind is None:
+            self._queue.put(tree, timeout=self._timeout, move=True)
+
+
+class SimpleQueue:
+    """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
+
+    def __init__(self, *, ctx: Any = None, serializer: str = "raw") -> None:
+        """A new, empty queue of no bound. See ``Queue``."""
+        self._closed = False
+        self._queue = Queue(ctx=ctx, serializer=serializer)
+
+    def put(self, obj: Any) -> None:
+        """See ``Queue.put``."""
+        self._queue.put(obj)
+
+    def get(self) -> Any:
+        """See ``Queue.get``."""
+        return self._queue.get()
+
+    def empty(self) -> bool:
+        """Whether nothing is in it, at this moment.
+
+        Raises:
+            OSError: the queue is closed here.
+        """
+        if self._closed:
+            raise OSError("the handle is closed")
+        return self._queue.empty()
+
+    def close(self) -> None:
+        """Use it no more in this process."""
+        self._closed = True
+        self._queue.close()
+
+
+def _seconds(block: bool, timeout: float | None) -> float | None:
+    if not block:
+        return 0
+    return None if timeout is None else check_timeout(max(timeout, 0))

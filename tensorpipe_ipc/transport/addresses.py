@@ -1,0 +1,154 @@
+"""Endpoints as people write them, and whether an address is safe to use.
+
+``ipc:///path``, ``tcp://host:port``, ``inproc://name``, or a bare name (``frames``), which is an ipc path in the user's
+runtime folder. What is checked here: syntax, the length of a path, that tcp stays on this host, and that nobody but this
+user can have put a socket where we look for one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import stat
+import tempfile
+from typing import NamedTuple
+
+from tensorpipe_ipc.errors import Refused
+
+__all__ = ["Address", "check_folder", "check_socket_file", "parse", "runtime_folder"]
+
+PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
+
+_BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class Address(NamedTuple):
+    """An endpoint, taken apart."""
+
+    scheme: str  # "ipc", "tcp" or "inproc"
+    text: str  # in full, as ZeroMQ takes it
+    path: str = ""  # of an ipc socket
+
+
+def parse(endpoint: str) -> Address:
+    """Take an endpoint apart.
+
+    Raises:
+        ValueError: no endpoint, or an ipc path that is too long.
+        Refused: a tcp address other than this host's loopback.
+    """
+    if not isinstance(endpoint, str):
+        raise TypeError(f"endpoint {endpoint!r} is a {type(endpoint).__name__}, not a str")
+    scheme, separator, rest = endpoint.partition("://")
+    if not separator and _BARE.fullmatch(endpoint):
+        return _ipc(os.path.join(runtime_folder(), endpoint + ".sock"))
+    if scheme == "ipc" and rest and "\0" not in rest and rest[0] not in "@*":
+        return _ipc(os.path.abspath(rest))
+    if scheme == "inproc" and rest and len(rest) <= 255:
+        return Address("inproc", endpoint)
+    if scheme == "tcp":
+        return _tcp(endpoint, rest)
+    raise ValueError(
+        f"endpoint {endpoint!r}: write ipc:///path, tcp://host:port, inproc://name, or a bare name of letters, digits, "
+        "'_', '-' and '.'"
+    )
+
+
+def runtime_folder() -> str:
+    """Where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if base and os.path.isabs(base) and os.path.isdir(base):
+        return os.path.join(base, "tensorpipe_ipc")
+    return os.path.join(tempfile.gettempdir(), f"tensorpipe_ipc-{os.geteuid()}")
+
+
+def check_folder(path: str) -> None:
+    """See that nobody else can replace what lies in the folder of ``path``; make the folder (0700) if there is none.
+
+    The runtime folder must be this user's alone. Any other may be read by others, but must not be theirs to write to
+    (a sticky one like /tmp may: there they cannot touch what is not theirs).
+
+    Raises:
+        Refused: the folder is a symbolic link, another user's, or open to others.
+    """
+    folder = os.path.dirname(path)
+    _make(folder)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode):
+        raise Refused(f"{folder} is no folder of its own (a symbolic link or a file); remove it or use another path")
+    if folder == runtime_folder():
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise Refused(
+                f"{folder} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be "
+                f"yours (uid {os.geteuid()}) with mode 0700: remove it, or chmod 700"
+            )
+    elif found.st_uid not in (0, os.geteuid()) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+        raise Refused(
+            f"{folder} (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}) lets others put a socket there; use "
+            "a folder of your own, or a bare name"
+        )
+
+
+def check_socket_file(path: str) -> bool:
+    """Whether there is a socket at ``path`` that this user made.
+
+    Raises:
+        Refused: there is something else: a symbolic link, a file, another user's socket.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISSOCK(found.st_mode):
+        raise Refused(f"{path} exists and is no socket (mode {found.st_mode:06o}); remove it, or use another path")
+    if found.st_uid != os.geteuid():
+        raise Refused(f"{path} is a socket of uid {found.st_uid}, not of uid {os.geteuid()}; use another path")
+    return True
+
+
+def _make(folder: str) -> None:
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for path in reversed(missing):
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:  # somebody else was as quick; it is looked at next
+            continue
+
+
+def _ipc(path: str) -> Address:
+    length = len(os.fsencode(path))
+    if length > PATH_LIMIT:
+        raise ValueError(f"ipc path {path!r} has {length} bytes, the kernel's limit is {PATH_LIMIT}: use a shorter one")
+    return Address("ipc", f"ipc://{path}", path)
+
+
+def _tcp(endpoint: str, rest: str) -> Address:
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) <= 0xFFFF)):
+        raise ValueError(
+            f"endpoint {endpoint!r}: write tcp://host:port with a port of 0 to 65535, or * for any free one"
+        )
+    host = host.strip("[]").partition("%")[0]
+    port = "*" if port in ("0", "*") else port
+    if not _is_loopback(host):
+        raise Refused(
+            f"{endpoint}: without keys, tcp is for this host alone (127.0.0.1, ::1, localhost); other hosts come with "
+            "CURVE keys, which this version does not have yet: use ssh or a VPN to bring the port to loopback"
+        )
+    host = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+    return Address("tcp", f"tcp://{host}:{port}")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:  # another name may mean anything, and something else tomorrow
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,517 @@
+"""The conversation between two ends over ZeroMQ frames: who is there, who left, who may not come in.
+
+A connector says HELLO as soon as it is connected. The binder compares the two HELLOs and answers WELCOME with its own, or
+REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one of them says GOODBYE::
+
+    producer                                    consumer
+       |  HELLO  (or the other way round:          |
+       | ----------------------------------------> |
+       |                                  WELCOME  |     the connector says HELLO, the binder WELCOME)
+       | <---------------------------------------- |
+       |  DATA 1, DATA 2, ... up to the window     |
+       | ----------------------------------------> |
+       |                    CREDIT 1, CREDIT 2     |     sent when get() takes a message: acknowledgement and credit
+       | <---------------------------------------- |
+       |  GOODBYE                                  |
+       | ----------------------------------------> |
+
+Both sides count a producer's messages towards one peer from 1, so that a message that got lost with a connection is
+noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a binder its
+WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands. A
+peer is gone when its connection is.
+
+Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
+How they come to it stands in ``rendezvous``. What waits in a queue outlives the talk.
+
+There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import Any
+
+from tensorpipe_ipc.errors import ProtocolError, Refused, SharedMemoryError, VersionMismatch
+from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
+from tensorpipe_ipc.wire.header import (
+    Header,
+    Hello,
+    Kind,
+    QueueOffer,
+    Refusal,
+    SharedMemoryTerms,
+    pack,
+    pack_control,
+    unpack,
+    unpack_control,
+)
+
+__all__ = ["Link", "Peer"]
+
+_STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+_REPEAT = 0.5  # seconds between a waiting connector's HELLOs
+
+
+class Peer:
+    """One other end, as this end knows it.
+
+    Attributes:
+        routing: its routing id.
+        hello: what it said of itself.
+        number: what a producer calls it in its credit pipe.
+        credit_fd: the producer's credit pipe, opened by a consumer; -1 if it has none.
+        sent: sequence of the last message sent to it (by a producer).
+        taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
+        heard: when something last came from it, by time.monotonic().
+        dead_at: when its process was first seen dead.
+        left: how it left, "" while it is there: "said goodbye", "vanished".
+        queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
+        settled: whether both ends know which of the two it is. It stays so.
+        why_not: why there is no queue.
+        room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
+            be more, as nobody else takes them.
+    """
+
+    __slots__ = (
+        "credit_fd",
+        "dead_at",
+        "heard",
+        "hello",
+        "left",
+        "left_at",
+        "number",
+        "queue",
+        "room",
+        "routing",
+        "sent",
+        "settled",
+        "taken",
+        "why_not",
+    )
+
+    def __init__(self, routing: bytes, hello: Hello) -> None:
+        self.routing = routing
+        self.hello = hello
+        self.number = 0
+        self.credit_fd = -1
+        self.sent = 0
+        self.taken = 0
+        self.heard = time.monotonic()
+        self.dead_at = 0.0
+        self.left = ""
+        self.left_at = 0.0
+        self.queue: PairQueue | None = None
+        self.settled = False
+        self.why_not = ""
+        self.room = 0
+
+    @property
+    def identity(self) -> Identity:
+        """The process it is in."""
+        return self.hello.identity
+
+    def leave(self, how: str) -> None:
+        """Note that it left, and when."""
+        self.left, self.left_at = how, time.monotonic()
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        if self.left:
+            return f"{self.hello.role} {self.identity} {self.left} {now - self.left_at:.1f} s ago"
+        state = "alive" if is_alive(self.identity) else "dead"
+        return f"{self.hello.role} {self.identity} ({state}, last heard from {now - self.heard:.1f} s ago)"
+
+
+class Link:
+    """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
+
+    Attributes:
+        peers: those who are there, by routing id.
+        last_left: the one that left last, None as long as none did.
+        lost: messages that were in flight when a peer left, or that a connection swallowed.
+        rejected: incoming messages that were dropped because they broke a rule.
+        last_rejection: which rule; "" as long as none was.
+    """
+
+    role = ""
+
+    def __init__(self, endpoint: str, *, bind: bool, window: int, shared_memory: str = "auto") -> None:
+        address = parse(endpoint)
+        if shared_memory not in rendezvous.WISHES:
+            raise ValueError(f"shared_memory={shared_memory!r}: give 'auto', 'off' or 'require'")
+        if shared_memory == "require" and address.scheme == "inproc":
+            raise SharedMemoryError(
+                errno.EINVAL, f"{endpoint}: shared_memory='require', but inproc is within one process and uses frames"
+            )
+        self.wish = shared_memory
+        self.window = window
+        self.peers: dict[bytes, Peer] = {}
+        self.last_left: Peer | None = None
+        self.lost = 0
+        self.rejected = 0
+        self.last_rejection = ""
+        self._transport = "not known before another end comes"
+        self._refusal: Exception | None = None
+        self._greeted = 0.0  # when a connector last said HELLO
+        self._drained = 0.0
+        self._looked = 0.0  # when it was last seen to who is still there
+        self.socket = FrameSocket(address, bind=bind, receives=self.role == "consumer")
+
+    @property
+    def endpoint(self) -> str:
+        """The address, with the port that was chosen if it was left open."""
+        return self.socket.address.text
+
+    # -- what goes out
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """What this end says of itself, to ``peer``."""
+        raise NotImplementedError
+
+    def terms(self, peer: Peer | None) -> SharedMemoryTerms | None:
+        """What this end says of shared memory, to ``peer``."""
+        if self.wish == "off" or self.socket.address.scheme == "inproc":
+            return None
+        if peer is None:
+            return SharedMemoryTerms(self.wish, os.geteuid())
+        offer = peer.queue.offer if peer.queue is not None else None
+        if self.socket.binds:
+            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=peer.why_not)
+        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=peer.why_not)
+
+    def _say(self, peer: bytes, frame: bytes) -> bool:
+        return self.socket.send_small(peer, frame)
+
+    def _greet(self) -> None:
+        """A connector's HELLO, when it is due."""
+        now = time.monotonic()
+        if now - self._greeted < _REPEAT:
+            return
+        if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
+            self._greeted = now
+
+    def introduce(self, timeout: float) -> bool:
+        """Have a connector that knows nobody say HELLO. False if its binder is not on the line within ``timeout`` seconds."""
+        if self.socket.binds or self.peers:
+            return True
+        if not self.socket.is_connected(timeout):
+            return False
+        self._greet()
+        return True
+
+    def say_goodbye(self) -> bool:
+        """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
+
+        Not the dead: what is sent to them never leaves, and closing would wait for it as long as it may linger.
+        """
+        living = [peer for peer in self.peers.values() if is_alive(peer.identity)]
+        told = [self._say(peer.routing, pack(Kind.GOODBYE, peer.sent)) for peer in living]
+        return any(told)
+
+    # -- what comes in
+
+    def pump(self, timeout: float) -> tuple[Peer, Header, list[Any]] | None:
+        """Wait for one message and deal with it, if it is the conversation's own business.
+
+        Args:
+            timeout: seconds; cut to ``SLICE``, so that what is due in between gets done.
+
+        Returns:
+            The peer, header and frames of a DATA message, again until it is ``taken``; None for all else, and for nothing.
+        """
+        if not self.introduce(min(timeout, SLICE)):
+            return None
+        incoming = self.socket.receive(min(timeout, SLICE))
+        if incoming is None:
+            if timeout > 0:
+                self.look_around()
+            return None
+        routing, frames = incoming
+        try:
+            data = self._hear(routing, frames)
+        except ProtocolError as error:
+            self.reject(error)
+            self._answer_misfit(routing, error)
+            data = None
+        if data is None:
+            self.socket.received()
+        return data
+
+    def drain(self) -> None:
+        """Deal with all that has arrived, and do not wait."""
+        self.introduce(0)
+        while self.socket.has_incoming():
+            self.pump(0)
+        self._drained = time.monotonic()
+
+    def is_stale(self) -> bool:
+        """Whether it is long ago that the last was drained: somebody may have said goodbye since."""
+        return time.monotonic() - self._drained > _STALE
+
+    def reject(self, error: Exception) -> None:
+        """Count a message that was dropped."""
+        self.rejected += 1
+        self.last_rejection = str(error)
+
+    def _hear(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
+        if not len(frames[-1]):
+            self._hear_cut_off(routing, frames)
+            return None
+        header = unpack(frames[0])
+        kind = header.kind
+        if kind == Kind.DATA or kind == Kind.CREDIT or kind == Kind.GOODBYE:
+            peer = self.peers.get(routing)
+            if peer is None:
+                self._meet_stranger(routing, kind)
+                return None
+            peer.heard = time.monotonic()
+            if kind == Kind.DATA:
+                return (peer, header, frames) if self.expects(peer, header) else None
+            if kind == Kind.CREDIT:
+                self.credited(peer, header.sequence)
+            else:
+                self._leaves(peer, "said goodbye")
+        elif kind == Kind.HELLO:
+            self._hear_hello(routing, header)
+        elif self.socket.binds:
+            raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
+        elif kind == Kind.WELCOME:
+            self._admit(routing, unpack_control(header, Hello))
+            self._greet()
+        else:
+            self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
+        return None
+
+    def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
+        """A message that its sender gave up, as an empty last frame says: its sequence is used up, and that is all."""
+        peer = self.peers.get(routing)
+        if len(frames) > 1 and peer is not None:
+            header = unpack(frames[0])
+            if header.kind == Kind.DATA and self.expects(peer, header):
+                self.taken(peer, header)
+
+    def _answer_misfit(self, routing: bytes, error: ProtocolError) -> None:
+        """Who speaks another version is told so; who speaks garbage is not answered."""
+        if not isinstance(error, VersionMismatch):
+            return
+        if self.socket.binds:
+            self._say(routing, pack_control(Kind.REFUSED, Refusal(f"this binder refuses: {error}")))
+        elif not self.peers:
+            self._refusal = error
+
+    def _meet_stranger(self, routing: bytes, kind: int) -> None:
+        """Somebody talks as if we had met. He met a binder that died, or none at all."""
+        self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
+        if self.socket.binds:
+            self._say(routing, pack_control(Kind.HELLO, self.own_hello(None)))
+
+    def _hear_hello(self, routing: bytes, header: Header) -> None:
+        if not self.socket.binds:  # a binder that does not know us asks who we are
+            self._greeted = 0.0
+            self._greet()
+            return
+        hello = unpack_control(header, Hello)
+        reason = self._objection(hello) or self._unmet(hello, rendezvous.objection(self.own_hello(None), hello))
+        if not reason:
+            peer = self._admit(routing, hello)
+            reason = self._unmet(hello, peer.why_not)
+        if reason:
+            self.reject(Refused(reason))
+            if routing in self.peers:
+                self._leaves(self.peers[routing], "was refused")
+            self._say(routing, pack_control(Kind.REFUSED, Refusal(reason)))
+            return
+        self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
+
+    def _unmet(self, hello: Hello, why_not: str) -> str:
+        """Why what one of the two ends requires cannot be; "" if it can."""
+        theirs = hello.shared_memory.wish if hello.shared_memory is not None else "off"
+        if not why_not or "require" not in (self.wish, theirs):
+            return ""
+        who = self.role if self.wish == "require" else hello.role
+        return f"the {who} requires shared memory, but {why_not}"
+
+    def _objection(self, hello: Hello) -> str:
+        """Why the two ends do not go together; "" if they do."""
+        if hello.role == self.role or hello.role not in ("producer", "consumer"):
+            return f"both ends are a {self.role}: one side must be a producer and the other a consumer"
+        ours = self.own_hello(None)
+        producer, consumer = (hello, ours) if self.role == "consumer" else (ours, hello)
+        if producer.serializer not in consumer.accepts:
+            return (
+                f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
+                f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'})"
+            )
+        return ""
+
+    def _admit(self, routing: bytes, hello: Hello) -> Peer:
+        if hello.role == self.role:
+            raise ProtocolError(f"a WELCOME from another {self.role}")
+        peer = self.peers.get(routing)
+        if peer is None or peer.identity != hello.identity or self._begins_anew(peer, hello):
+            if peer is not None:
+                self._leaves(peer, "vanished")
+            peer = self.peers[routing] = Peer(routing, hello)
+            self.met(peer)
+        self._refusal = None
+        peer.hello = hello
+        peer.heard = time.monotonic()
+        self._arrange(peer)
+        self.stands_at(peer, hello.sequence)
+        return peer
+
+    def _begins_anew(self, peer: Peer, hello: Hello) -> bool:
+        """Whether the other end has forgotten the queue that the two had: its connection was gone for a while."""
+        if peer.queue is None or not peer.settled or hello.shared_memory is None:
+            return False
+        if self.socket.binds:
+            return not hello.shared_memory.attached and not hello.shared_memory.why_not
+        return hello.shared_memory.offer is not None and hello.shared_memory.offer.token != peer.queue.offer.token
+
+    def _arrange(self, peer: Peer) -> None:
+        """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
+        theirs = peer.hello.shared_memory
+        if not peer.settled:
+            try:
+                if self.socket.binds:
+                    self._offer_queue(peer, theirs)
+                else:
+                    self._take_queue(peer, theirs.offer if theirs is not None else None)
+            except SharedMemoryError as error:
+                peer.why_not = error.strerror or str(error)
+            if peer.why_not:
+                self.unshare(peer)
+                unmet = "" if self.socket.binds else self._unmet(peer.hello, peer.why_not)
+                peer.settled = not unmet
+                self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
+        if peer.queue is not None:
+            self.shares(peer)
+
+    def _offer_queue(self, peer: Peer, theirs: SharedMemoryTerms | None) -> None:
+        peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
+        if not peer.why_not and theirs is not None:
+            if peer.queue is None:
+                peer.queue = rendezvous.make(min(self.window, peer.hello.window))
+            peer.settled = theirs.attached == peer.queue.offer.token
+
+    def _take_queue(self, peer: Peer, offer: QueueOffer | None) -> None:
+        peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
+        if not peer.why_not and offer is None:
+            peer.why_not = "the other end offers none"
+        if not peer.why_not and offer is not None:
+            self._greeted = 0.0  # it is to know at once
+            peer.queue = rendezvous.reach(peer.identity, offer, min(self.window, peer.hello.window))
+        peer.settled = True
+
+    def _leaves(self, peer: Peer, how: str) -> None:
+        self.settle()
+        if peer.routing in self.peers:
+            peer.leave(how)
+            self.last_left = peer
+            self.parted(peer)
+            del self.peers[peer.routing]
+
+    def transport(self) -> str:
+        """How messages travel, and why so."""
+        frames = f"frames over {self.socket.address.scheme}"
+        if self.socket.address.scheme == "inproc":
+            return frames
+        if self.wish == "off":
+            return f"{frames}: shared memory is off here"
+        found = {
+            "shared memory" if peer.queue is not None else f"{frames}: {peer.why_not}"
+            for peer in self.peers.values()
+            if peer.settled or peer.queue is not None
+        }
+        if found:
+            self._transport = "; ".join(sorted(found, reverse=True))
+        return self._transport
+
+    def look_around(self) -> None:
+        """See who is still there. Called when a slice of waiting went by in silence."""
+        now = time.monotonic()
+        if now - self._looked < SLICE / 2:
+            return
+        self._looked = now
+        again = now - self._greeted >= _REPEAT
+        for peer in list(self.peers.values()):
+            if self._is_gone(peer, again):
+                # of what an exception tore since it was last heard, its goodbye may have been the last
+                self._leaves(peer, "said goodbye" if self.socket.torn_at > peer.heard else "vanished")
+                again = True
+        if again and self.socket.binds:
+            self._greeted = now
+        elif not self.socket.binds:
+            self._greet()
+
+    def _is_gone(self, peer: Peer, again: bool) -> bool:
+        """Whether nothing more can come from a peer: its connection ended, and all that came by it was taken.
+
+        A dead process is not enough: what it sent last may still be on its way. Only where a child that was forked from it
+        holds the connection open, or another has bound its address, will that never end; then half a second of silence has
+        to do. Of one whose messages lie in a queue nothing but a goodbye can be on its way.
+        """
+        dead = not is_alive(peer.identity)
+        if not self.socket.binds:
+            connected = self.socket.is_connected()
+        elif dead or again:  # repeats what was said before, which may have got lost, and tells whether it can be said
+            connected = self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
+        else:
+            connected = True
+        if self.socket.has_incoming():
+            return False
+        if dead and connected:
+            peer.dead_at = peer.dead_at or time.monotonic()
+            return time.monotonic() - peer.dead_at > (_REPEAT if peer.queue is None else SLICE / 4)
+        return not connected
+
+    # -- what the two roles add
+
+    def met(self, peer: Peer) -> None:
+        """A new peer."""
+
+    def shares(self, peer: Peer) -> None:
+        """The two have a queue; said perhaps more than once."""
+
+    def unshare(self, peer: Peer) -> None:
+        """The end of that, if they had one. May be called again."""
+        peer.queue = None
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """A HELLO or WELCOME said which message the peer last sent, or took."""
+
+    def settle(self) -> None:
+        """A peer is about to be struck off the list: take note of what it did before."""
+
+    def parted(self, peer: Peer) -> None:
+        """The peer is gone."""
+
+    def expects(self, peer: Peer, header: Header) -> bool:
+        """Whether a DATA message is the peer's next one."""
+        raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
+
+    def taken(self, peer: Peer, header: Header) -> None:
+        """The message that was expected is taken."""
+
+    def credited(self, peer: Peer, sequence: int) -> None:
+        """The peer took a message."""
+        raise ProtocolError(f"CREDIT {sequence} for a {self.role} (from {peer})")
+
+    def raise_refusal(self) -> None:
+        """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.
+
+        Raises:
+            Refused: the binder does not take this end in.
+            VersionMismatch: the binder speaks another version.
+        """
+        if self._refusal is not None:
+            self._greet()
+            self.drain()
+        if self._refusal is not None:
+            raise self._refusal

@@ -1,0 +1,413 @@
+"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in undertaker.py.
+
+An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
+as the undertaker would: ``_abandon``.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
+from tensorpipe_ipc.memory.arena import (
+    CREDIT,
+    GENERATION_AT,
+    GENERATIONS,
+    HEADER,
+    HOLDER,
+    METADATA,
+    NBYTES,
+    SMALLEST,
+    kind_of,
+)
+from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.rows import BATCH, PUT, Operation, Record
+from tensorpipe_ipc.transport import tasks
+from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
+from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS
+from tensorpipe_ipc.transport.token_pipe import BELL, SLICE, Buffers, TokenPipe
+from tensorpipe_ipc.transport.undertaker import InDoubt
+
+__all__ = ["Payload", "PutEnd"]
+
+
+class Payload(Protocol):
+    """The bytes of a message, as put takes them."""
+
+    nbytes: int
+
+    def write_into(self, place: memoryview) -> None:
+        """Write all of them. ``place`` is 64-byte aligned and has exactly ``nbytes``."""
+
+
+class PutEnd(QueueEnd):
+    """What a producer does with a queue.
+
+    Attributes:
+        waits, seconds_waited: of this process's puts, for room.
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._putting: list[Operation] = []  # spare ones
+        self._unsettled: list[Operation] = []  # that exceptions ended, still in doubt
+        self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
+        self._backlog: deque[int] = deque()  # own tickets in the spill log
+        self.waits, self.seconds_waited = 0, 0.0
+
+    def put(self, payload: Payload, metadata: bytes = b"", timeout: float | None = None) -> None:
+        """Copy a message into shared memory and queue it. Once this returns, it survives this process.
+
+        Args:
+            payload: read before this returns.
+            metadata: a few bytes that travel before it.
+            timeout: seconds to wait for room; None: for ever; 0: not at all.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+            SharedMemoryError: the message is larger than the arena's capacity, or the machine has no memory for it.
+        """
+        try:
+            operation = self._putting.pop()
+        except IndexError:
+            operation = self._operation(PUT)
+        block = kind = 0
+        try:
+            words, credit = self.words, 0
+            if words[self._watch]:
+                self._refuse_if_shut()
+            deadline = None if timeout is None else monotonic() + timeout
+            if self.credits is not None:
+                credit = self._take_credit(operation, deadline)  # P1, P2
+            nbytes = payload.nbytes
+            room = (len(metadata) + 63 & -64) + nbytes
+            kind = kind_of(room)
+            block = self._block(kind, room, deadline)
+            self._fill(block, credit, payload, metadata)  # P3
+            word = block >> 3
+            generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
+            self.arena.in_flight(block, kind)  # first, so that an exception cannot make us lose sight of it
+            words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
+            block = 0  # from here on the word says what is to be done
+            if self._has_tasks:
+                tasks.count_put(words, operation.tally)  # J1
+            words[word] = generation << GENERATION_AT | self.arena.queued  # P5
+            if self.tickets.spills:
+                self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
+            else:
+                os.writev(self._write_end, operation.ticket_buffers)  # P6
+            if self._has_tasks:
+                tasks.settle_put(words, operation.tally, given=True)  # J2
+            words[operation.credit] = 0  # P7
+            words[operation.ticket] = 0  # P8
+        except BaseException:
+            self._abandon(operation, block, kind)
+            raise
+        operation.messages += 1
+        operation.nbytes += nbytes
+        self._putting.append(operation)
+
+    def _fill(self, block: int, credit: int, payload: Payload, metadata: bytes) -> None:
+        words, word, nbytes, length = self.words, block >> 3, payload.nbytes, len(metadata)
+        words[word + CREDIT] = credit
+        words[word + NBYTES] = nbytes
+        words[word + METADATA] = length << 32 | self._tag
+        start = block + HEADER
+        self.memory[start : start + length] = metadata
+        start += length + 63 & -64
+        payload.write_into(self._view[start : start + nbytes])
+
+    def put_many(self, messages: Sequence[tuple[Payload, bytes]], timeout: float | None = None) -> int:
+        """Put as many as have room, with one system call for all of their tickets. They stay in order.
+
+        Args:
+            messages: at most 64, each a payload and its metadata.
+            timeout: seconds to wait for the first one's room.
+
+        Returns:
+            How many were put, from the first on; at least one, if there is any.
+
+        Raises:
+            As ``put`` does, and then none was put.
+        """
+        if not messages:
+            return 0
+        if self._has_tasks:  # only single operations count
+            self.put(*messages[0], timeout)
+            return 1
+        if self.words[self._watch]:
+            self._refuse_if_shut()
+        deadline = None if timeout is None else monotonic() + timeout
+        operation = self._batch(PUT)
+        words, blocks, count = self.words, list[tuple[int, int]](), len(messages)
+        try:
+            if self.credits is not None:
+                count = self._take_credits(operation, count, deadline)  # P1, P2
+            for i, (payload, metadata) in enumerate(messages[:count]):
+                room = (len(metadata) + 63 & -64) + payload.nbytes
+                kind = kind_of(room)
+                block = self._block(kind, room, deadline, waits=not i)
+                if not block:
+                    break
+                blocks.append((block, kind))
+                self._fill(block, words[operation.credit + i], payload, metadata)  # P3
+            tickets = [
+                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS
+                for block, _ in blocks
+            ]
+            for (block, kind), i in zip(blocks, range(BATCH), strict=False):
+                self.arena.in_flight(block, kind)
+                words[operation.ticket + i] = tickets[i]  # P4
+            for ticket in tickets:
+                words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
+            buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
+            if self.tickets.spills:
+                self._give_or_spill(buffers, tickets)
+            else:
+                os.writev(self._write_end, buffers)  # P6
+            for i in range(len(tickets)):
+                words[operation.credit + i] = 0  # P7
+                words[operation.ticket + i] = 0  # P8
+            if len(tickets) < count:
+                self._finish(operation, len(tickets))  # the other credits go back
+        except BaseException:
+            named = {ticket >> 32 << SMALLEST for ticket in words[operation.ticket : operation.ticket + BATCH]}
+            for block, kind in blocks:
+                if block not in named and words[block >> 3] & HOLDER == self.arena.writing:
+                    self.arena.discard(block, kind)
+            self._unsettled.append(operation)
+            self._settle()
+            raise
+        operation.messages += len(blocks)
+        operation.nbytes += sum(payload.nbytes for payload, _ in messages[: len(blocks)])
+        self._batches[PUT].append(operation)
+        return len(blocks)
+
+    def put_held(self, handover: Handover, metadata: bytes, timeout: float | None = None) -> bool:
+        """Queue a block that this process holds, as it lies. Whatever is raised, its lease goes on.
+
+        Args:
+            handover: the block; nobody may use its tensors meanwhile. Once it is queued, they are empty.
+            metadata: as for put.
+            timeout: as for put.
+
+        Returns:
+            Whether it was done; if not, the block has no room for the metadata.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+        """
+        at = _room(handover, len(metadata))
+        if not at or self.words[handover.word] != handover.held:
+            return False
+        try:
+            operation = self._putting.pop()
+        except IndexError:
+            operation = self._operation(PUT)
+        try:
+            words, credit = self.words, 0
+            if words[self._watch]:
+                self._refuse_if_shut()
+            deadline = None if timeout is None else monotonic() + timeout
+            if self.credits is not None:
+                credit = self._take_credit(operation, deadline)  # P1, P2
+            word, length = handover.word, len(metadata)
+            self._handovers[operation.ticket] = handover
+            handover.begin()
+            words[word + CREDIT] = credit  # P3
+            words[word + NBYTES] = handover.nbytes
+            words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
+            words[word + METADATA_AT], words[word + PAYLOAD_AT] = at - (word << 3), handover.start - (word << 3)
+            self.memory[at : at + length] = metadata
+            generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
+            words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
+            if self._has_tasks:
+                tasks.count_put(words, operation.tally)  # J1
+            words[word] = generation << GENERATION_AT | self.arena.queued  # P5
+            if self.tickets.spills:
+                self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
+            else:
+                os.writev(self._write_end, operation.ticket_buffers)  # P6
+            if self._has_tasks:
+                tasks.settle_put(words, operation.tally, given=True)  # J2
+            words[operation.credit] = 0  # P7
+            words[operation.ticket] = 0  # P8
+            self._settle_handover(operation)
+        except BaseException:
+            self._abandon(operation, 0, 0)
+            raise
+        operation.messages += 1
+        operation.nbytes += handover.nbytes
+        self._putting.append(operation)
+        return True
+
+    def _settle_handover(self, operation: Operation) -> bool:
+        """Whether the operation, which is over or undone, was of a held block."""
+        handover = self._handovers.get(operation.ticket)
+        if handover is None:
+            return False
+        handover.settle()
+        self._handovers.pop(operation.ticket, None)
+        return True
+
+    def block_for(self, nbytes: int, timeout: float | None) -> int:
+        """A block to be held, and put later. Its state is WRITING.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+            SharedMemoryError: there can never be room for so much.
+        """
+        self.undertaker.attach()
+        return self._block(kind_of(nbytes), nbytes, None if timeout is None else monotonic() + timeout)
+
+    def _refuse_if_shut(self) -> None:
+        if self.words[self.record.shut]:
+            raise ShutDown(f"the queue was shut down: nothing more can be put (maxsize {self.maxsize})")
+
+    def _take_credit(self, operation: Operation, deadline: float | None) -> int:
+        self._take_credits(operation, 1, deadline)
+        return self.words[operation.credit]
+
+    def _take_credits(self, operation: Operation, most: int, deadline: float | None) -> int:
+        """Wait for one, and take as many more as are there. They stand in the operation's first words."""
+        credits, words, first = self.credits, self.words, operation.credit
+        assert credits is not None
+        buffers = operation.credit_buffers if most == operation.size else [operation.credit_buffers[0][: 8 * most]]
+        while True:
+            # early or not: credits have no order
+            count = abs(credits.take_nowait(buffers)) or self._wait_for_credits(credits, buffers, deadline)
+            if BELL in words[first : first + count]:
+                taken = [credit for credit in words[first : first + count] if credit != BELL]
+                for i in range(count):
+                    words[first + i] = taken[i] if i < len(taken) else 0
+                count = len(taken)
+                self._pass_on(credits)
+                self._refuse_if_shut()
+            for i in range(first, first + count):
+                credit = words[i]
+                words[self._laps + (credit & SLOTS)] = credit >> SLOT_BITS
+            if count:
+                return count
+
+    def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
+        began = monotonic()
+        try:
+            count = abs(credits.take(buffers, deadline, self._idle))
+        finally:
+            self.waits += 1
+            self.seconds_waited += monotonic() - began
+        if not count:
+            raise Full(self._why_full("has no free place"))
+        return count
+
+    def _block(self, kind: int, nbytes: int, deadline: float | None, *, waits: bool = True) -> int:
+        arena = self.arena
+        try:
+            block = arena.free[kind].pop()
+        except IndexError:
+            return arena.allocate(nbytes) or (self._wait_for_block(nbytes, deadline) if waits else 0)
+        word = block >> 3
+        self.words[word] = self.words[word] & ~HOLDER | arena.writing
+        return block
+
+    def _wait_for_block(self, nbytes: int, deadline: float | None) -> int:
+        """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
+        arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
+        that could come free, there is nothing to wait for."""
+        pause, began = 0.0005, monotonic()
+        self.waits += 1
+        try:
+            while True:
+                if self.words[self._watch]:
+                    self._refuse_if_shut()
+                self.undertaker.look(inherit=True)
+                self.undertaker.bury_all()
+                self.leases.settle()
+                block = self.arena.allocate(nbytes, force=not self.qsize())
+                if block:
+                    return block
+                if not self.qsize() and not self.arena.holders():
+                    raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
+                remaining = SLICE if deadline is None else deadline - monotonic()
+                if remaining <= 0:
+                    raise Full(self._why_full(f"finds no {nbytes} bytes free"))
+                time.sleep(min(pause, remaining))
+                pause = min(2 * pause, SLICE)
+        finally:
+            self.seconds_waited += monotonic() - began
+
+    def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
+        """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""
+        backlog, words, queued = self._backlog, self.words, self.arena.queued
+        while backlog and words[backlog[0] >> 32 << SMALLEST - 3] != (
+            backlog[0] % GENERATIONS << GENERATION_AT | queued
+        ):
+            backlog.popleft()
+        if not backlog:
+            try:
+                os.writev(self.tickets.own_write, buffers)  # P6
+                return
+            except BlockingIOError:
+                self.record.set(self.record.spilled)
+        backlog.extend(tickets)
+        self.tickets.spill(buffers)  # P6
+
+    def _idle(self) -> None:
+        self.undertaker.look()
+        self._settle()
+
+    def _why_full(self, what: str) -> str:
+        waiting = f"the queue (maxsize {self.maxsize}, {self.qsize()} waiting)"
+        return f"{waiting} {what}; {self.undertaker.describe_holders()}"
+
+    def _abandon(self, operation: Operation, block: int, kind: int) -> None:
+        """An exception ended a put: finish it as the undertaker would, now or when it can be judged."""
+        if block and not self.words[operation.ticket]:
+            self.arena.discard(block, kind)
+        self._unsettled.append(operation)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Finish puts of this process that exceptions ended."""
+        while self._unsettled:
+            try:
+                for operation in iter(self._unsettled.pop, None):  # noqa: B007, see Note [Taking from a list]
+                    break
+            except IndexError:  # another thread settles it
+                return
+            try:
+                self._finish(operation)
+            except InDoubt:
+                self._unsettled.append(operation)
+                return
+            except BaseException:
+                self._unsettled.append(operation)
+                raise
+            (self._putting if operation.size == 1 else self._batches[PUT]).append(operation)
+
+    def _finish(self, operation: Operation, start: int = 0) -> None:
+        """Of a batch, the places from ``start`` on."""
+        record = Record(
+            operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
+        )
+        for each in itertools.islice(record.each(), start, None):
+            block = self.undertaker.finish_put(self._ends, self.number, self.rows.index, each)
+            if not self._settle_handover(operation) and block:
+                self.words[block >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free
+
+
+def _room(handover: Handover, nbytes: int) -> int:
+    """Where in a held block metadata can lie: in front of what the tensors lie on, or behind it; 0: nowhere."""
+    block = handover.word << 3
+    end = block + (1 << kind_of(handover.start - block - HEADER + handover.nbytes))
+    behind = handover.start + handover.nbytes + 63 & -64
+    if block + HEADER + nbytes <= handover.start:
+        return block + HEADER
+    return behind if behind + nbytes <= end else 0

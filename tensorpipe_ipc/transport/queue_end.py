@@ -1,0 +1,82 @@
+"""What both ends of a queue in shared memory know, and the operations on record that they work with."""
+
+from __future__ import annotations
+
+import contextlib
+
+from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Operation
+from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
+from tensorpipe_ipc.transport.tasks import Tasks
+from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe
+from tensorpipe_ipc.transport.undertaker import Ends, Undertaker
+
+__all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "QueueEnd"]
+
+FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header, but where these words of the header say
+METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
+
+
+class QueueEnd:
+    """The ground that PutEnd and GetEnd stand on.
+
+    Attributes:
+        maxsize: how many messages may be in the queue; 0: any number.
+        tickets, credits: the queue's pipes; no credits where there is no bound.
+        record: what all processes know of it.
+        tasks: which of its messages are not dealt with, if it can be joined.
+    """
+
+    def __init__(
+        self, undertaker: Undertaker, number: int, tickets: TokenPipe, credits: TokenPipe | None, life: Life
+    ) -> None:
+        self.undertaker, self.arena, self.rows = undertaker, undertaker.arena, undertaker.rows
+        self.leases = undertaker.leases
+        self.words, self.memory = self.arena.words, self.arena.segment.memory
+        self._view = memoryview(self.memory)
+        self.number, self.tickets, self.credits, self._life = number, tickets, credits, life
+        self.record = QueueRecord(self.arena, number)
+        self.maxsize, self._tag = self.record.maxsize, number & 0xFFFFFFFF
+        self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
+        self._read_end, self._write_end = tickets.read_end, tickets.write_end
+        self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
+        self.rows.after_fork(self._renew)
+        self._forget()
+
+    def _forget(self) -> None:
+        """This process has done nothing with the queue yet."""
+        self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
+        self._operations: list[Operation] = []  # all of them
+        self.tasks = Tasks(self.rows, self.number, self._operations)
+
+    def _renew(self) -> None:
+        self.tickets.renew()
+        if self.credits is not None:
+            self.credits.renew()
+        self._forget()
+
+    def _operation(self, direction: int) -> Operation:
+        """A further operation: this process's first, or others are under way in threads or interrupted code."""
+        self.undertaker.attach()
+        operation = self.rows.operation(self.number, direction)
+        self._operations.append(operation)
+        return operation
+
+    def _batch(self, direction: int) -> Operation:
+        with contextlib.suppress(IndexError):
+            return self._batches[direction].pop()
+        self.undertaker.attach()
+        operation = self.rows.operation(self.number, direction, BATCH)
+        self._operations.append(operation)
+        return operation
+
+    def qsize(self) -> int:
+        """How many messages wait. Others may put and get meanwhile."""
+        if not self.words[self._watch]:
+            return self.tickets.unread()
+        tokens = self.tickets.snapshot()
+        return self.tickets.unread() + self.tickets.spilled() if tokens is None else len(tokens - {BELL})
+
+    def _pass_on(self, pipe: TokenPipe) -> None:
+        """A bell that says that the queue was shut down, for the next who waits. (Others say: look at the log.)"""
+        if self.words[self.record.shut]:
+            pipe.ring()

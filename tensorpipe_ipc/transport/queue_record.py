@@ -1,0 +1,169 @@
+"""What all processes know of one queue: a record in shared memory, and a lock that says that somebody has the queue.
+
+::
+
+    the record, a KEPT block of the arena
+    word 8        9           10          11       12          13         16
+    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ──┼─ laps[maxsize] ─ the last lap in which each
+    one writer:     anybody, who stores 1              creator              slot's credit was taken, by who took it
+
+    the queue's number    55 ──────── 32 31 ───────── 0
+                          │ generation  │ block >> 9  │
+                          └─────────────┴─────────────┘
+
+``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
+puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was used (transport/token_pipe.py); ``tasks``: the
+queue can be joined.
+
+**Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
+carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
+ends. So whoever can write-lock that byte knows that the queue is gone, and is alone in burying it
+(``Undertaker.bury``). A number is never used twice: the block's generation goes up, so what still names a queue that is
+gone is seen to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from multiprocessing import context, reduction
+from typing import Any
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena, kind_of
+from tensorpipe_ipc.memory.rows import read_lock
+
+__all__ = ["SLOTS", "SLOT_BITS", "Life", "QueueRecord", "number_of"]
+
+SLOT_BITS = 24  # of a credit, which is (slot, lap)
+SLOTS = (1 << SLOT_BITS) - 1
+_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _LAPS = 8, 9, 10, 11, 12, 13, 16
+
+
+class Life:
+    """The descriptor that keeps a queue: inherited by fork, pickled to a child that is being spawned."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        """This process has the queue no more."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return _rebuild, (reduction.DupFd(self.descriptor),)
+
+
+def _rebuild(duplicate: Any) -> Life:
+    return Life(duplicate.detach())
+
+
+class QueueRecord:
+    """One queue's record, by its number.
+
+    Attributes:
+        block: the record's offset in the segment.
+        maxsize: how many messages may be in the queue; 0: any number.
+        has_tasks: whether the queue can be joined.
+        watch, spilled, shut, dropped, laps: indexes of these words.
+    """
+
+    def __init__(self, arena: Arena, number: int) -> None:
+        self.words, self.number = arena.words, number
+        self.block = (number & 0xFFFFFFFF) << SMALLEST
+        word = self.block >> 3
+        self.maxsize = self.words[word + _MAXSIZE]
+        self.has_tasks = bool(self.words[word + _TASKS])
+        self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
+        self.dropped, self.laps = word + _DROPPED, word + _LAPS
+
+    @classmethod
+    def create(cls, arena: Arena, maxsize: int, tasks: bool) -> tuple[QueueRecord, Life]:
+        """A new queue's.
+
+        Raises:
+            ValueError: ``maxsize`` is negative or above 16,777,215.
+            SharedMemoryError: no memory or no descriptor is left.
+        """
+        if not 0 <= maxsize <= SLOTS:
+            raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
+        nbytes = 8 * (_LAPS + maxsize)
+        block, life = _block_and_life(arena, nbytes)
+        arena.in_flight(block, kind_of(nbytes))  # whoever buries the queue will free it
+        words, word = arena.words, block >> 3
+        words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
+        words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
+        words[word + _LAPS : word + _LAPS + maxsize] = memoryview(bytes(8 * maxsize)).cast("Q")
+        generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
+        words[word] = generation << GENERATION_AT | KEPT
+        return cls(arena, number_of(arena, block)), life
+
+    @classmethod
+    def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, Life]:
+        """That of a queue which another process told of, and a life of this process's own.
+
+        Raises:
+            SharedMemoryError: there is no such queue, or not any more; or no descriptor is left.
+        """
+        block = (number & 0xFFFFFFFF) << SMALLEST
+        if block + 8 * _LAPS > arena.segment.size or number >> 56:
+            raise SharedMemoryError(errno.EINVAL, f"{number:#x} is no queue's number")
+        life = Life(_open(arena.segment.descriptor))
+        record = cls(arena, number)
+        if not read_lock(life.descriptor, block) or not record.exists():
+            raise SharedMemoryError(errno.ENOENT, f"queue {number:#x} is gone")
+        return record, life
+
+    def set(self, word: int) -> None:
+        """Set one of the words that are to be watched."""
+        self.words[word] = 1
+        self.words[self.watch] = 1
+
+    def exists(self) -> bool:
+        """Whether this is still the queue's record. If not, it has been buried."""
+        state = self.words[self.block >> 3]
+        return state & 15 == KEPT and state >> GENERATION_AT & 0xFFFFFF == self.number >> 32
+
+
+def number_of(arena: Arena, block: int) -> int:
+    """The number of the queue whose record lies in a KEPT block."""
+    return (arena.words[block >> 3] >> GENERATION_AT & 0xFFFFFF) << 32 | block >> SMALLEST
+
+
+def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
+    """A block, and the read lock on its first byte.
+
+    Whoever buried the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
+    block is taken.
+    """
+    refused = []
+    try:
+        while True:
+            block = arena.allocate(nbytes, force=True)
+            if not block:
+                raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
+            life = Life(_open(arena.segment.descriptor))
+            if read_lock(life.descriptor, block):
+                return block, life
+            life.close()
+            refused.append(block)
+    finally:
+        for block in refused:
+            arena.discard(block, kind_of(nbytes))
+
+
+def _open(descriptor: int) -> int:
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as failed:
+        raise SharedMemoryError(failed.errno, f"the segment could not be opened again: {failed.strerror}") from failed

@@ -1,0 +1,78 @@
+"""What ``Queue.statistics()`` returns, and where each figure comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorpipe_ipc.memory.rows import GET, PUT
+from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
+
+__all__ = ["Holder", "QueueStatistics", "statistics_of"]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One process that fills or holds blocks of an arena."""
+
+    process: str
+    """Its id, whether it lives, and its namespace if that is another."""
+    blocks: int
+    """How many: being filled, on loan, waiting in a queue to be taken, or leased."""
+    nbytes: int
+    """Of payload in them."""
+
+
+@dataclass(frozen=True)
+class QueueStatistics:
+    """A snapshot of one queue, as one process sees it, and of the arena that it lies in."""
+
+    messages_put: int
+    """By this process."""
+    bytes_put: int
+    """Payloads of these: tensors and arrays, not the numbers and strings beside them."""
+    messages_got: int
+    """By this process."""
+    bytes_got: int
+    """Payloads of these."""
+    waits: int
+    """Puts of this process that had to wait for room, in the queue or in the arena."""
+    seconds_waited: float
+    """How long, all together."""
+    in_flight: int
+    """Messages in the queue now, of all processes."""
+    leases: int
+    """Blocks that tensors of this process lie on now, from all queues of the arena."""
+    bytes_leased: int
+    """Payloads of these."""
+    holders: tuple[Holder, ...]
+    """Who has blocks of the arena now. Messages that wait count for the process that put them."""
+    resident: int
+    """Bytes of shared memory that the arena costs the machine now, all processes together."""
+    capacity: int
+    """Bytes that it may cost."""
+    lost: int
+    """Messages lost with consumers that died having taken them, from all queues of the arena since it exists."""
+
+
+def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
+    """A snapshot of one queue."""
+    arena, rows, live = queue.arena, queue.rows, list(queue.leases.live.values())
+    queue.undertaker.attach()
+    put, got = queue.done(PUT), queue.done(GET)
+    return QueueStatistics(
+        messages_put=put[0],
+        bytes_put=put[1],
+        messages_got=got[0],
+        bytes_got=got[1],
+        waits=queue.waits,
+        seconds_waited=queue.seconds_waited,
+        in_flight=queue.qsize(),
+        leases=len(live),
+        bytes_leased=sum(anchor.nbytes for anchor in live),
+        holders=tuple(
+            Holder(rows.describe(row), blocks, nbytes) for row, (blocks, nbytes) in sorted(arena.holders().items())
+        ),
+        resident=arena.segment.resident(),
+        capacity=arena.capacity,
+        lost=queue.undertaker.lost(),
+    )

@@ -1,0 +1,240 @@
+"""ReceiveLink: the consumer's side of a link. Order, credit given back, and when the stream has ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from typing import Any
+
+from tensorpipe_ipc.errors import Empty, ProtocolError, ShutDown
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.serializers import serializer_names
+from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
+from tensorpipe_ipc.transport.get_end import Decode
+from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack
+
+__all__ = ["NOTHING", "ReceiveLink"]
+
+_MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
+NOTHING: Any = object()  # there is no message, as None might be one
+
+
+class ReceiveLink(Link):
+    """What a consumer receives through.
+
+    Attributes:
+        met_any: whether any producer ever came.
+        vanished: producers that left without a goodbye, until get() has told.
+    """
+
+    role = "consumer"
+
+    def __init__(
+        self, endpoint: str, *, bind: bool, window: int, accept: tuple[str, ...] | None, shared_memory: str = "auto"
+    ) -> None:
+        self._accept = accept
+        self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
+        self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
+        self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
+        self._misses = 0
+        self.met_any = False
+        self.vanished: list[Peer] = []
+        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory)
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """See Link."""
+        taken = 0 if peer is None else peer.taken
+        return Hello(
+            self.role,
+            identity(),
+            self.window,
+            accepts=self._accepted(),
+            sequence=taken,
+            shared_memory=self.terms(peer),
+        )
+
+    # -- queues
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there is any queue."""
+        return bool(self._sharing)
+
+    def shares(self, peer: Peer) -> None:
+        """See Link."""
+        assert peer.queue is not None
+        fd = peer.queue.fileno()
+        self.socket.watch(fd)
+        self._sharing[fd] = peer
+        self._only = None
+
+    def unshare(self, peer: Peer) -> None:
+        """See Link."""
+        if peer.queue is not None:
+            fd = peer.queue.fileno()
+            self._sharing.pop(fd, None)
+            self.socket.unwatch(fd)
+        self._only = None
+        super().unshare(peer)
+
+    def has_ended(self) -> bool:
+        """Whether producers were here and none is left, nor anything of theirs."""
+        return self.met_any and not self.peers and not self._sharing
+
+    def holds_back(self) -> bool:
+        """Whether an interrupted get left a message that no descriptor tells of."""
+        return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
+
+    def next_ready(self, timeout: float) -> Peer | None:
+        """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
+        something came to the socket, whose turn it is then."""
+        if self._only is not None and not self.is_stale():
+            return self._only
+        if not self._ready:
+            self._look_for_ready(timeout)
+        return self._ready.popleft() if self._ready else None
+
+    def _look_for_ready(self, timeout: float) -> None:
+        ready, sharing = self._ready, self._sharing
+        self._only = None
+        self._drained = time.monotonic()
+        self.introduce(0)
+        incoming = not self.socket.is_silent()
+        for peer in sharing.values():
+            if peer.queue is not None and peer.queue.holds_back:
+                ready.append(peer)
+        found = self.socket.wait_any(0 if incoming or ready else timeout)
+        for fd in found:
+            if fd in sharing:
+                peer = sharing[fd]
+                peer.room = peer.room or 1
+                ready.append(peer)
+        if incoming:
+            ready.append(None)
+        elif not ready and timeout > 0:
+            self.look_around()
+            ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
+
+    def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
+        """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
+        queue = peer.queue
+        if queue is None:
+            return NOTHING
+        try:
+            if queue.holds_back:
+                peer.room = 0  # it may take what is there, too
+                message = queue.get(0, decode, lease_from)
+            else:
+                if peer.room <= 0:
+                    peer.room = queue.tickets.unread()
+                    if not peer.room:
+                        self._only, self._misses = None, _MISSES
+                        return NOTHING
+                peer.room -= 1
+                message = queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
+        except Empty:
+            self._only = None
+            message = NOTHING
+        except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
+            self.reject(error)
+            self._break_off(peer)
+            return NOTHING
+        else:
+            self.met_any = True
+            peer.heard = time.monotonic()
+            self._misses -= 1
+            if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
+                self._only = peer
+        if peer.left:
+            self._forget_if_drained(peer)
+        return message
+
+    def _break_off(self, peer: Peer) -> None:
+        """Nothing that its queue holds can be believed any more."""
+        if peer.left:
+            self.unshare(peer)
+        else:
+            self._leaves(peer, "broke the rules of the queue and was let go")
+            self.unshare(peer)
+
+    def _forget_if_drained(self, peer: Peer) -> None:
+        if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.holds_back:
+            self.unshare(peer)
+
+    # -- frames
+
+    def accepts(self, serializer: str) -> bool:
+        """Whether messages made by that serializer are taken here."""
+        return self._accept is None or serializer in self._accept
+
+    def _accepted(self) -> tuple[str, ...]:
+        return serializer_names() if self._accept is None else self._accept
+
+    def taken(self, peer: Peer, header: Header) -> None:
+        """Tell the producer that its message was taken: it may send another. Those that it skipped are counted as lost.
+
+        An exception may come at any point of it: then the message comes again, and is taken again.
+        """
+        self._give_credit(peer, header.sequence)
+        skipped, peer.taken = header.sequence - peer.taken - 1, header.sequence
+        self.lost += skipped
+        self.socket.received()
+
+    def _give_credit(self, peer: Peer, sequence: int) -> None:
+        if peer.credit_fd < 0 or not write_credit(peer.credit_fd, peer.number, sequence):
+            self._say(peer.routing, pack(Kind.CREDIT, sequence))
+
+    def expects(self, peer: Peer, header: Header) -> bool:
+        """See Link. Ones that were taken before are dropped."""
+        if peer.queue is not None:
+            raise ProtocolError("DATA in frames from a producer that shares memory")
+        return header.sequence > peer.taken
+
+    def met(self, peer: Peer) -> None:
+        """See Link."""
+        peer.taken = peer.hello.sequence
+        if peer.hello.credit_pipe is not None:
+            peer.number = peer.hello.credit_pipe[2]
+            peer.credit_fd = open_credit_pipe(peer.identity, peer.hello.credit_pipe)
+
+    def close(self, linger: float) -> None:
+        """Close the socket, and let go of the queues and of the producers' credit pipes."""
+        for peer in list(self._sharing.values()):
+            self.unshare(peer)
+        self.socket.close(linger)
+        for peer in self.peers.values():
+            self._let_go(peer)
+
+    def _let_go(self, peer: Peer) -> None:
+        fd, peer.credit_fd = peer.credit_fd, -1  # first: an exception in between must not have it closed twice
+        if fd >= 0:
+            os.close(fd)
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """See Link. All that it sent before saying so has come in before, or never will."""
+        self.met_any = self.met_any or peer.settled
+        if sequence > peer.taken:
+            self.lost += sequence - peer.taken
+            peer.taken = sequence
+            self._give_credit(peer, sequence)
+
+    def parted(self, peer: Peer) -> None:
+        """See Link."""
+        self.met_any = self.met_any or peer.left != "was refused"
+        self._let_go(peer)
+        if peer.queue is not None:
+            if peer.left == "vanished":
+                peer.queue.undertaker.look()
+            self._forget_if_drained(peer)  # or when it is
+        if peer.left == "vanished" and peer not in self.vanished:
+            self.vanished.append(peer)
+
+    def why_empty(self) -> str:
+        """Who is expected to send something."""
+        if self.peers:
+            return "; ".join(str(peer) for peer in self.peers.values())
+        if self.last_left is not None:
+            return f"no producer is attached: {self.last_left}"
+        return f"no producer has come to {self.endpoint} yet"

@@ -1,0 +1,220 @@
+"""How two programs on one host come to share a queue: whether they may, what the one tells, what the other opens.
+
+Each (producer, consumer) pair of peers has one queue (``transport.shared_memory``), whose ``maxsize`` is the smaller of
+their windows. The binder makes it, in memory that all ends which this process binds share, and the two arrange it in
+the conversation that they have anyway (``transport.link``)::
+
+    connector                                        binder
+       |  HELLO    wish, uid                            |     objection(): is anything in the way?
+       | ---------------------------------------------> |
+       |  WELCOME  offer: token, number,                |     make(): the queue
+       |           descriptors and inodes    (why not)  |
+       | <--------------------------------------------- |
+       |  HELLO    attached: token           (why not)  |     reach(): /proc/PID/fd/N opened, seen to be the same, row
+       | ---------------------------------------------> |     and life taken. A producer that binds begins to put only now
+
+Whoever cannot says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
+for as long as the connection does.
+
+**What is opened is what was offered.** Descriptor numbers and process ids are used again. So the directory of the binder's
+process is held open while its start time is compared, each descriptor's inode is compared after it was opened, and the
+segment's seals, size, magic and version are seen before a byte of it is read. The kernel decides whether we may
+(ptrace's rules for reading: same uid and gid, or the capability). No name is made anywhere, so none can be left behind.
+
+**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.Life``), so the
+queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import weakref
+from typing import Any
+
+from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
+from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, METADATA, NBYTES, QUEUED, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.rows import ROWS_END
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.transport.queue_record import QueueRecord
+from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
+from tensorpipe_ipc.transport.undertaker import Undertaker, undertaker_of
+from tensorpipe_ipc.wire.header import Hello, QueueOffer
+
+__all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
+
+WISHES = ("auto", "off", "require")
+_SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binders, and has 128 TiB
+
+
+class PairQueue(SharedMemoryQueue):
+    """A queue between two ends, which may be strangers: what the other wrote is looked at before it is used.
+
+    Attributes:
+        offer: how it was made known.
+    """
+
+    offer: QueueOffer
+
+    def _word_of(self, ticket: int) -> int:
+        """See GetEnd.
+
+        Raises:
+            ProtocolError: a ticket that names no block, or lengths that go beyond the block.
+        """
+        words, unit = self.words, ticket >> 32 + 20 - SMALLEST
+        extent = words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
+        room, word = 1 << (extent >> 16 & 0x3F), ticket >> 32 << SMALLEST - 3
+        if not extent or word << 3 & min(room, UNIT) - 1:
+            raise ProtocolError(f"ticket {ticket:#x} names no block")
+        length, nbytes = words[word + METADATA] >> 32, words[word + NBYTES]
+        if HEADER + (length + 63 & -64) + nbytes > room:
+            raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
+        state = words[word]
+        if state & 15 != QUEUED or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
+            raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
+        return word
+
+    def _renew(self) -> None:
+        """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""
+        super()._renew()
+        self.close()
+
+
+def objection(ours: Hello, theirs: Hello) -> str:
+    """Why two ends cannot share memory, as far as their HELLOs tell; "" if nothing is in the way."""
+    for hello in (ours, theirs):
+        if hello.shared_memory is None:
+            return f"it is off at the {hello.role}"
+    assert ours.shared_memory is not None
+    assert theirs.shared_memory is not None
+    one, other = ours.identity, theirs.identity
+    if not one.boot or one.boot != other.boot:
+        return f"the other end is on another host ({one.host}, {other.host})"
+    if one.namespace != other.namespace:
+        return f"the other end is in another pid namespace ({one.namespace}, {other.namespace})"
+    if ours.shared_memory.uid != theirs.shared_memory.uid:
+        return f"the other end is another user's (uid {ours.shared_memory.uid}, uid {theirs.shared_memory.uid})"
+    if min(ours.window, theirs.window) > CAPACITY:
+        return f"a maxsize of {min(ours.window, theirs.window)} is more than {CAPACITY}"
+    return theirs.shared_memory.why_not
+
+
+def make(maxsize: int) -> PairQueue:
+    """A queue for a pair, in the memory of the ends that this process binds.
+
+    Raises:
+        SharedMemoryError: no memory, no pipe or no descriptor is left.
+    """
+    queue = PairQueue.create(_own_undertaker(), maxsize)
+    assert isinstance(queue, PairQueue)
+    assert queue.credits is not None
+    if queue.tickets.spills or queue.credits.spills:
+        queue.close()
+        raise SharedMemoryError(errno.ENOSPC, "no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")
+    segment, tickets, credits = queue.arena.segment.descriptor, queue.tickets.read_end, queue.credits.read_end
+    queue.offer = QueueOffer(
+        1 + int.from_bytes(os.urandom(7), "little"),
+        queue.number,
+        maxsize,
+        *((descriptor, os.fstat(descriptor).st_ino) for descriptor in (segment, tickets, credits)),
+    )
+    _made[queue.offer.token] = queue
+    return queue
+
+
+def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
+    """The queue that a binder offers.
+
+    Args:
+        binder: its process.
+        maxsize: what the queue's must be.
+
+    Raises:
+        SharedMemoryError: it cannot be had; the text says why.
+    """
+    here = _made.get(offer.token) if binder == identity() else None
+    if here is not None:
+        return here
+    try:
+        return _reach(binder, offer, maxsize)
+    except SharedMemoryError:
+        raise
+    except OSError as failed:
+        raise SharedMemoryError(
+            failed.errno, f"the descriptors of {binder} cannot be opened: {failed.strerror}"
+        ) from failed
+
+
+def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
+    with contextlib.ExitStack() as opened:
+        process = os.open(f"/proc/{binder.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, process)
+        if _started(process) != binder.started:
+            raise SharedMemoryError(errno.EINVAL, f"{binder} is gone, and its number is another's")
+        memory = _opened(process, offer.segment, os.O_RDWR, stat.S_ISREG)
+        opened.callback(os.close, memory)
+        undertaker = undertaker_of(Segment.known(memory))
+        tickets = _pipe(process, offer.tickets)
+        opened.callback(tickets.close)
+        credits = _pipe(process, offer.credits)
+        opened.callback(credits.close)
+        undertaker.attach()
+        record, life = QueueRecord.reach(undertaker.arena, offer.number)
+        if not record.maxsize == offer.maxsize == maxsize:
+            raise SharedMemoryError(
+                errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
+            )
+        queue = PairQueue(undertaker, offer.number, tickets, credits, life)
+        queue.offer = offer
+        opened.pop_all()
+        os.close(memory)
+        os.close(process)
+        return queue
+
+
+def _pipe(process: int, offered: tuple[int, int]) -> TokenPipe:
+    ends: list[int] = []
+    try:
+        for flags in (os.O_RDONLY, os.O_WRONLY):  # in this order: to open a pipe for writing, somebody must read it
+            ends.append(_opened(process, offered, flags | os.O_NONBLOCK, stat.S_ISFIFO))
+        return TokenPipe.reach(*ends)
+    except BaseException:
+        for end in ends:
+            os.close(end)
+        raise
+
+
+def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) -> int:
+    """A descriptor of another process, opened anew, if it is what was offered."""
+    descriptor, inode = offered
+    name = f"fd/{descriptor}"
+    if not is_kind(os.stat(name, dir_fd=process).st_mode):
+        raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
+    found = os.open(name, flags | os.O_CLOEXEC, dir_fd=process)
+    status = os.fstat(found)
+    if not is_kind(status.st_mode) or status.st_ino != inode:
+        os.close(found)
+        raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
+    return found
+
+
+def _started(process: int) -> float:
+    """When the process of a /proc directory started."""
+    with open(os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process), encoding="utf-8", errors="replace") as file:
+        return float(file.read().rpartition(")")[2].split()[19])
+
+
+def _own_undertaker() -> Undertaker:
+    """Not the one of the queues without a context: what lies there may be pickled."""
+    return _own.get(os.getpid()) or _own.setdefault(os.getpid(), Undertaker(Arena(Segment.create(_SIZE))))
+
+
+_made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
+_own: weakref.WeakValueDictionary[int, Undertaker] = (
+    weakref.WeakValueDictionary()
+)  # by process: it goes with the last queue

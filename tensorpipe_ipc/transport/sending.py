@@ -1,0 +1,241 @@
+"""SendLink: the producer's side of a link. Credits, and which consumer gets the next message."""
+
+from __future__ import annotations
+
+import time
+
+from tensorpipe_ipc.errors import Full, ShutDown
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport.credit_pipe import CreditPipe
+from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
+from tensorpipe_ipc.wire.header import Hello
+from tensorpipe_ipc.wire.in_block import in_one_block
+from tensorpipe_ipc.wire.message import Outgoing
+
+__all__ = ["SendLink"]
+
+
+class SendLink(Link):
+    """What a producer sends through.
+
+    Attributes:
+        left_behind: consumers that left with messages they had not taken, and how many; until flush has told.
+    """
+
+    role = "producer"
+
+    def __init__(self, endpoint: str, *, bind: bool, window: int, serializer: str, shared_memory: str = "auto") -> None:
+        self._serializer = serializer
+        self._sent = 0  # of a connector, which counts on when its binder is another
+        self._framed = 0  # in flight, in frames
+        self._sharing: list[Peer] = []  # those with a queue
+        self._numbers = 0
+        self._credit_pipe = CreditPipe()
+        self.left_behind: list[tuple[Peer, int]] = []
+        try:
+            super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory)
+        except BaseException:
+            self._credit_pipe.close()
+            raise
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """See Link."""
+        sent = peer.sent if peer is not None else 0 if self.socket.binds else self._sent
+        offer = self._credit_pipe.offer(peer.number if peer is not None else 1)
+        return Hello(
+            self.role,
+            identity(),
+            self.window,
+            serializer=self._serializer,
+            sequence=sent,
+            credit_pipe=offer,
+            shared_memory=self.terms(peer),
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent and neither taken nor lost."""
+        return self._framed + sum(map(_load, self._sharing)) if self._sharing else self._framed
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether there is any queue."""
+        return bool(self._sharing)
+
+    def drain(self) -> None:
+        """See Link. The pipe's credit too."""
+        super().drain()
+        self._read_credit()
+
+    def needs_credit(self) -> bool:
+        """Whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
+        return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
+        if not self.peers:
+            self.pump(timeout)
+        elif self._sharing:
+            if not self.socket.is_silent() or self.socket.wait_any(timeout):
+                self.drain()
+            else:
+                self.look_around()
+        elif self.socket.wait(timeout, self._credit_pipe.fd):
+            self.drain()
+        else:
+            self.look_around()
+
+    def close(self, linger: float) -> None:
+        """Close the socket and the pipe, and let go of the queues."""
+        self._framed = self.in_flight
+        for peer in list(self._sharing):
+            self.unshare(peer)
+        self.socket.close(linger)
+        self._credit_pipe.close()
+
+    def _read_credit(self) -> None:
+        records = self._credit_pipe.read() if self._framed else ()
+        for number, low in records:
+            for peer in self.peers.values():
+                if peer.number == number:
+                    peer.heard = time.monotonic()
+                    self.credited(peer, peer.sent - ((peer.sent - low) & 0xFFFFFFFF))
+
+    def choose(self) -> Peer | None:
+        """The consumer that has least to do, if it has room; of several, the one that waited longest."""
+        if len(self.peers) == 1:
+            (peer,) = self.peers.values()
+            if peer.queue is not None:
+                return peer if peer.settled and _has_room(peer) else None
+            has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
+            return peer if has_room and peer.settled else None
+        if self.in_flight >= self.window:
+            return None
+        best, best_load = None, 1 << 62
+        for peer in self.peers.values():
+            load = _load(peer)
+            if load < best_load and load < self._room(peer) and peer.settled:
+                best, best_load = peer, load
+        if best is not None:  # to the end of the line
+            self.peers[best.routing] = self.peers.pop(best.routing)
+        return best
+
+    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool) -> bool:
+        """Send ``peer``'s next message. False if it just left, or its queue finds no memory in a slice: nothing was sent.
+
+        Raises:
+            Full: no memory within ``timeout`` seconds, which are less than a slice.
+        """
+        if peer.queue is not None:
+            return self._put(peer, peer.queue, message, timeout)
+        peer.sent += 1
+        self._framed += 1
+        try:
+            self.socket.send(peer.routing, message.frames(peer.sent), lend=lend)
+        except Unreachable:
+            peer.sent -= 1
+            self._framed -= 1
+            self._leaves(peer, "vanished")
+            return False
+        self._sent = peer.sent
+        return True
+
+    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float) -> bool:
+        peer.room -= 1
+        try:
+            queue.put(*in_one_block(message), min(timeout, SLICE))
+        except Full:
+            if timeout < SLICE:
+                raise
+            self.drain()
+            self.look_around()
+            return False
+        except ShutDown:  # which we never do
+            self._leaves(peer, "vanished")
+            return False
+        return True
+
+    def why_blocked(self) -> str:
+        """Who or what keeps this producer from sending."""
+        if self.peers:
+            holders = [f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()]
+            return "; ".join(holders)
+        if self.last_left is not None:
+            return f"no consumer is attached: {self.last_left}, with {self.lost} messages in flight lost so far"
+        return f"no consumer has come to {self.endpoint} yet"
+
+    def _room(self, peer: Peer) -> int:
+        return min(self.window, peer.hello.window)
+
+    def met(self, peer: Peer) -> None:
+        """See Link."""
+        self._numbers += 1
+        peer.number = self._numbers if self.socket.binds else 1
+        if not self.socket.binds:
+            peer.sent = peer.taken = self._sent
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """See Link. It says so again by each new connection."""
+        if peer.queue is None:
+            self.socket.prepare_for_bulk()
+            self.credited(peer, sequence)
+
+    def credited(self, peer: Peer, sequence: int) -> None:
+        """See Link."""
+        if peer.taken < sequence <= peer.sent:
+            self._framed -= sequence - peer.taken
+            peer.taken = sequence
+
+    def settle(self) -> None:
+        """See Link. What a consumer took before it left counts as taken."""
+        self._read_credit()
+
+    def parted(self, peer: Peer) -> None:
+        """See Link."""
+        untaken = _load(peer)
+        if peer.queue is None:
+            self._framed -= untaken
+        else:
+            if peer.left == "vanished":
+                peer.queue.undertaker.look()
+            self.unshare(peer)
+        if untaken:
+            self.lost += untaken
+            self.left_behind.append((peer, untaken))
+
+    def shares(self, peer: Peer) -> None:
+        """See Link."""
+        assert peer.queue is not None
+        assert peer.queue.credits is not None
+        if not self._sharing:
+            self.socket.watch(self._credit_pipe.fd)
+        # Told of each credit that comes: with several consumers there may be some, and still no room in all.
+        self.socket.watch(peer.queue.credits.fileno(), edge=True)
+        if peer not in self._sharing:
+            self._sharing.append(peer)
+
+    def unshare(self, peer: Peer) -> None:
+        """See Link."""
+        if peer in self._sharing:
+            self._sharing.remove(peer)
+        if peer.queue is not None and peer.queue.credits is not None:
+            self.socket.unwatch(peer.queue.credits.fileno())
+        super().unshare(peer)
+
+
+def _load(peer: Peer) -> int:
+    """Messages that a consumer has and did not take; with a queue, ``room`` is brought up to date."""
+    if peer.queue is None:
+        return peer.sent - peer.taken
+    assert peer.queue.credits is not None
+    peer.room = peer.queue.credits.unread()
+    return peer.queue.maxsize - peer.room
+
+
+def _has_room(peer: Peer) -> bool:
+    """Whether its queue has room. Nobody else puts there: what was free is free until we put."""
+    if peer.room <= 0:
+        _load(peer)
+    return peer.room > 0

@@ -1,0 +1,127 @@
+"""One way of a message through shared memory: a queue of tickets, the credits that bound it, the blocks they name.
+
+::
+
+    put:  credit -> block filled -> QUEUED -> ticket        get:  ticket -> content -> credit -> HELD or FREE
+
+Which step stands on record in which word at which moment, and why nothing is lost wherever a process dies, is argued
+in transport/undertaker.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
+transport/put_end.py and transport/get_end.py.
+
+::
+
+    ticket    63 ────────── 32 31 ──────── 0       credit    63 ─────── 24 23 ──── 0
+              │ block >> 9    │ generation │                 │ lap >= 1   │ slot   │
+              └───────────────┴────────────┘                 └────────────┴────────┘
+
+A queue with ``maxsize`` has so many slots, and for each one credit that goes round: pipe of credits, a producer's
+word, the header of a queued block, a consumer's word, and back with the next lap. As credits have identity, nobody
+ever recounts them: only those that a dead row names are questioned.
+
+What it costs (two pinned cores of a busy virtual machine, Python 3.11, 400 bytes, p50 of 16,000 round trips halved):
+one way blocked 1.4 to 1.6 times the bare hand-off of 8 bytes through a pipe without a bound, 1.7 to 2.1 times with
+one; put and get in one process, 5.2 us together. What decided the code: a plain blocking ``readv`` where nothing but
+a message can end the wait (epoll first: 1 us more); operations from a list of one's own rather than from a lock or a
+thread-local; no HELD state for a message that is copied out; one function for each end, as every call costs 50 ns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from multiprocessing import context
+from typing import Any
+
+from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, GetEnd, Message
+from tensorpipe_ipc.transport.put_end import Payload, PutEnd
+from tensorpipe_ipc.transport.queue_record import QueueRecord
+from tensorpipe_ipc.transport.token_pipe import TokenPipe
+from tensorpipe_ipc.transport.undertaker import NEXT_LAP, Undertaker
+
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Message", "Payload", "SharedMemoryQueue"]
+
+
+class SharedMemoryQueue(PutEnd, GetEnd):
+    """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning."""
+
+    @classmethod
+    def create(cls, undertaker: Undertaker, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
+        """A new, empty one.
+
+        Args:
+            maxsize: how many messages may be in it; 0: any number.
+            tasks: whether it is to be joined.
+
+        Raises:
+            ValueError: ``maxsize`` is negative or above 16,777,215.
+            SharedMemoryError: no memory, no pipe or no descriptor is left.
+        """
+        undertaker.attach()
+        undertaker.bury_left()
+        record, life = QueueRecord.create(undertaker.arena, maxsize, tasks)
+        tickets = TokenPipe.create(maxsize or None)
+        credits = TokenPipe.create(maxsize) if maxsize else None
+        queue = cls(undertaker, record.number, tickets, credits, life)
+        queue._issue_credits()
+        return queue
+
+    def _issue_credits(self) -> None:
+        if self.credits is not None:
+            tokens = memoryview(bytearray(8 * self.maxsize)).cast("Q")
+            for slot in range(self.maxsize):
+                tokens[slot] = NEXT_LAP | slot
+            octets = tokens.cast("B")
+            for start in range(0, 8 * self.maxsize, 512):
+                self.credits.give([octets[start : start + 512]])
+
+    def shut_down(self, *, drop: bool) -> None:
+        """Refuse puts from now on, in every process, and gets once nothing is left. A put under way may still succeed.
+
+        Args:
+            drop: drop what waits, so that gets are refused at once.
+        """
+        self.record.set(self.record.shut)
+        if drop:
+            self.record.set(self.record.dropped)
+            self.drop_all()
+        self.tickets.ring()
+        if self.credits is not None:
+            self.credits.ring()
+
+    def done(self, direction: int) -> tuple[int, int]:
+        """Messages and bytes of payload that this process has put, or got."""
+        operations = [each for each in self._operations if self.words[each.purpose] & 0xFF == direction]
+        return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
+
+    def is_shut(self) -> bool:
+        """Whether the queue was shut down."""
+        return bool(self.words[self._watch] and self.words[self.record.shut])
+
+    def fileno(self) -> int:
+        """Readable while ``get`` would not wait; for an unbounded queue also now and then when it would."""
+        return self.tickets.fileno()
+
+    def close(self) -> None:
+        """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
+        if self.undertaker.queues.get(self.number) is not self._ends:
+            return
+        del self.undertaker.queues[self.number]
+        self.tickets.close()
+        if self.credits is not None:
+            self.credits.close()
+        self._life.close()
+        kept = []
+        for operation in (*self._operations, *self.tasks.operations):
+            run = self.words[operation.credit : operation.credit + (4 if operation.size == 1 else 3 * operation.size)]
+            if any(run):
+                kept.append(operation)
+            else:
+                self.rows.retire(operation)
+        self.undertaker.leave(self.number, kept)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return SharedMemoryQueue, (self.undertaker, self.number, self.tickets, self.credits, self._life)

@@ -1,0 +1,431 @@
+"""Finishing what the dead began: the argument why no kill at any instruction loses, doubles or blocks anything.
+
+A process is dead when its row's lock can be had (memory/rows.py). Whoever gets the lock, the *undertaker*, goes on
+with the dead process's program where it stopped, writing into the dead row as that process would have. So it may be
+killed at any point itself, and the next one goes on. Nothing is inferred about the living or the stopped.
+
+What each end of a queue does, a store or system call per line, in this order (transport/put_end.py, get_end.py)::
+
+    put                                              get
+    P1  readv(credits) -> C          (bounded)       G1  readv(tickets) -> T
+    P2  laps[slot of C] = lap of C   (bounded)       G2  G = next lap of the block's credit      (bounded)
+    P3  block WRITING; its header, credit C, content G3  writev(credits) <- G                    (bounded)
+    P4  T = (block, generation + 1)                  G4  (the content is copied, or a lease is made; no shared store)
+    P5  block QUEUED, generation + 1                 G5  block FREE (copied) or HELD (leased)
+    P6  writev(tickets) <- T                         G6  T = 0
+    P7  C = 0                        (bounded)       G7  G = 0                                   (bounded)
+    P8  T = 0
+
+C, T and G are the three words of the operation (memory/rows.py). A *ticket* is (block, generation), a *credit* (slot,
+lap): no token is ever given twice. It is in one place at a time, and moves on in one direction only:
+
+    giver's word, in doubt  ->  pipe or log  ->  taker's word  ->  stamped
+                                                                   ticket: the block is not QUEUED with it any more
+                                                                   credit: laps[slot] >= lap
+
+**Was a token in doubt given?** The giver is dead, so it will not be given from now on. If it was, it is beyond the
+first arrow. We look at pipe and log (``TokenPipe.snapshot``), then at all takers' words, then at the stamp: in the
+direction in which it moves. So it cannot slip past us: had it left the pipe before we looked there, then it was in a
+word by then; had it left the word before we looked there, it had been stamped by then (takers stamp before they
+clear: G5 before G6, P2 before P7). Found anywhere, it was given. Found nowhere, it was not, and will not be.
+
+**A dead put.** T is set (killed in P4 to P8):
+
+* given: the credit travels with the block. C = 0, then T = 0. Killed between: T is set, and is found given again.
+* not given: the block is made WRITING with the generation before the ticket's, as it was before P5. In no block whose
+  ticket was given can that be found, whatever other threads did with it since, for generations do not go down. So the
+  verdict stands even when the undertaker dies. Then T = 0.
+
+**A dead put of a held block** (``move=True``; a lease forwarded, or a tensor of ``empty``). The steps are the same but
+for P3, which finds the block HELD by the row, writes header and metadata where no tensor lies, and leaves the state
+alone. Killed before P4 the block is HELD, and free after the sweep. Between P4 and P5 T names a block that is HELD with
+the generation before the ticket's: not given, by the same argument as WRITING. After P5 nothing tells it from another
+put. Not given, it becomes WRITING and FREE: its producer is dead, and the children of its forks cannot read it, for a
+process whose row has a witness does not move (``moving.py``). The living make it HELD again, with the same generation,
+so the lease simply goes on.
+
+T comes before QUEUED, not after it: killed between, a block would be QUEUED with no ticket anywhere, for ever.
+
+Then, if C is set, the credit goes back, as the living would give it: G = (slot, lap + 1), in doubt until found given;
+C = 0; G = 0. With C = 0 and G set it was given. The WRITING block becomes FREE in the sweep.
+
+**A dead get.** T is set (killed in G1 to G6): the message is lost with the consumer (C5), once: the count and the
+ticket counted last share one word. If G is not set, the block was not touched by G5 (G2 comes before), so its header
+still has the credit: G = its next lap. G is in doubt until found given. Then the block, if it still is QUEUED with
+this ticket, is FREE. T = 0, then G = 0. With T = 0 and G set, the credit was given.
+
+A token in a dead taker's word that is in the snapshot too was not taken: the kernel copies before it removes, and a
+copy into a page that has just been swapped out can fail half-way through a batch. The word is cleared, nothing else.
+
+**Many at once** is the same with runs of words: each step is done for all messages before the next, and the system calls
+take or give all their tokens together. What is argued above is argued of each triple of words by itself. Where queues can
+be joined, a tally stands beside the words: transport/tasks.py.
+
+**Then the sweep**: what the dead row wrote or held becomes FREE (memory/arena.py). Not the blocks that a word names
+which we cannot judge, as we do not have its queue: that row stays unfinished for somebody who has. If nobody has it
+(transport/queue_record.py, "Life"), the queue is gone with its tokens, and so is the doubt: words that name it are
+cleared, and *burying* it frees what waits in it and, last, its record. It is done under the lock that says that nobody
+has the queue, by one process at a time; so no other program can be at these blocks.
+
+What follows: a token of a dead process is in a pipe, in a living process's hands, or accounted for. C4 holds since
+after P6 no step of the producer is needed; C2 since a ticket is given only after P5; C6 since every wait for
+something that a process may have taken with it is cut into slices, with ``look`` after each."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import weakref
+from collections.abc import Iterator
+from multiprocessing import context
+from typing import Any, NamedTuple
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.arena import (
+    CREDIT,
+    GENERATION_AT,
+    GENERATIONS,
+    HELD,
+    HOLDER,
+    KEPT,
+    METADATA,
+    QUEUED,
+    SMALLEST,
+    WRITING,
+    Arena,
+)
+from tensorpipe_ipc.memory.headroom import headroom
+from tensorpipe_ipc.memory.leases import Leases
+from tensorpipe_ipc.memory.rows import DONE, GET, LOST, PUT, Operation, Record, row_word
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport import tasks
+from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, QueueRecord, number_of
+from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe
+
+__all__ = ["NEXT_LAP", "Ends", "InDoubt", "Undertaker", "block_of", "default_undertaker", "snapshot", "undertaker_of"]
+
+NEXT_LAP = 1 << SLOT_BITS
+_FINGERPRINT = (1 << 40) - 1
+
+
+class Ends(NamedTuple):
+    """What it takes to judge a queue's tokens."""
+
+    tickets: TokenPipe
+    credits: TokenPipe | None
+    record: QueueRecord
+
+
+class InDoubt(Exception):
+    """A token cannot be judged now: no scratch pipe to be had, or its queue is not known here."""
+
+
+class Undertaker:
+    """Finishes dead rows of one arena, as far as this process has the queues that they used.
+
+    Attributes:
+        queues: the ends of each queue that this process has, by number.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.words, self.rows = arena, arena.words, arena.rows
+        self.leases = Leases(arena)
+        self.queues: dict[int, Ends] = {}
+        self.rows.after_fork(self._forget)
+        self._forget()
+        _known.setdefault(id(arena.segment), self)
+
+    def _forget(self) -> None:
+        self._left: dict[int, list[Operation]] = {}  # by queue that this process has no more: what is on record of it
+        self._burying = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return undertaker_of, (self.arena.segment, self.arena.capacity)
+
+    def attach(self) -> None:
+        """Have the arena take a row, if it has none."""
+        self.arena.attach(self.finish)
+
+    def look(self, *, inherit: bool = False) -> int:
+        """Finish every dead row that can be finished. How many were.
+
+        Args:
+            inherit: take over their extents, too; for when memory is short.
+        """
+        count = 0
+        for row in self.rows.used():
+            if inherit or not self.rows.is_finished(row):
+                with self.rows.locked(row) as dead:
+                    if dead and (self.rows.is_finished(row) or self.finish(row)):
+                        count += 1
+                        if inherit:
+                            self.arena.inherit(row)
+        return count
+
+    def allocate(self, nbytes: int) -> int:
+        """A block for so many bytes, now. Its state is WRITING.
+
+        Raises:
+            SharedMemoryError: there is no room. The text says who holds what.
+        """
+        self.attach()
+        block = self.arena.allocate(nbytes)
+        if not block:
+            self.look(inherit=True)
+            self.bury_all()
+            self.leases.settle()
+            block = self.arena.allocate(nbytes)
+        if not block:
+            raise SharedMemoryError(errno.ENOSPC, f"no {nbytes} bytes free; {self.describe_holders()}")
+        return block
+
+    def describe_holders(self) -> str:
+        """What the arena costs and who has how much of it, for people."""
+        arena = self.arena
+        holders = ", ".join(
+            f"{self.rows.describe(row)} has {count} blocks with {nbytes} bytes"
+            for row, (count, nbytes) in sorted(arena.holders().items())
+        )
+        return (
+            f"the arena costs {arena.segment.resident()} of at most {arena.capacity} bytes, and the machine leaves "
+            f"{headroom()}; {holders or 'nobody holds a block'}"
+        )
+
+    def finish(self, row: int) -> bool:
+        """Finish a dead row, whose lock the caller has. Whether nothing is left to do."""
+        spared: set[int] = set()
+        for record in self.rows.records(row):
+            try:
+                self._finish_record(row, record)
+            except InDoubt:
+                spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
+        done = self.arena.sweep(row, spared) and not spared
+        if done:
+            tasks.settle_dead(self.rows, row)
+            self.rows.finished(row)
+        return done
+
+    def _finish_record(self, row: int, record: Record) -> None:
+        words, purpose = self.words, self.words[record.purpose_word]
+        queue, direction = purpose >> 8, purpose & 0xFF
+        runs = [slice(first, first + record.size) for first in (record.credit, record.ticket, record.given)]
+        busy = any(any(words[run]) for run in runs)
+        if not busy and not (record.size == 1 and words[record.tally]):
+            return
+        ends = self.queues.get(queue)
+        if ends is not None:
+            if direction != DONE:
+                finish = self.finish_put if direction == PUT else self._finish_get
+                for each in record.each():
+                    finish(ends, queue, row, each)
+        elif self.bury(queue):
+            self._clear(record)
+        elif busy:
+            raise InDoubt
+
+    def _clear(self, record: Record | Operation) -> None:
+        for first in (record.credit, record.ticket, record.given):
+            for word in range(first, first + record.size):
+                self.words[word] = 0
+        if record.size == 1:
+            self.words[record.tally] = 0
+
+    # ---- a put ----
+
+    def finish_put(self, ends: Ends, queue: int, row: int, record: Record) -> int:
+        """Also for the living, in their own row, when an exception ended a put.
+
+        Returns:
+            The block whose ticket was not given, now WRITING again; 0 for none.
+        """
+        words, ungiven = self.words, 0
+        ticket = words[record.ticket]
+        if ticket:
+            if self._ticket_given(ends, queue, row, ticket):
+                words[record.credit] = 0
+            else:
+                ungiven = block_of(ticket)
+                words[ungiven >> 3] = self._ungiven(row, ticket)
+            if ends.record.has_tasks:
+                tasks.settle_put(words, record.tally, given=not ungiven)
+            words[record.ticket] = 0
+        self._return_credit(ends, queue, record)
+        return ungiven
+
+    def _return_credit(self, ends: Ends, queue: int, record: Record) -> None:
+        words, credits = self.words, ends.credits
+        credit = words[record.credit]
+        if credit == BELL and credits is not None:
+            credits.ring()
+            words[record.credit] = 0
+        elif credit and credits is not None:
+            if words[record.given] or credit not in snapshot(credits):
+                words[record.given] = words[record.given] or credit + NEXT_LAP
+                self.give_credit(ends, queue, record.given)
+            words[record.credit] = 0
+        words[record.given] = 0
+
+    def _ticket_given(self, ends: Ends, queue: int, row: int, ticket: int) -> bool:
+        word = block_of(ticket) >> 3
+        queued = ticket % GENERATIONS << GENERATION_AT | self.rows.holder(row) | QUEUED
+        if self.words[word] != queued:
+            writing = self._ungiven(row, ticket)
+            return self.words[word] not in (writing, writing ^ WRITING ^ HELD)
+        return ticket in snapshot(ends.tickets) or ticket in self._taken(queue, GET) or self.words[word] != queued
+
+    def _ungiven(self, row: int, ticket: int) -> int:
+        """The state of a block before its ticket was given."""
+        return (ticket - 1) % GENERATIONS << GENERATION_AT | self.rows.holder(row) | WRITING
+
+    # ---- a get ----
+
+    def _finish_get(self, ends: Ends, queue: int, row: int, record: Record) -> None:
+        words = self.words
+        ticket = words[record.ticket]
+        if ticket == BELL:
+            ends.tickets.ring()
+        elif ticket and (words[record.given] or ticket not in snapshot(ends.tickets)):
+            self._lose(ends, queue, row, record)
+            if ends.record.has_tasks:
+                tasks.count_taken(words, record.tally)
+        words[record.ticket] = 0
+        words[record.given] = 0
+        if ends.record.has_tasks:
+            tasks.settle_taken(words, record.tally)
+
+    def _lose(self, ends: Ends, queue: int, row: int, record: Record) -> None:
+        words = self.words
+        ticket = words[record.ticket]
+        word = block_of(ticket) >> 3
+        if ends.credits is not None:
+            if not words[record.given]:
+                words[record.given] = words[word + CREDIT] + NEXT_LAP
+            self.give_credit(ends, queue, record.given)
+        self._count(row, ticket)
+        if words[word] >> GENERATION_AT == ticket % GENERATIONS and words[word] & 15 == QUEUED:
+            words[word] = words[word] & ~HOLDER
+
+    def _count(self, row: int, ticket: int) -> None:
+        """One more message lost with this row, unless this ticket was the last one counted."""
+        lost, mark = self.words[row_word(row) + LOST], _fingerprint(ticket)
+        if lost & _FINGERPRINT != mark:
+            self.words[row_word(row) + LOST] = (lost >> 40) + 1 << 40 | mark
+
+    def lost(self) -> int:
+        """How many messages were lost with consumers that had taken them, since the segment exists."""
+        return sum(self.words[row_word(row) + LOST] >> 40 for row in self.rows.used())
+
+    # ---- queues that are gone ----
+
+    def leave(self, queue: int, operations: list[Operation]) -> None:
+        """This process has a queue no more. What its operations count goes with the queue."""
+        self._left[queue] = operations
+        self.bury_left()
+
+    def bury_left(self) -> None:
+        """Bury what this process had, where nobody has it now."""
+        for queue in list(self._left):
+            if self.bury(queue):
+                for operation in self._left.pop(queue, ()):
+                    self._clear(operation)
+                    self.rows.retire(operation)
+
+    def bury_all(self) -> None:
+        """Bury whatever queue nobody has any more: for when there is no room."""
+        for start, kind, units, _ in self.arena._all_extents():
+            for block in self.arena._blocks(start, kind, units):
+                if self.words[block >> 3] & 15 == KEPT:
+                    self.bury(number_of(self.arena, block))
+
+    def bury(self, queue: int) -> bool:
+        """Free what waits in a queue, and its record, if nobody has the queue. Whether that was so, now or before.
+
+        Never waits. Other threads of this process, and signal handlers, are kept out: to the kernel they are one holder.
+        """
+        record = QueueRecord(self.arena, queue)
+        if not record.exists():
+            return True
+        if self.rows.index < 0 or not self._burying.acquire(blocking=False):
+            return False
+        try:
+            if not self.rows.try_lock(record.block, 1):
+                return False
+            try:
+                if record.exists():
+                    self._free_queued(queue)
+                    self.words[record.block >> 3] &= ~HOLDER
+            finally:
+                self.rows.unlock(record.block, 1)
+        finally:
+            self._burying.release()
+        return True
+
+    def _free_queued(self, queue: int) -> None:
+        words, tag = self.words, queue & 0xFFFFFFFF
+        for start, kind, units, _ in self.arena._all_extents():
+            for block in self.arena._blocks(start, kind, units):
+                word = block >> 3
+                if words[word] & 15 == QUEUED and words[word + METADATA] & 0xFFFFFFFF == tag:
+                    words[word] &= ~HOLDER
+
+    # ---- tokens in doubt ----
+
+    def give_credit(self, ends: Ends, queue: int, word: int) -> None:
+        """Give the credit that stands in a word, unless it was given."""
+        credit, credits = self.words[word], ends.credits
+        assert credits is not None
+        if not (
+            credit in snapshot(credits)
+            or credit in self._taken(queue, PUT)
+            or self.words[ends.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
+        ):
+            credits.give([memoryview(self.arena.segment.memory)[8 * word : 8 * word + 8]])
+
+    def _taken(self, queue: int, direction: int) -> set[int]:
+        return set(self._takers_words(queue, direction))
+
+    def _takers_words(self, queue: int, direction: int) -> Iterator[int]:
+        """Every take word of one end of a queue, of the living and the dead."""
+        for row in self.rows.used():
+            for record in self.rows.records(row, queue, direction):
+                first = record.credit if direction == PUT else record.ticket
+                yield from self.words[first : first + record.size]
+
+
+_known: weakref.WeakValueDictionary[int, Undertaker] = weakref.WeakValueDictionary()  # by the id of their segments
+
+
+_default: weakref.WeakValueDictionary[str, Undertaker] = weakref.WeakValueDictionary()
+
+
+def default_undertaker() -> Undertaker:
+    """That of the arena which all queues without a context of ours share. It goes with the last of them.
+
+    Raises:
+        SharedMemoryError: it could not be made.
+    """
+    return _default.get("") or _default.setdefault("", Undertaker(Arena(Segment.create())))
+
+
+def undertaker_of(segment: Segment, capacity: int | None = None) -> Undertaker:
+    """The undertaker that this process has for a segment already, if it does: one row for each process."""
+    return _known.get(id(segment)) or Undertaker(Arena(segment, capacity))
+
+
+def snapshot(pipe: TokenPipe) -> frozenset[int]:
+    """The tokens that are in a pipe and its log at this moment."""
+    tokens = pipe.snapshot()
+    if tokens is None:
+        raise InDoubt
+    return tokens
+
+
+def _fingerprint(ticket: int) -> int:
+    """40 bits of a ticket's 64, from all of them: large blocks lie at round places, and new ones begin at generation 0."""
+    return ticket * 0x9E3779B97F4A7C15 >> 24 & _FINGERPRINT
+
+
+def block_of(ticket: int) -> int:
+    """The block's offset in the segment."""
+    return ticket >> 32 << SMALLEST

@@ -1,0 +1,527 @@
+"""ZeroMQ's door: contexts, sockets and their errors. The rest of the package sees frames and peers only.
+
+A binder has a ROUTER, a connector a DEALER. High-water marks are off: what may be in flight is counted by credits, so
+nothing waits in ZeroMQ beyond them.
+
+* A DEALER that sends has IMMEDIATE on: it has a pipe only while it is connected, so POLLOUT says whether it is, and
+  nothing that was meant for a binder that died reaches the one after it. When the connection ends, libzmq drops with
+  the pipe what had come in and was not read yet. So a DEALER that receives has it off, keeps what came, and learns
+  from a monitor whether it is connected.
+* A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word.
+* LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
+  and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
+* Memory of the caller is lent to ZeroMQ only by ``send(lend=True)``, and is back when that returns. pyzmq does this with
+  a thread of its own (zmq.utils.garbage), which runs from the first loan until this process's last end is closed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import socket as sockets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import zmq
+from zmq.utils import garbage
+
+from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
+from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.wire.layout import BULK
+
+__all__ = ["FrameSocket", "Unreachable"]
+
+SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
+_LETTING_GO = 0.1  # seconds: libzmq's threads let go of a port or name some time after close
+_SLICE_MS = int(SLICE * 1000)
+# Plain ints: each `|` of pyzmq's enum members costs a microsecond.
+_WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
+_MORE, _LAST, _POLLIN, _POLLOUT = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
+_EVENTS, _UP = int(zmq.EVENTS), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_EVENT = struct.Struct("=HI")  # a monitor's: which, and a number that goes with it
+_LARGEST = (
+    1 << 40
+)  # bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word
+
+
+class Unreachable(Exception):
+    """The peer is not connected (any more). Never seen by users."""
+
+
+class FrameSocket:
+    """One ROUTER or DEALER: frames to and from peers, each known by its routing id (a DEALER's one peer: b"").
+
+    Attributes:
+        address: where; with the port that was chosen, if any was to do.
+        binds: whether this end has the address.
+        torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
+    """
+
+    def __init__(self, address: Address, *, bind: bool, receives: bool) -> None:
+        """Open and bind or connect.
+
+        Args:
+            address: where.
+            bind: whether to have the address.
+            receives: whether this is the end that the messages come to.
+
+        Raises:
+            Refused: the address is in use, not allowed, or not safe.
+        """
+        self.address = address
+        self.binds = bind
+        self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
+        self._poll_fd: _PollFd | None = None
+        self._fd = self._monitor_fd = -1  # once there is an epoll
+        self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
+        self._is_shown = False  # whether anybody has asked for fileno
+        self._frames: list[Any] = []  # of the message that is being received
+        self._torn = False  # whether that was cut short
+        self.torn_at = 0.0
+        self._heard: Any = None  # the last frame that came to an end that sends
+        self._receives = receives
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitored = receives and not bind and address.scheme != "inproc"
+        self._is_up = False  # what the monitor said last
+        self._context = _acquire()
+        try:
+            self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
+            try:
+                self._open(address)
+            except BaseException:
+                self._close_sockets(0)
+                raise
+        except BaseException:
+            _release()
+            raise
+
+    def _open(self, address: Address) -> None:
+        options: dict[Any, Any] = {
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.MAXMSGSIZE: _LARGEST,
+            zmq.LINGER: 0,
+            zmq.RCVTIMEO: _SLICE_MS,
+            zmq.RECONNECT_IVL: 10,
+            zmq.RECONNECT_IVL_MAX: 200,
+            zmq.HANDSHAKE_IVL: 3000,
+        }
+        options |= (
+            {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
+            if self.binds
+            else {zmq.IMMEDIATE: int(not self._monitored)}
+        )
+        if not self.binds:
+            options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
+        if address.scheme == "tcp":
+            options[zmq.IPV6] = 1
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        if self.binds:
+            with _claimed(address):
+                self._bind(address)
+            if address.scheme == "tcp":  # the port that was chosen; of 127.0.0.1 libzmq says [::ffff:127.0.0.1]
+                port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                self.address = address._replace(text=f"{address.text.rpartition(':')[0]}:{port}")
+        else:
+            if address.path:
+                check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
+                check_socket_file(address.path)
+            if self._monitored:
+                self._monitor = self._socket.get_monitor_socket(_UP | zmq.EVENT_DISCONNECTED)
+            self._socket.connect(address.text)
+
+    def _bind(self, address: Address) -> None:
+        deadline = time.monotonic() + _LETTING_GO
+        try:
+            while True:
+                try:
+                    self._socket.bind(address.text)
+                    return
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                        raise
+                time.sleep(_LETTING_GO / 20)  # an end of this process that was just closed may still have it
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EADDRINUSE, errno.EACCES):
+                raise Refused(f"{address.text} is in use: {error.strerror}; close its owner or use another") from None
+            raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
+
+    def send(self, peer: bytes, frames: Sequence[Any], *, lend: bool = False) -> None:
+        """Send one message.
+
+        Args:
+            peer: its routing id.
+            frames: bytes-like objects.
+            lend: let ZeroMQ read large frames from the caller's memory, and return when it has. Otherwise they are copied.
+
+        Raises:
+            Unreachable: the peer is not connected. Nothing was sent.
+        """
+        self._is_silent = False
+        send, last = self._socket.send, len(frames) - 1
+        trackers = []
+        try:
+            if self.binds:
+                send(peer, _MORE)
+            for index, frame in enumerate(frames):
+                flags = _MORE if index < last else _LAST
+                if lend and self._lends and len(frame) >= BULK:
+                    trackers.append(send(frame, flags, copy=False, track=True))
+                else:
+                    send(frame, flags)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise Unreachable from None
+            raise
+        except BaseException:  # a signal's handler raised
+            self._abort()
+            raise
+        for tracker in trackers:
+            _until_read(tracker)
+
+    def send_small(self, peer: bytes, frame: bytes) -> bool:
+        """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
+        self._is_silent = False
+        try:
+            if self.binds:
+                self._socket.send(peer, _MORE)
+            self._socket.send(frame, _LAST)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        except BaseException:  # a signal's handler raised
+            self._abort()
+            raise
+        return True
+
+    def _abort(self) -> None:
+        """End a message that was cut off, somewhere, by an exception: its last frame is empty, as no payload frame is.
+
+        Where nothing is open, it goes to nobody (ROUTER) or is a message of its own (DEALER): the receiver drops both.
+        """
+        with suppress(zmq.ZMQError):
+            self._socket.send(b"", _LAST)
+
+    def receive(self, timeout: float) -> tuple[bytes, list[Any]] | None:
+        """The next message: who sent it, and its frames as buffers that are nobody else's. None if there is none in time.
+
+        It is the next one again until ``received`` is called, so that an exception of a signal's handler does not lose it.
+        One that hits inside pyzmq's own ``recv`` does: pyzmq looks for signals when it has the frame.
+
+        Args:
+            timeout: seconds, at most ``SLICE``.
+        """
+        self._is_silent = False
+        if self._torn:
+            self._mend()
+        frames = self._frames
+        if not frames:
+            try:
+                if 0 < timeout < SLICE and not self._socket.poll(max(1, int(timeout * 1000))):
+                    return None
+                self._torn = True
+                self._receive_frame(_WAIT if timeout >= SLICE else _DO_NOT_WAIT)
+                while frames[-1].more:
+                    self._receive_frame(_DO_NOT_WAIT)  # libzmq has the whole message
+            except zmq.Again:
+                self._torn = False
+                return None
+            self._torn = False
+        if not self._receives:
+            self._heard = frames[-1]
+        if self.binds:
+            return frames[0].bytes, [frame.buffer for frame in frames[1:]]
+        return b"", [frame.buffer for frame in frames]
+
+    def _mend(self) -> None:
+        """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""
+        if not self._frames or self._frames[-1].more:
+            while self._socket.getsockopt(zmq.RCVMORE):
+                self._socket.recv(_LAST, copy=False)
+            self._frames = []
+            self.torn_at = time.monotonic()
+        self._torn = False
+
+    def _receive_frame(self, flags: tuple[int]) -> None:
+        """One step in C from libzmq to the list: an exception comes before it or after it."""
+        self._frames.extend(map(self._socket.recv, flags, _NO_COPY))
+
+    def received(self) -> None:
+        """The message that ``receive`` returned has been dealt with."""
+        self._frames = []
+
+    def prepare_for_bulk(self) -> None:
+        """Have the connection that the last message came by set up for large frames, the other way."""
+        if self._lends and self._heard is not None:
+            prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
+
+    def has_incoming(self) -> bool:
+        """Whether ``receive`` would find something now."""
+        self._is_silent = not (self._frames or self._socket.getsockopt(_EVENTS) & _POLLIN)
+        return not self._is_silent
+
+    def wait(self, timeout: float, fd: int) -> bool:
+        """Wait up to ``timeout`` seconds, at most a slice, until a message or something on ``fd`` can be read."""
+        return bool(zmq.zmq_poll([(self._socket, _POLLIN), (fd, _POLLIN)], max(1, int(min(timeout, SLICE) * 1000))))
+
+    def is_connected(self, timeout: float = 0) -> bool:
+        """Whether a connector has its binder on the line, within ``timeout`` seconds."""
+        self._is_silent = False
+        if self._monitor is not None:
+            if timeout > 0 and not self._is_up:
+                self._monitor.poll(max(1, int(timeout * 1000)))
+            while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
+                event = self._monitor.recv(_LAST)
+                if len(event) == _EVENT.size:  # the other frames are addresses
+                    self._is_up = _EVENT.unpack(event)[0] == _UP
+            return self._is_up
+        if timeout > 0:
+            self._socket.poll(max(1, int(timeout * 1000)), _POLLOUT)
+        return bool(self._socket.getsockopt(_EVENTS) & _POLLOUT)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody has asked for ``fileno``, so that it must be kept up to date."""
+        return self._is_shown
+
+    def watch(self, fd: int, *, edge: bool = False) -> None:
+        """Have ``wait_any``, and ``fileno``, tell of another descriptor. Again: nothing.
+
+        Args:
+            edge: tell when something is added, not as long as there is something.
+        """
+        self._polling().watch(fd, edge)
+
+    def unwatch(self, fd: int) -> None:
+        """The end of that; before the descriptor is closed."""
+        self._polling().unwatch(fd)
+
+    def wait_any(self, timeout: float) -> list[int]:
+        """Wait up to ``timeout`` seconds, at most a slice, until something comes. The descriptors, of whatever is watched.
+
+        Of a message it tells only once ``has_incoming`` has said that there is none; a connector's binder is something, too.
+        """
+        found = (self._poll_fd or self._polling()).wait(min(timeout, SLICE))
+        if self._fd in found:
+            self._is_silent = False
+        if self._monitor_fd in found:
+            self.is_connected()  # which silences it
+        return found
+
+    def is_silent(self) -> bool:
+        """Whether nothing has come, for ``wait_any``'s sake; without a look where that would have told."""
+        return self._is_silent or not self.has_incoming()
+
+    def _polling(self) -> _PollFd:
+        if self._poll_fd is None:
+            self._fd = int(self._socket.getsockopt(zmq.FD))
+            watched = [self._fd]
+            if self._monitor is not None:
+                self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+                watched.append(self._monitor_fd)
+            self._poll_fd = _PollFd(watched)
+        return self._poll_fd
+
+    def fileno(self, ready: bool = False) -> int:
+        """A descriptor that is readable whenever ``receive`` would find something, and sometimes when it would not.
+
+        It is also readable as long as ``ready`` is said here or to ``refresh``, and when a connector gets its binder.
+        """
+        poll_fd = self._polling()
+        self._is_shown = True
+        self.refresh(ready)
+        return poll_fd.fd
+
+    def refresh(self, ready: bool = False) -> None:
+        """Bring ``fileno`` up to date; to be called when anything was received. ``ready``: readable in any case."""
+        if self._poll_fd is not None:
+            if self._monitor is not None:
+                self.is_connected()  # its descriptor, too, falls silent only when it is looked at
+            self._poll_fd.show(ready or self.has_incoming())
+
+    def close(self, linger: float) -> None:
+        """Close. What was sent goes on leaving for up to ``linger`` seconds."""
+        if self._poll_fd is not None:
+            self._poll_fd.close()
+        if self.binds and self.address.path:
+            with _umask_and_lock(self.address.path), suppress(FileNotFoundError):
+                os.unlink(self.address.path)  # libzmq leaves it
+        self._close_sockets(linger)
+        _release()
+
+    def _close_sockets(self, linger: float) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._socket.close(linger=int(linger * 1000))
+
+
+class _PollFd:
+    """An epoll descriptor over ZeroMQ's own and one of ours.
+
+    ZeroMQ's is readable when it has work to do, and falls silent once it has looked, though messages may be left. So
+    ours speaks for those: it is readable while there are some.
+    """
+
+    def __init__(self, zmq_fds: list[int]) -> None:
+        self._epoll = select.epoll()
+        self._watched: set[int] = set()
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._shown = False
+        for zmq_fd in zmq_fds:
+            self._epoll.register(zmq_fd, select.EPOLLIN)
+        self._epoll.register(self._read, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+
+    def watch(self, fd: int, edge: bool) -> None:
+        if fd not in self._watched:
+            with suppress(FileExistsError):  # an exception came between these two, the last time
+                self._epoll.register(fd, select.EPOLLIN | select.EPOLLET if edge else select.EPOLLIN)
+            self._watched.add(fd)
+
+    def unwatch(self, fd: int) -> None:
+        self._watched.discard(fd)
+        with suppress(FileNotFoundError, OSError):
+            self._epoll.unregister(fd)
+
+    def wait(self, timeout: float) -> list[int]:
+        if self._shown:  # what is to be shown is found out anew after this
+            self.show(False)
+        return [fd for fd, _ in self._epoll.poll(timeout)]
+
+    def show(self, ready: bool) -> None:
+        if ready and not self._shown:
+            os.write(self._write, b"\0")
+        elif self._shown and not ready:
+            os.read(self._read, 1)
+        self._shown = ready
+
+    def close(self) -> None:
+        self._epoll.close()
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _until_read(tracker: Any) -> None:
+    """Wait until ZeroMQ has read what was lent. Slices, so that a signal's handler can run."""
+    for event in tracker.events:
+        while not event.wait(SLICE):
+            pass
+
+
+# -- whose address it is
+
+
+@contextmanager
+def _claimed(address: Address) -> Iterator[None]:
+    """Hold an ipc path for a bind: its folder and itself are safe, and nobody who lives is bound to it.
+
+    Raises:
+        Refused: a live process has it, or it is not safe.
+    """
+    if not address.path:
+        yield
+        return
+    check_folder(address.path)
+    with _umask_and_lock(address.path):
+        if check_socket_file(address.path):
+            owner = _listener(address.path)
+            if owner is not None:
+                raise Refused(
+                    f"{address.text} belongs to pid {owner}, which is alive; close it or use another endpoint"
+                )
+            os.unlink(address.path)
+        yield
+        os.chmod(address.path, 0o600)
+
+
+@contextmanager
+def _umask_and_lock(path: str) -> Iterator[None]:
+    """A lock on the folder (flock, which a killed process lets go of), and 0077 as umask for what is made meanwhile.
+
+    The umask is the process's: a file that another thread makes in this millisecond is private too.
+    """
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        before = os.umask(0o077)
+        try:
+            yield
+        finally:
+            os.umask(before)
+    finally:
+        os.close(folder)
+
+
+def _listener(path: str) -> int | None:
+    """The process that listens at a unix socket, None if nobody does or it is dead.
+
+    A child that was forked from the owner may hold the listening socket long after the owner died: the kernel says who
+    called listen(), and that one must live.
+    """
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except OSError:
+            return -1  # it listens and does not answer: somebody is there
+        pid, _, _ = struct.unpack("3i", probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return int(pid)
+
+
+# -- one context a process, for as long as it has an end open
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.context: zmq.Context[Any] | None = None
+        self.users = 0
+
+
+_shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's context nor its lock
+
+
+def _acquire() -> zmq.Context[Any]:
+    shared = _shared.setdefault(os.getpid(), _Shared())
+    with shared.lock:
+        if shared.context is None:
+            shared.context = zmq.Context()
+        shared.users += 1
+        return shared.context
+
+
+def _release() -> None:
+    shared = _shared[os.getpid()]
+    with shared.lock:
+        shared.users -= 1
+        if shared.users == 0 and shared.context is not None:
+            shared.context.term()
+            shared.context = None
+            _stop_reaper()
+
+
+def _stop_reaper() -> None:
+    """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
+    deadline = time.monotonic() + 1
+    while garbage.gc.refs and time.monotonic() < deadline:  # it is just being told of the last ones
+        time.sleep(0.001)
+    if not garbage.gc.refs:
+        garbage.gc.stop()

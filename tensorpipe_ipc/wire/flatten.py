@@ -1,0 +1,344 @@
+"""Trees, taken apart: ``flatten`` walks a tree once and gives its leaves, its values and its spec (see ``spec``).
+
+Nothing is copied and nothing is pickled: what has no place on the wire is refused with its path and with advice.
+``rebuild`` is the mirror.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch.nn.parameter import Parameter, UninitializedParameter
+from torch.storage import TypedStorage, UntypedStorage
+
+from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
+from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, Op
+
+__all__ = ["Flat", "flatten", "leaf_path"]
+
+_U16 = struct.Struct("<H")
+_COUNT = struct.Struct("<BI")
+_OP = [bytes([op]) for op in range(Op.DATACLASS + 1)]
+_TENSOR = _OP[Op.TENSOR]
+
+
+class Flat(NamedTuple):
+    """A tree taken apart."""
+
+    spec: list[bytes]  # pieces of the spec: joined, they are what the wire carries
+    leaves: list[torch.Tensor]  # in the order of the spec; arrays and storages as tensors on the same memory
+    values: list[Any]  # bool, int, float, str
+
+
+def flatten(tree: Any) -> Flat:
+    """Take a tree apart. Nothing is copied.
+
+    Raises:
+        UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
+    """
+    flat = Flat([], [], [])
+    _walk(tree, flat, 0)
+    if len(flat.spec) > MAX_NODES:
+        raise UnsupportedLeaf(f"{len(flat.spec):,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
+    return flat
+
+
+def _walk(node: Any, flat: Flat, depth: int) -> None:
+    kind = type(node)
+    if kind is torch.Tensor:
+        if node.requires_grad:
+            _grad_tensor(node, flat)
+        else:
+            flat.spec.append(_OP[Op.TENSOR])
+            flat.leaves.append(node)
+        return
+    writer = _WRITERS.get(kind)
+    if writer is not None:
+        writer(node, flat)
+    elif depth >= MAX_DEPTH:
+        raise UnsupportedLeaf(f"nested deeper than {MAX_DEPTH} containers, or it contains itself")
+    elif kind is dict:
+        _walk_dict(node, flat, depth)
+    elif kind is list or kind is tuple:
+        flat.spec.append(_COUNT.pack(Op.LIST if kind is list else Op.TUPLE, len(node)))
+        _walk_items(node, flat, depth)
+    else:
+        _walk_other(node, flat, depth)
+
+
+def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
+    keys = [_KEYS.get(key) if type(key) is str else None for key in node]
+    flat.spec.append(
+        _COUNT.pack(Op.DICT, len(node))
+        + b"".join([known or _pack_key(key) for known, key in zip(keys, node, strict=True)])
+    )
+    key: Any = None
+    try:
+        for key, child in node.items():  # noqa: B007 - the error's path needs it
+            if type(child) is torch.Tensor and not child.requires_grad:
+                flat.spec.append(_TENSOR)
+                flat.leaves.append(child)
+            else:
+                _walk(child, flat, depth + 1)
+    except UnsupportedLeaf as error:
+        raise error.within(f"[{key!r}]") from None
+
+
+def _walk_items(node: Sequence[Any], flat: Flat, depth: int) -> None:
+    index = 0
+    try:
+        for index, child in enumerate(node):  # noqa: B007 - the error's path needs it
+            if type(child) is torch.Tensor and not child.requires_grad:
+                flat.spec.append(_TENSOR)
+                flat.leaves.append(child)
+            else:
+                _walk(child, flat, depth + 1)
+    except UnsupportedLeaf as error:
+        raise error.within(f"[{index}]") from None
+
+
+def _walk_other(node: Any, flat: Flat, depth: int) -> None:
+    entry = BY_TYPE.get(type(node))
+    if entry is None:
+        if isinstance(node, TypedStorage):  # torch.HalfStorage and its like are names for it
+            _typed_storage(node, flat)
+            return
+        raise UnsupportedLeaf(_advice(node))
+    flat.spec.append(
+        _OP[entry.op] + _name(entry.name) + struct.pack("<I", len(entry.fields)) + b"".join(map(_name, entry.fields))
+    )
+    for field in entry.fields:
+        try:
+            _walk(getattr(node, field), flat, depth + 1)
+        except UnsupportedLeaf as error:
+            raise error.within(f".{field}") from None
+
+
+_KEYS: dict[str, bytes] = {}
+_KEYS_LIMIT = 1 << 14  # a stream has few keys; one of ever new keys starts over instead of growing
+
+
+def _pack_key(key: Any) -> bytes:
+    try:
+        data = msgspec.msgpack.encode(_plain_key(key))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UnsupportedLeaf(f"dict key {key!r} cannot be written: {error}") from None
+    if len(data) > 0xFFFF:
+        raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes, the limit is {0xFFFF:,}")
+    packed = _U16.pack(len(data)) + data
+    if type(key) is str and len(data) <= 64:
+        if len(_KEYS) >= _KEYS_LIMIT:
+            _KEYS.clear()
+        _KEYS[key] = packed
+    return packed
+
+
+def _plain_key(key: Any) -> Any:
+    if type(key) is tuple:
+        return [_plain_key(item) for item in key]
+    if key is None or type(key) in (str, int, bool, float, bytes):
+        return key
+    raise UnsupportedLeaf(
+        f"dict key {key!r} is a {type(key).__name__}; keys may be str, int, bool, float, bytes, None and tuples of them"
+    )
+
+
+def _name(name: str) -> bytes:
+    data = name.encode()
+    return _U16.pack(len(data)) + data
+
+
+# -- single nodes: each writer appends one node to the spec
+
+
+def _none(_: None, flat: Flat) -> None:
+    flat.spec.append(_OP[Op.NONE])
+
+
+def _value(node: Any, flat: Flat) -> None:
+    flat.spec.append(_OP[Op.VALUE])
+    flat.values.append(node)
+
+
+def _int(node: int, flat: Flat) -> None:
+    if -(1 << 63) <= node < 1 << 64:
+        _value(node, flat)
+    else:
+        flat.spec.append(_OP[Op.INT])
+        flat.values.append(hex(node))
+
+
+def _complex(node: complex, flat: Flat) -> None:
+    flat.spec.append(_OP[Op.COMPLEX])
+    flat.values.extend((node.real, node.imag))
+
+
+def _str(node: str, flat: Flat) -> None:
+    try:
+        node.encode()
+    except UnicodeEncodeError:
+        flat.spec.append(_OP[Op.STR])
+        flat.values.append(node.encode("utf-8", "surrogatepass").decode("latin-1"))
+    else:
+        _value(node, flat)
+
+
+def _dtype(node: torch.dtype, flat: Flat) -> None:
+    row = BY_TORCH.get(node)
+    if row is None:
+        raise UnsupportedLeaf(f"{node} has no code on the wire; send its name, str({node})")
+    flat.spec.append(bytes([Op.DTYPE, row.code]))
+
+
+def _size(node: torch.Size, flat: Flat) -> None:
+    flat.spec.append(_COUNT.pack(Op.SIZE, len(node)) + struct.pack(f"<{len(node)}q", *node))
+
+
+def _device(node: torch.device, flat: Flat) -> None:
+    flat.spec.append(_OP[Op.DEVICE] + _name(str(node)))
+
+
+def _leaf(op: int, tensor: torch.Tensor, flat: Flat) -> None:
+    flat.spec.append(_OP[op])
+    flat.leaves.append(tensor)
+
+
+def _grad_tensor(node: torch.Tensor, flat: Flat) -> None:
+    if not node.is_leaf:
+        raise UnsupportedLeaf("a tensor that requires_grad and has a history, which cannot travel; send .detach()")
+    _leaf(Op.TENSOR_GRAD, node, flat)
+
+
+def _parameter(node: Parameter, flat: Flat) -> None:
+    _leaf(Op.PARAMETER if node.requires_grad else Op.FROZEN, node, flat)
+
+
+def _ndarray(node: np.ndarray[Any, Any], flat: Flat) -> None:
+    if node.dtype not in BY_NUMPY or not node.dtype.isnative:
+        raise UnsupportedLeaf(_array_advice(node))
+    _leaf(Op.NDARRAY, _array_memory(node), flat)
+
+
+def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor on the array's own memory, or on a copy where torch has no such view of it."""
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = array.copy()  # ascontiguousarray() leaves a single item its odd stride
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(_ReadOnly(array)))  # torch warns of an array that says it is read-only
+
+
+class _ReadOnly:
+    """Shows a read-only array's memory as if it were writable, and keeps the array. Nobody writes to it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        shown = dict(array.__array_interface__)
+        shown["data"] = (shown["data"][0], False)
+        self.__array_interface__ = shown
+
+
+def _bytes(node: bytes, flat: Flat) -> None:
+    _leaf(Op.BYTES, _array_memory(np.frombuffer(node, np.uint8)) if node else torch.empty(0, dtype=torch.uint8), flat)
+
+
+def _untyped_storage(node: UntypedStorage, flat: Flat) -> None:
+    _leaf(Op.UNTYPED, _storage_memory(node), flat)
+
+
+def _typed_storage(node: TypedStorage, flat: Flat) -> None:
+    row = BY_TORCH.get(node.dtype)
+    if row is None:
+        raise UnsupportedLeaf(f"a typed storage of {node.dtype}, which has no code on the wire; send its bytes")
+    flat.spec.append(bytes([Op.TYPED, row.code]))
+    flat.leaves.append(_storage_memory(node._untyped_storage))
+
+
+def _storage_memory(storage: UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+_WRITERS: dict[type, Callable[[Any, Flat], None]] = {
+    type(None): _none,
+    bool: _value,
+    int: _int,
+    float: _value,
+    complex: _complex,
+    str: _str,
+    bytes: _bytes,
+    torch.dtype: _dtype,
+    torch.Size: _size,
+    torch.device: _device,
+    torch.Tensor: _leaf,  # type: ignore[dict-item]  # _walk has dealt with it; here it counts as a known type
+    Parameter: _parameter,
+    np.ndarray: _ndarray,
+    np.memmap: _ndarray,
+    UntypedStorage: _untyped_storage,
+    TypedStorage: _typed_storage,
+}
+
+
+# -- what to say of what cannot be sent
+
+
+def _advice(node: Any) -> str:
+    kind = f"{type(node).__module__}.{type(node).__qualname__}"
+    if isinstance(node, UninitializedParameter):
+        return f"{kind} has no shape yet; initialise it before sending"
+    if isinstance(node, torch.Tensor):
+        return f"{kind} is a tensor subclass; send .as_subclass(torch.Tensor), or its parts"
+    if isinstance(node, np.generic):
+        return f"{kind} is a NumPy scalar; send .item(), or np.asarray() of it"
+    if isinstance(node, np.ndarray):
+        return f"{kind} is an array subclass; send np.asarray() of it"
+    if dataclasses.is_dataclass(node) or (isinstance(node, tuple) and hasattr(node, "_fields")):
+        return f"{kind} is not registered; call tensorpipe_ipc.register_type({type(node).__name__}) on both ends"
+    for base in (dict, list, tuple, str, bytes, int, float, complex):
+        if isinstance(node, base):
+            return f"{kind} is a subclass of {base.__name__} and would lose its type; send {base.__name__}() of it"
+    if isinstance(node, (set, frozenset, range)):
+        return f"{kind} has no place on the wire; send list() of it"
+    if isinstance(node, (bytearray, memoryview)):
+        return f"{kind} has no place on the wire; send bytes() or torch.frombuffer() of it"
+    return (
+        f"{kind} cannot travel between unrelated processes (nothing is pickled there); send tensors, arrays, numbers, "
+        "str, bytes and lists, tuples and dicts of them, or use a Queue, which pickles within one family of processes"
+    )
+
+
+def _array_advice(array: np.ndarray[Any, Any]) -> str:
+    dtype = array.dtype
+    if dtype.newbyteorder("=") in BY_NUMPY:
+        return f"an array of {dtype.str!r}, foreign byte order; send .astype({dtype.newbyteorder('=').name!r})"
+    if dtype.kind in "mM":
+        return f"an array of {dtype}, which torch does not have; send .view('int64')"
+    if dtype.hasobject:
+        return f"an array of {dtype} holds Python objects; send a list, or an array of numbers"
+    return f"an array of {dtype}, which torch does not have; send .astype() of a dtype it has, or .view('uint8')"
+
+
+def leaf_path(tree: Any, index: int) -> str:
+    """Where leaf number ``index`` (in the order of ``flatten``) stands: ``['mask'][3]``. For errors: it walks again."""
+    return next(islice(_leaf_paths(tree, ""), index, None), "")
+
+
+def _leaf_paths(node: Any, path: str) -> Iterator[str]:
+    if type(node) is dict:
+        for key, child in node.items():
+            yield from _leaf_paths(child, f"{path}[{key!r}]")
+    elif type(node) in (list, tuple):
+        for index, child in enumerate(node):
+            yield from _leaf_paths(child, f"{path}[{index}]")
+    elif type(node) in BY_TYPE:
+        for field in BY_TYPE[type(node)].fields:
+            yield from _leaf_paths(getattr(node, field), f"{path}.{field}")
+    elif isinstance(node, (torch.Tensor, np.ndarray, bytes, UntypedStorage, TypedStorage)):
+        yield path

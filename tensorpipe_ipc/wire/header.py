@@ -1,0 +1,213 @@
+"""Frame 0 of every message: the fixed prefix, the message kinds, and the control messages behind them.
+
+Little-endian::
+
+    offset 0            4         5      6      8              16           20            24
+           +------------+---------+------+------+--------------+------------+------------+--------+--------+--------+
+           | magic TPIC | version | kind |  0   | sequence u64 | schema len | values len | schema | values | packed |
+           +------------+---------+------+------+--------------+------------+------------+--------+--------+--------+
+
+* HELLO, WELCOME, REFUSED: ``schema`` is a msgpack map (``Hello``; ``Refusal`` for the last), ``values`` is empty. A
+  connector says HELLO and the binder answers; a binder says HELLO to a stranger who talks as if they had met.
+* DATA: ``schema`` says what stands where and how to read the payloads, and is equal for all messages of a steady
+  stream, so both ends keep it; ``values`` is a msgpack array of the numbers and strings that differ; ``packed`` is the
+  small payloads, which are copied anyway and would cost more as a frame of their own (see ``message``).
+  ``sequence`` counts the producer's messages towards this peer, from 1.
+* CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
+* GOODBYE: ``sequence`` is the last that was sent. No body.
+
+The version stands for the whole format: the prefix, the schema, the spec, the metas. Golden bytes in the tests hold it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from tensorpipe_ipc.errors import ProtocolError, VersionMismatch
+from tensorpipe_ipc.process import Identity
+
+__all__ = [
+    "MAX_HEADER",
+    "PREFIX",
+    "VERSION",
+    "Header",
+    "Hello",
+    "Kind",
+    "QueueOffer",
+    "Refusal",
+    "SharedMemoryTerms",
+    "pack",
+    "pack_control",
+    "unpack",
+    "unpack_control",
+]
+
+MAGIC = b"TPIC"
+VERSION = 2
+MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
+MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
+
+PREFIX = struct.Struct("<4sBBHQII")
+MAX_BODY = MAX_HEADER - PREFIX.size  # schema and values
+
+
+class Kind:
+    """What a message is for."""
+
+    HELLO, WELCOME, REFUSED, DATA, CREDIT, GOODBYE = range(1, 7)
+    NAMES = ("", "HELLO", "WELCOME", "REFUSED", "DATA", "CREDIT", "GOODBYE")
+
+
+class Header(NamedTuple):
+    """Frame 0, taken apart; nothing in ``schema`` and ``values`` has been looked at."""
+
+    kind: int
+    sequence: int
+    schema: bytes
+    values: memoryview
+    packed: memoryview
+
+    def payloads(self, frames: list[Any]) -> list[Any]:
+        """The payload frames, of which the small payloads' is first, of all the frames of the message."""
+        return [self.packed, *frames[1:]] if len(self.packed) else frames[1:]
+
+
+_AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
+_AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class QueueOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A queue in a binder's shared memory, as far as its connector must know it to take part (``transport.rendezvous``).
+
+    Attributes:
+        token: a random number that no other offer has.
+        number: the queue's.
+        maxsize: how many messages may be in it.
+        segment, tickets, credits: descriptor in the binder's process, and inode, of the memory and of the two pipes.
+    """
+
+    token: _AtLeast1
+    number: _AtLeast1
+    maxsize: _AtLeast1
+    segment: tuple[_AtLeast0, _AtLeast0]
+    tickets: tuple[_AtLeast0, _AtLeast0]
+    credits: tuple[_AtLeast0, _AtLeast0]
+
+
+class SharedMemoryTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an end says of shared memory.
+
+    Attributes:
+        wish: "auto" or "require". (An end that wants none has no terms.)
+        uid: of its user.
+        offer: from a binder: the queue that it made for the two.
+        attached: from a connector: the token of the offer that it took.
+        why_not: why there is, or can be, none; "" as long as nothing is in the way.
+    """
+
+    wish: str
+    uid: int
+    offer: QueueOffer | None = None
+    attached: _AtLeast0 = 0
+    why_not: str = ""
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who one end is and what it offers: the body of HELLO and of WELCOME.
+
+    Attributes:
+        role: "producer" or "consumer".
+        identity: the process.
+        window: the most messages that may be in flight between the two; the smaller of both ends' counts.
+        serializer: the name of the producer's serializer; empty from a consumer.
+        accepts: names of the serializers that the consumer takes; empty from a producer.
+        sequence: from a producer, of the last message that it sent to this peer; from a consumer, of the last that it took.
+        credit_pipe: from a producer, where a consumer on its host may write credit (see ``transport.credit_pipe``).
+        shared_memory: its terms, unless it wants none.
+    """
+
+    role: str
+    identity: Identity
+    window: _AtLeast1
+    serializer: str = ""
+    accepts: tuple[str, ...] = ()
+    sequence: _AtLeast0 = 0
+    credit_pipe: tuple[_AtLeast0, _AtLeast0, _U32] | None = None
+    shared_memory: SharedMemoryTerms | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The binder does not take the connector in.
+
+    Attributes:
+        reason: a sentence for people, which names both sides of the disagreement.
+    """
+
+    reason: str
+
+
+Control = TypeVar("Control", Hello, Refusal)
+
+_DECODERS: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Refusal)}
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def pack(kind: int, sequence: int, schema: bytes = b"", values: bytes = b"") -> bytes:
+    """Frame 0's bytes, up to the packed payloads."""
+    return PREFIX.pack(MAGIC, VERSION, kind, 0, sequence, len(schema), len(values)) + schema + values
+
+
+def pack_control(kind: int, body: Hello | Refusal) -> bytes:
+    """Frame 0's bytes of a control message that has a body."""
+    return pack(kind, 0, _encode(body))
+
+
+def unpack(frame: memoryview) -> Header:
+    """Take frame 0 apart.
+
+    Args:
+        frame: what arrived.
+
+    Raises:
+        VersionMismatch: another version of the format.
+        ProtocolError: too short, too long, no magic, an unknown kind, lengths that do not add up.
+    """
+    size = len(frame)
+    if size < PREFIX.size:
+        raise ProtocolError(f"a header of {size} bytes, the least is {PREFIX.size}")
+    magic, version, kind, zero, sequence, schema, values = PREFIX.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError(f"magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise VersionMismatch(f"the message is of wire version {version}, this process speaks version {VERSION}")
+    if not Kind.HELLO <= kind <= Kind.GOODBYE or zero:
+        raise ProtocolError(f"message kind {kind} (reserved bytes {zero}), known are 1 to {Kind.GOODBYE}")
+    start = PREFIX.size + schema
+    end = start + values
+    limit = MAX_HEADER if kind == Kind.DATA else MAX_CONTROL
+    if end > limit:
+        raise ProtocolError(f"a {Kind.NAMES[kind]} header of {end} bytes, the limit is {limit}")
+    if kind != Kind.DATA and (values or size != end) or schema and kind >= Kind.CREDIT:
+        raise ProtocolError(f"a {Kind.NAMES[kind]} with {schema}, {values} and {size - end} bytes where it has none")
+    if end > size:
+        raise ProtocolError(
+            f"a schema of {schema} and values of {values} bytes in a header with {size - PREFIX.size} left for them"
+        )
+    return Header(kind, sequence, bytes(frame[PREFIX.size : start]), frame[start:end], frame[end:])
+
+
+def unpack_control(header: Header, kind: type[Control]) -> Control:
+    """A control message's body.
+
+    Raises:
+        ProtocolError: it is none: a field missing, unknown, or of the wrong type.
+    """
+    try:
+        body: Control = _DECODERS[kind].decode(header.schema)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a {Kind.NAMES[header.kind]} that cannot be read: {error}") from None
+    return body

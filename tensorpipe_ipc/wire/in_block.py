@@ -1,0 +1,52 @@
+"""A message in a block of shared memory: its metadata, and in what form its payloads lie behind them.
+
+::
+
+    metadata   u8 PICKLED, BY_REFERENCE | u32 n, schema (n bytes) | values
+    payload    the small payloads as behind a header, then each large one, at multiples of 64 (``layout``)
+
+PICKLED is said by queues only, whose ends are one family of processes; BY_REFERENCE of what lay in its block before it was
+put: then the metadata say where, in the place of the values. Endpoints take neither.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.layout import Block
+from tensorpipe_ipc.wire.message import Outgoing
+
+__all__ = ["BY_REFERENCE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
+
+PICKLED, BY_REFERENCE = 1, 2
+_HEAD = struct.Struct("<BI")
+
+
+def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
+    """A message's metadata."""
+    return _HEAD.pack(flags, len(schema)) + schema + values
+
+
+def in_one_block(message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
+    """What is to be written into a block: the payloads, and the metadata."""
+    schema = message.schema
+    return (
+        Block(message.payloads, message.nbytes, message.keep),
+        _HEAD.pack(flags, len(schema)) + schema + message.values,
+    )
+
+
+def parts_of(metadata: bytes) -> tuple[int, bytes, bytes]:
+    """Flags, schema and values. None of them has been looked at.
+
+    Raises:
+        ProtocolError: they are too short to be any.
+    """
+    if len(metadata) < _HEAD.size:
+        raise ProtocolError(f"metadata of {len(metadata)} bytes, the least is {_HEAD.size}")
+    flags, length = _HEAD.unpack_from(metadata)
+    end = _HEAD.size + length
+    if end > len(metadata):
+        raise ProtocolError(f"a schema of {length} bytes in metadata with {len(metadata) - _HEAD.size} left for it")
+    return flags, metadata[_HEAD.size : end], metadata[end:]

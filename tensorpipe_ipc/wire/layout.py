@@ -1,0 +1,117 @@
+"""Where payloads lie: in frames, small ones together and large ones each in its own, or all in one block.
+
+Small is what has fewer than ``BULK`` bytes. In what they share, payloads begin at multiples of ``ALIGN``; empty ones lie
+nowhere. A block is the frames one after another, each at a multiple of ``ALIGN``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["ALIGN", "BULK", "Block", "in_block", "layout", "places_of"]
+
+BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
+ALIGN = 64  # a cache line, and what torch aligns its own memory to
+
+SHORT = 4096  # bytes of a payload from which on a copy costs more than the call that makes it
+LONGEST_RUN = 1 << 20  # bytes that are joined: they are copied twice, and the interpreter waits
+_PADDING = [bytes(count) for count in range(ALIGN)]
+
+
+def layout(sizes: Iterator[int]) -> tuple[int, int, int]:
+    """Of payloads: bytes of the frame that the small ones share, how many have a frame of their own, bytes of all."""
+    end = bulk = total = 0
+    for size in sizes:
+        total += size
+        if size >= BULK:
+            bulk += 1
+        elif size:
+            end = -(-end // ALIGN) * ALIGN + size
+    return end, bulk, total
+
+
+def places_of(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Where each payload lies (frame, start, end; frame -1: nowhere, it is empty), and how long each frame is."""
+    packed, _, _ = layout(iter(sizes))
+    frame_sizes = [packed] if packed else []
+    end = 0
+    places = []
+    for size in sizes:
+        if not size:
+            places.append((-1, 0, 0))
+        elif size < BULK:
+            start = -(-end // ALIGN) * ALIGN
+            end = start + size
+            places.append((0, start, end))
+        else:
+            places.append((len(frame_sizes), 0, size))
+            frame_sizes.append(size)
+    return places, frame_sizes
+
+
+def in_block(places: list[tuple[int, int, int]]) -> tuple[list[tuple[int, int]], int]:
+    """Where each payload lies if the frames follow each other in one block, each at a multiple of 64; and where all end."""
+    shift, end, found = 0, 0, {}
+    for index, (frame, start, stop) in sorted(enumerate(places), key=lambda each: each[1][0]):
+        if start == 0:
+            shift = -(-end // ALIGN) * ALIGN
+        end = shift + stop if frame >= 0 else end
+        found[index] = (shift + start, shift + stop) if frame >= 0 else (0, 0)
+    return [found[index] for index in range(len(places))], end
+
+
+class Block:
+    """A message's payloads, laid out in a block.
+
+    Short ones are joined with their padding and written at once: 0.2 us for each, where ctypes.memmove takes 0.7.
+    """
+
+    __slots__ = ("_keep", "_parts", "nbytes")
+
+    def __init__(self, payloads: list[Any], nbytes: int, keep: Any) -> None:
+        """``keep``: what the payloads are views of, which views through ctypes do not keep alive by themselves."""
+        self._keep = keep
+        self._parts: list[tuple[int, Any]]  # where each begins; a list is of short payloads and padding
+        self.nbytes = nbytes
+        if self.nbytes < SHORT and len(payloads) == 1:
+            self._parts = [(0, payloads)]
+        else:
+            self._lay_out(payloads)
+
+    def _lay_out(self, payloads: list[Any]) -> None:
+        self._parts = []
+        run: list[Any] = []
+        begin = end = 0
+        large = []
+        for payload in payloads:
+            size = len(payload)
+            if size >= BULK:
+                large.append(payload)
+                continue
+            padding = -end % ALIGN if size else 0
+            if size >= SHORT or end - begin > LONGEST_RUN:
+                self._parts.append((begin, run))
+                run, begin = [], end + padding
+            elif padding:
+                run.append(_PADDING[padding])
+            run.append(payload)
+            end += padding + size
+        self._parts.append((begin, run))
+        for payload in large:
+            begin = -(-end // ALIGN) * ALIGN
+            self._parts.append((begin, payload))
+            end = begin + len(payload)
+        self.nbytes = end
+
+    def write_into(self, place: memoryview) -> None:
+        """Write all of them."""
+        for start, part in self._parts:
+            if type(part) is list:
+                joined = b"".join(part)
+                place[start : start + len(joined)] = joined
+            elif isinstance(part, ctypes.Array):
+                ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(place)) + start, part, len(part))
+            else:
+                place[start : start + len(part)] = memoryview(part).cast("B")

@@ -1,0 +1,164 @@
+"""A tree ready to be sent: ``encode`` gives the parts, ``Outgoing.frames`` lays them out. ``schema`` is the mirror.
+
+Payloads under ``BULK`` bytes stand behind the header in its frame, each at the next multiple of 64 from where they
+begin; each larger one is a frame of its own, so that it is copied neither to be sent nor to be received. What a payload
+is, and what is written of it, stands in ``schema``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.wire.flatten import flatten, leaf_path
+from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
+from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.schema import SPAN
+from tensorpipe_ipc.wire.sharing import Sharing
+
+__all__ = ["Encoder", "Outgoing", "encode"]
+
+_U32 = struct.Struct("<I")
+_NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
+MAX_VALUES = MAX_HEADER // 2  # the other half is the schema's, whose nodes are counted
+_encode_values = msgspec.msgpack.Encoder().encode
+
+
+class Encoder(Protocol):
+    """A serializer, as far as a message needs one to be sent."""
+
+    name: str
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        """A tensor's meta and its bytes."""
+
+
+class Outgoing(NamedTuple):
+    """A tree ready to be sent. ``payloads`` may be views of the caller's tensors, which ``keep`` keeps alive."""
+
+    schema: bytes
+    values: bytes
+    payloads: list[Any]
+    nbytes: int  # of all payloads
+    keep: Any
+
+    def frames(self, sequence: int) -> list[Any]:
+        """The message's frames, as bytes-like objects that keep the memory they are views of."""
+        header = pack(Kind.DATA, sequence, self.schema, self.values)
+        if len(self.payloads) == 1:
+            payload = self.payloads[0]
+            return [header, self._kept(payload)] if self.nbytes >= BULK else [header + bytes(payload)]
+        small = [payload for payload in self.payloads if 0 < len(payload) < BULK]
+        large = [self._kept(payload) for payload in self.payloads if len(payload) >= BULK]
+        return [_packed(header, small) if small else header, *large]
+
+    def _kept(self, payload: Any) -> Any:
+        """A large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was
+        interrupted and the caller's tensor is gone. A view through ctypes does not do so by itself."""
+        owner = payload.obj if isinstance(payload, memoryview) else payload
+        if isinstance(owner, ctypes.Array):
+            owner.keep = self.keep  # type: ignore[attr-defined]
+        return payload
+
+
+def encode(tree: Any, serializer: Encoder) -> Outgoing:
+    """Make a message of a tree. Nothing is copied that the serializer does not copy.
+
+    Raises:
+        UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
+    """
+    if type(tree) is torch.Tensor and not tree.requires_grad:  # the most common tree of all
+        try:
+            meta, payload = serializer.encode(tree)
+        except UnsupportedLeaf as error:
+            raise _at(error, tree, 0) from error.__cause__
+        nbytes = len(payload)
+        schema = _one_tensor(serializer.name) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
+        return Outgoing(schema, b"", [payload], nbytes, tree)
+    flat = flatten(tree)
+    leaves = flat.leaves
+    values = _encode_values(flat.values) if flat.values else b""
+    if len(values) > MAX_VALUES:
+        raise UnsupportedLeaf(
+            f"{len(values):,} bytes of text and numbers, the limit is {MAX_VALUES:,}; send long text as bytes"
+        )
+    if len(leaves) == 1:  # most streams: one tensor, which shares memory with nobody
+        try:
+            meta, payload = serializer.encode(leaves[0])
+        except UnsupportedLeaf as error:
+            raise _at(error, tree, 0) from error.__cause__
+        nbytes = len(payload)
+        schema = _head(serializer.name, flat.spec) + _NO_SPANS_ONE_LEAF
+        schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
+        _see_that_it_fits(schema, values)
+        return Outgoing(schema, values, [payload], nbytes, leaves)
+    shared = Sharing(leaves)
+    payloads: list[Any] = []
+    spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
+    metas = _encode_leaves(tree, leaves, serializer, shared, payloads)
+    schema = b"".join([_head(serializer.name, flat.spec), _U32.pack(len(spans)), *spans, _U32.pack(len(metas)), *metas])
+    _see_that_it_fits(schema, values)
+    return Outgoing(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
+
+
+def _see_that_it_fits(schema: bytes, values: bytes) -> None:
+    if len(schema) + len(values) > MAX_BODY:
+        raise UnsupportedLeaf(
+            f"{len(schema):,} bytes of keys and shapes and {len(values):,} of text and numbers, over {MAX_BODY:,} "
+            "together; send many small tensors as one, and long text as bytes"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _one_tensor(name: str) -> bytes:
+    """The schema of a tree that is one tensor, up to the tensor's meta."""
+    return _head(name, flatten(torch.empty(0)).spec) + _NO_SPANS_ONE_LEAF
+
+
+def _head(name: str, spec: list[bytes]) -> bytes:
+    joined = spec[0] if len(spec) == 1 else b"".join(spec)
+    return bytes([len(name)]) + name.encode() + _U32.pack(len(joined)) + joined
+
+
+def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -> bytes:
+    _, payload = serializer.encode(span)
+    payloads.append(payload)
+    return SPAN.pack(len(span), len(payload))
+
+
+def _encode_leaves(
+    tree: Any, leaves: list[torch.Tensor], serializer: Encoder, shared: Sharing, payloads: list[Any]
+) -> list[bytes]:
+    views, encode_one, metas = shared.views, serializer.encode, list[bytes]()
+    try:
+        for leaf in leaves:
+            if views and (view := views.get(len(metas))) is not None:
+                metas.append(view)
+                continue
+            meta, payload = encode_one(leaf)
+            payloads.append(payload)
+            nbytes = len(payload)
+            metas.append(meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
+    except UnsupportedLeaf as error:
+        raise _at(error, tree, len(metas)) from error.__cause__
+    return metas
+
+
+def _at(error: UnsupportedLeaf, tree: Any, index: int) -> UnsupportedLeaf:
+    return error.within(leaf_path(tree, index))
+
+
+def _packed(header: bytes, payloads: list[Any]) -> bytes:
+    pieces: list[Any] = [header]
+    for payload in payloads:
+        pieces.append(payload)
+        pieces.append(bytes(-len(payload) % ALIGN))
+    pieces.pop()  # it ends with the last payload
+    return b"".join(pieces)

@@ -1,0 +1,310 @@
+"""Trees, put together again: a ``Plan`` reads a spec (see ``spec``) once and builds each message's tree by it.
+
+A spec that arrives is hostile until ``_check`` has walked it, which allocates nothing. ``flatten`` is the mirror.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parameter import Parameter
+from torch.storage import TypedStorage
+
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.wire.dtypes import BY_CODE
+from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered
+
+__all__ = ["Plan"]
+
+Buffer = bytes | memoryview
+Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
+
+
+_ONE_TENSOR = bytes([Op.TENSOR])
+
+
+class Plan:
+    """How to build the trees of one spec. Checked once for a stream, made at its first message, used for each.
+
+    Attributes:
+        leaves: how many leaves the spec has.
+        values: how many values.
+        is_leaf: whether the tree is one plain tensor and nothing else.
+    """
+
+    def __init__(self, spec: Buffer) -> None:
+        """Check a spec, and make nothing of it yet.
+
+        Raises:
+            ProtocolError: the bytes are no spec, are too deep or hold too many nodes.
+            UnsupportedLeaf: it names a type that is not registered here, or has other fields.
+        """
+        self.leaves, self.values = _check(spec)
+        self.is_leaf = spec == _ONE_TENSOR
+        self._spec = spec
+        self._build: Build | None = None
+
+    def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+        """Put a tree together.
+
+        Args:
+            leaves: ``self.leaves`` tensors, in the order of the spec. They become part of the tree.
+            values: ``self.values`` values.
+
+        Raises:
+            ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of strings),
+                or a dict has a key twice.
+        """
+        if len(leaves) != self.leaves or len(values) != self.values:
+            raise ProtocolError(
+                f"{len(leaves)} leaves and {len(values)} values for a tree of {self.leaves} and {self.values}"
+            )
+        if self._build is None:
+            self._build, _ = _read(self._spec, 0)
+        try:
+            return self._build(iter(leaves), iter(values))
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            if isinstance(error, ProtocolError):
+                raise
+            raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
+
+
+def _check(spec: Buffer) -> tuple[int, int]:
+    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of."""
+    at = leaves = values = nodes = 0
+    open_counts = [1]
+    while open_counts:
+        if not open_counts[-1]:
+            open_counts.pop()
+            continue
+        open_counts[-1] -= 1
+        nodes += 1
+        if nodes > MAX_NODES:
+            raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
+        op = _byte(spec, at)
+        at += 1
+        if op in (Op.NONE, Op.VALUE, Op.INT, Op.COMPLEX, Op.STR):
+            values += (op != Op.NONE) + (op == Op.COMPLEX)
+        elif Op.TENSOR <= op <= Op.UNTYPED:
+            leaves += 1
+        elif op == Op.TYPED or op == Op.DTYPE:
+            if _byte(spec, at) not in BY_CODE:
+                raise ProtocolError(f"dtype code {spec[at]} is not in the table")
+            leaves += op == Op.TYPED
+            at += 1
+        elif op == Op.DEVICE:
+            end = _skip(spec, at)
+            _read_device(spec[at + 2 : end])
+            at = end
+        elif op == Op.SIZE:
+            count, at = _count(spec, at, 8)
+            at += 8 * count
+        elif Op.LIST <= op <= Op.DATACLASS:
+            count, at = _check_container(spec, op, at)
+            open_counts.append(count)
+            if len(open_counts) > MAX_DEPTH + 1:
+                raise ProtocolError(f"a tree nested deeper than {MAX_DEPTH} containers")
+        else:
+            raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
+    if at != len(spec):
+        raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
+    return leaves, values
+
+
+def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:
+    if op in (Op.NAMEDTUPLE, Op.DATACLASS):
+        return _check_registered(spec, op, at)
+    count, at = _count(spec, at, 1 if op in (Op.LIST, Op.TUPLE) else 3)
+    if op == Op.DICT:
+        for _ in range(count):
+            end = _skip(spec, at)
+            _read_key(spec[at + 2 : end])
+            at = end
+    return count, at
+
+
+def _check_registered(spec: Buffer, op: int, at: int) -> tuple[int, int]:
+    end = _skip(spec, at)
+    name = _text(spec[at + 2 : end])
+    count, at = _count(spec, end, 3)
+    entry = BY_NAME.get(name)
+    if entry is None:
+        raise UnsupportedLeaf(f"the message holds a {name!r}, which is not registered here: call register_type()")
+    if (entry.op, len(entry.fields)) != (op, count):
+        raise UnsupportedLeaf(f"the message's {name!r} has {count} fields, the one registered here {entry.fields}")
+    for field in entry.fields:
+        end = _skip(spec, at)
+        if _text(spec[at + 2 : end]) != field:
+            raise UnsupportedLeaf(f"the message's {name!r} has another field in the place of {field!r}")
+        at = end
+    return count, at
+
+
+def _byte(spec: Buffer, at: int) -> int:
+    if at >= len(spec):
+        raise ProtocolError(f"spec cut short at byte {at}")
+    return spec[at]
+
+
+def _count(spec: Buffer, at: int, least: int) -> tuple[int, int]:
+    """A count, and where what it counts begins. ``least``: bytes that each of them takes at least."""
+    if at + 4 > len(spec):
+        raise ProtocolError(f"spec cut short at byte {at}")
+    count = int.from_bytes(spec[at : at + 4], "little")
+    if count * least > len(spec) - at - 4:
+        raise ProtocolError(f"a count of {count} at byte {at} of the spec, with {len(spec) - at - 4} bytes left")
+    return count, at + 4
+
+
+def _skip(spec: Buffer, at: int) -> int:
+    """Past a key or name."""
+    end = at + 2 + int.from_bytes(spec[at : at + 2], "little")
+    if at + 2 > len(spec) or end > len(spec):
+        raise ProtocolError(f"spec cut short at byte {at}")
+    return end
+
+
+def _read(spec: Buffer, at: int) -> tuple[Build, int]:
+    """The builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
+    op = spec[at]
+    at += 1
+    simple = _READERS.get(op)
+    if simple is not None:
+        return simple, at
+    if op == Op.TYPED:
+        return _typed_storage_reader(BY_CODE[spec[at]].torch), at + 1
+    if op == Op.DTYPE:
+        return _constant(BY_CODE[spec[at]].torch), at + 1
+    if op == Op.DEVICE:
+        end = _skip(spec, at)
+        return _constant(_read_device(spec[at + 2 : end])), end
+    if op == Op.SIZE:
+        count, at = _count(spec, at, 8)
+        return _constant(torch.Size(struct.unpack_from(f"<{count}q", spec, at))), at + 8 * count
+    return _read_container(spec, op, at)
+
+
+def _read_container(spec: Buffer, op: int, at: int) -> tuple[Build, int]:
+    name = ""
+    if op in (Op.NAMEDTUPLE, Op.DATACLASS):
+        end = _skip(spec, at)
+        name, at = _text(spec[at + 2 : end]), end
+    count, at = _count(spec, at, 1)
+    keys: list[Any] = []
+    if op not in (Op.LIST, Op.TUPLE):
+        for _ in range(count):
+            end = _skip(spec, at)
+            if op == Op.DICT:
+                keys.append(_read_key(spec[at + 2 : end]))
+            at = end
+    children = []
+    for _ in range(count):
+        child, at = _read(spec, at)
+        children.append(child)
+    if op == Op.DICT:
+        return _dict_reader(keys, children), at
+    if op == Op.LIST:
+        return _list_reader(children), at
+    if op == Op.TUPLE:
+        make = _list_reader(children)
+        return (lambda leaves, values: tuple(make(leaves, values))), at
+    return _registered_reader(BY_NAME[name], children), at
+
+
+def _text(data: Buffer) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError:
+        raise ProtocolError(f"a name that is no UTF-8: {bytes(data[:40])!r}") from None
+
+
+def _read_key(data: Buffer) -> Any:
+    try:
+        return _frozen_key(msgspec.msgpack.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a dict key that is no msgpack: {error}") from None
+
+
+def _frozen_key(key: Any) -> Any:
+    if type(key) is list:
+        return tuple(_frozen_key(item) for item in key)
+    if key is None or type(key) in (str, int, bool, float, bytes):
+        return key
+    raise ProtocolError(f"a dict key of type {type(key).__name__}")
+
+
+def _read_device(data: Buffer) -> torch.device:
+    try:
+        return torch.device(_text(data))
+    except RuntimeError:
+        raise ProtocolError(f"a device named {bytes(data[:40])!r}") from None
+
+
+def _constant(value: Any) -> Build:
+    return lambda leaves, values: value
+
+
+def _list_reader(children: list[Build]) -> Build:
+    count = len(children)
+    if all(child is _next_leaf for child in children):
+        return lambda leaves, values: list(islice(leaves, count))
+    return lambda leaves, values: [child(leaves, values) for child in children]
+
+
+def _dict_reader(keys: list[Any], children: list[Build]) -> Build:
+    if len(set(keys)) != len(keys):
+        raise ProtocolError("a dict with the same key twice")
+    if all(child is _next_leaf for child in children):
+        return lambda leaves, values: dict(zip(keys, leaves))  # noqa: B905 - leaves go on after the last key
+    pairs = list(zip(keys, children, strict=True))
+    return lambda leaves, values: {key: child(leaves, values) for key, child in pairs}
+
+
+def _registered_reader(entry: Registered, children: list[Build]) -> Build:
+    cls, fields, make = entry.cls, entry.fields, _list_reader(children)
+    if entry.op == Op.NAMEDTUPLE:
+        return lambda leaves, values: tuple.__new__(cls, make(leaves, values))
+
+    def build(leaves: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+        instance: Any = object.__new__(cls)
+        for field, value in zip(fields, make(leaves, values), strict=True):
+            object.__setattr__(instance, field, value)
+        return instance
+
+    return build
+
+
+def _next_leaf(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> torch.Tensor:
+    return next(leaves)
+
+
+def _typed_storage_reader(dtype: torch.dtype) -> Build:
+    def build(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> TypedStorage:
+        return TypedStorage(wrap_storage=next(leaves).untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+    return build
+
+
+def _read_complex(_: Iterator[torch.Tensor], values: Iterator[Any]) -> complex:
+    return complex(float(next(values)), float(next(values)))
+
+
+_READERS: dict[int, Build] = {
+    Op.NONE: lambda leaves, values: None,
+    Op.VALUE: lambda leaves, values: next(values),
+    Op.INT: lambda leaves, values: int(next(values), 16),
+    Op.COMPLEX: _read_complex,
+    Op.STR: lambda leaves, values: next(values).encode("latin-1").decode("utf-8", "surrogatepass"),
+    Op.TENSOR: _next_leaf,
+    Op.TENSOR_GRAD: lambda leaves, values: next(leaves).requires_grad_(),
+    Op.PARAMETER: lambda leaves, values: Parameter(next(leaves)),
+    Op.FROZEN: lambda leaves, values: Parameter(next(leaves), requires_grad=False),
+    Op.NDARRAY: lambda leaves, values: next(leaves).numpy(),
+    Op.BYTES: lambda leaves, values: next(leaves).numpy().tobytes(),
+    Op.UNTYPED: lambda leaves, values: next(leaves).untyped_storage(),
+}

@@ -1,0 +1,340 @@
+"""The schema: the part of a DATA header that says how to read the message, equal for all messages of a steady stream.
+
+Little-endian::
+
+    u8 n, n bytes    name of the serializer
+    u32 n, n bytes   spec of the tree (see ``spec``)
+    u32 n, n x       spans: u64 bytes of memory, u64 bytes of payload
+    u32 n, n x       leaf metas (see ``metas``)
+
+A *payload* is what a serializer made of one tensor. The spans' payloads come first, then those of the leaves that are
+no views, in order. A span is memory that several leaves share: it travels once, and they arrive as views of it.
+
+Each schema is checked once and kept, by its bytes. Nothing is made of what it announces until frames have arrived that
+bear it out: a header costs its receiver no more than its own length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
+from tensorpipe_ipc.wire.metas import MAX_NBYTES, LeafMeta, TensorMeta, meta_of, unpack_meta
+from tensorpipe_ipc.wire.rebuild import Plan
+from tensorpipe_ipc.wire.spec import MAX_NODES
+
+__all__ = ["Decoder", "Schema", "schema_of"]
+
+SPAN = struct.Struct("<QQ")
+_U32 = struct.Struct("<I")
+_LEAST_META = 12
+_FEW = 512  # values, which take 40 KB at most as Python objects; more are first walked to their end without making any
+
+
+class _Skipped(msgspec.Struct, array_like=True):
+    """An array of anything: msgspec passes over the items that it has no field for."""
+
+
+_decode_values = msgspec.msgpack.Decoder(list[bool | int | float | str]).decode
+_skip_values = msgspec.msgpack.Decoder(_Skipped).decode
+
+
+class Decoder(Protocol):
+    """A serializer, as far as a message needs one to be read."""
+
+    zero_copy: bool
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        """The tensor of a payload."""
+
+
+class Schema:
+    """A DATA header's schema, read and found valid: how to make trees of the messages that have it.
+
+    Attributes:
+        serializer: the name of the serializer that made the payloads.
+        nbytes: of all payloads.
+        cost: bytes of memory that it takes up while it is kept, roughly and at most.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        """Check a schema, and make nothing of it yet.
+
+        Raises:
+            ProtocolError: which rule it breaks.
+            UnsupportedLeaf: it names a type that is not registered here, or has other fields.
+        """
+        name, at = _block(data, 0, 1)
+        spec, at = _block(data, at, 4)
+        self.serializer = str(name, "ascii", "replace")
+        self._data, self._tensors_at = data, at
+        leaves = _check_tensors(data, at)
+        self._plan = Plan(spec)
+        if self._plan.leaves != leaves:
+            raise ProtocolError(f"{leaves} leaf metas for a tree of {self._plan.leaves} leaves")
+        self._packed, self._bulk, self.nbytes = layout(self._sizes())
+        self._opened: _Opened | None = None
+        self.cost = len(data) + 32 * len(spec) + 256 * (leaves + 1)
+
+    def check(self, frames: Sequence[memoryview]) -> None:
+        """See that the frames after the header are as many and as long as the schema says.
+
+        Raises:
+            ProtocolError: they are not.
+        """
+        if self._opened is not None and [len(frame) for frame in frames] == self._opened.frame_sizes:
+            return  # as always, but for the first message of a stream
+        expected = bool(self._packed) + self._bulk
+        if len(frames) != expected:
+            raise ProtocolError(f"{len(frames)} payload frames, the header announces {expected}")
+        for index, (frame, size) in enumerate(zip(frames, self._frame_sizes(), strict=True)):
+            if len(frame) != size:
+                raise ProtocolError(f"payload frame {index} is of {len(frame)} bytes, the header announces {size}")
+
+    def tree(self, values: memoryview, frames: Sequence[memoryview], serializer: Decoder, own: int) -> Any:
+        """The message's tree.
+
+        Args:
+            values: the header's values.
+            frames: the frames after the header, which have passed ``check``.
+            serializer: the one named ``self.serializer``.
+            own: payloads of up to so many bytes are copied out of their frame; larger ones may lie on it. Those under
+                ``BULK`` are copied in any case: they lie crooked.
+
+        Raises:
+            ProtocolError: values or payloads that do not fit.
+        """
+        opened = self._open()
+        if self._plan.is_leaf and len(frames) == 1 and not len(values):  # the most common tree of all: one tensor
+            return _decode(serializer, opened.metas[0], frames[0], own)
+        items = _values(values, self._plan.values)
+        payloads = iter([frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places])
+        memory = [_span(serializer, size, next(payloads), own) for size in opened.spans]
+        leaves = [
+            _decode(serializer, meta, next(payloads), own) if leaf.span is None else _view(memory[leaf.span], leaf)
+            for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
+        ]
+        return self._plan.build(leaves, items)
+
+    def tree_in(self, values: bytes, region: memoryview, serializer: Decoder) -> Any:
+        """The tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
+
+        Args:
+            values: as in a header.
+            region: the payloads. It is the receiver's own, and writable: tensors may lie on it.
+            serializer: the one named ``self.serializer``.
+
+        Raises:
+            ProtocolError: values or payloads that do not fit.
+        """
+        opened = self._opened or self._open()
+        decode = serializer.decode
+        if len(region) != opened.block_size:
+            raise ProtocolError(f"payloads of {len(region)} bytes, the schema announces {opened.block_size}")
+        if self._plan.is_leaf and not values:
+            return decode(opened.metas[0], region if type(region) is memoryview else region[:])
+        items = _values(memoryview(values), self._plan.values)
+        if not opened.spans:
+            decode_in: Any = getattr(serializer, "decode_in", None)
+            if decode_in is not None:
+                return self._plan.build(decode_in(opened.metas, region, opened.in_block), items)
+            payloads = [region[start:end] for start, end in opened.in_block]
+            return self._plan.build(list(map(decode, opened.metas, payloads)), items)
+        rest = iter([region[start:end] for start, end in opened.in_block])
+        memory = [_span(serializer, size, next(rest), -1) for size in opened.spans]
+        leaves = [
+            decode(meta, next(rest)) if leaf.span is None else _view(memory[leaf.span], leaf)
+            for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
+        ]
+        return self._plan.build(leaves, items)
+
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            self._opened = _open(self._data, self._tensors_at)
+        return self._opened
+
+    def _sizes(self) -> Iterator[int]:
+        """The payloads' sizes, read anew, so that none is kept."""
+        count, at = _count(self._data, self._tensors_at, SPAN.size)
+        for index in range(count):
+            yield SPAN.unpack_from(self._data, at + index * SPAN.size)[1]
+        for leaf in _leaves(self._data, at + count * SPAN.size):
+            if leaf.span is None:
+                yield leaf.nbytes
+
+    def frame_sizes(self) -> list[int]:
+        """How long each payload frame is."""
+        return list(self._frame_sizes())
+
+    def _frame_sizes(self) -> Iterable[int]:
+        if self._opened is not None:
+            return self._opened.frame_sizes
+        bulk = (size for size in self._sizes() if size >= BULK)
+        return chain([self._packed], bulk) if self._packed else bulk
+
+
+class _Opened(NamedTuple):
+    """What is kept of a schema for the messages that have it, once the first of them has brought its frames."""
+
+    spans: list[int]  # bytes of each
+    leaves: list[LeafMeta]
+    metas: list[TensorMeta]
+    places: list[tuple[int, int, int]]  # of each payload: frame, start, end; frame -1: nowhere, it is empty
+    frame_sizes: list[int]
+    in_block: list[tuple[int, int]]  # of each payload: start and end, where all lie in one block
+    block_size: int  # of all of them, there
+
+
+class _Schemas(dict[bytes, Schema]):
+    """The schemas of the streams that this process receives: each is read once. Bounded by its bytes, not by trust."""
+
+    LIMIT = 1 << 24
+    size = 0
+
+    def __missing__(self, data: bytes) -> Schema:
+        schema = Schema(data)
+        self.size += schema.cost
+        if self.size > self.LIMIT:
+            self.clear()
+            self.size = schema.cost
+        self[data] = schema
+        return schema
+
+
+_SCHEMAS = _Schemas()
+_NOTHING = memoryview(b"")
+
+
+def schema_of(data: bytes) -> Schema:
+    """The schema of these bytes.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    return _SCHEMAS[data]
+
+
+def _block(data: bytes, at: int, width: int) -> tuple[memoryview, int]:
+    """A length of ``width`` bytes, and so many bytes after it (not a copy of them); and where they end."""
+    start = at + width
+    end = start + int.from_bytes(data[at:start], "little")
+    if start > len(data) or end > len(data):
+        raise ProtocolError(f"schema cut short at byte {at}")
+    return memoryview(data)[start:end], end
+
+
+def _count(data: bytes, at: int, least: int) -> tuple[int, int]:
+    if at + 4 > len(data):
+        raise ProtocolError(f"schema cut short at byte {at}")
+    (count,) = _U32.unpack_from(data, at)
+    if count > MAX_NODES or count * least > len(data) - at - 4:
+        raise ProtocolError(f"a count of {count} at byte {at} of the schema, with {len(data) - at - 4} bytes left")
+    return count, at + 4
+
+
+def _check_tensors(data: bytes, at: int) -> int:
+    """Read all spans and leaf metas and keep none. Gives how many leaves there are."""
+    spans, first = _count(data, at, SPAN.size)
+    at = first + spans * SPAN.size
+    for span in SPAN.iter_unpack(memoryview(data)[first:at]):
+        if max(span) > MAX_NBYTES:
+            raise ProtocolError(f"a span of {max(span)} bytes, the limit is {MAX_NBYTES}")
+    count, at = _count(data, at, _LEAST_META)
+    for _ in range(count):
+        leaf, at = unpack_meta(data, at)
+        if leaf.span is not None:
+            if leaf.span >= spans:
+                raise ProtocolError(f"a view of span {leaf.span}, of which there are {spans}")
+            (nbytes, _) = SPAN.unpack_from(data, first + leaf.span * SPAN.size)
+            if leaf.view_end() > nbytes:
+                raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
+    if at != len(data):
+        raise ProtocolError(f"{len(data) - at} bytes after the end of the schema")
+    return count
+
+
+def _leaves(data: bytes, at: int) -> Iterator[LeafMeta]:
+    count, at = _count(data, at, _LEAST_META)
+    for _ in range(count):
+        leaf, at = unpack_meta(data, at)
+        yield leaf
+
+
+def _open(data: bytes, at: int) -> _Opened:
+    count, at = _count(data, at, SPAN.size)
+    end = at + count * SPAN.size
+    spans = list(SPAN.iter_unpack(data[at:end]))
+    leaves = list(_leaves(data, end))
+    sizes = [payload for _, payload in spans] + [leaf.nbytes for leaf in leaves if leaf.span is None]
+    places, frame_sizes = places_of(sizes)
+    return _Opened(
+        [size for size, _ in spans],
+        leaves,
+        [leaf.tensor_meta() for leaf in leaves],
+        places,
+        frame_sizes,
+        *in_block(places),
+    )
+
+
+def _values(data: memoryview, count: int) -> list[Any]:
+    if not count and not len(data):
+        return []
+    if _announced(data) != count:
+        raise ProtocolError(f"{_announced(data)} values for a tree of {count}")
+    try:
+        if count > _FEW:
+            _skip_values(data)
+        values: list[Any] = _decode_values(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"values that cannot be read: {error}") from None
+    return values
+
+
+def _announced(data: memoryview) -> int:
+    """How many items a msgpack array says it has; -1 for no array. Asked before msgspec makes a list of them."""
+    first = data[0] if len(data) else 0
+    if first in (0xDC, 0xDD):
+        return int.from_bytes(data[1 : 3 if first == 0xDC else 5], "big")
+    return first - 0x90 if 0x90 <= first <= 0x9F else -1
+
+
+def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
+    size = len(payload)
+    if own >= 0 and (size < BULK or not _aligned(payload)):
+        payload = memoryview(bytearray(payload))
+        own = 0  # it is the tensor's own already
+    tensor = serializer.decode(meta, payload)
+    return tensor.clone() if size <= own and serializer.zero_copy else tensor
+
+
+def _aligned(payload: memoryview) -> bool:
+    """Whether torch may compute on a payload where it lies: its kernels load whole items, and crash on crooked ones.
+
+    A small frame lies anywhere in ZeroMQ's receive buffer; a large one is a malloc of its own, after a head of 40 bytes.
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(payload)) % 8 == 0
+
+
+def _span(serializer: Decoder, size: int, payload: memoryview, own: int) -> torch.Tensor:
+    """Memory that starts where its storage starts, for views count from there."""
+    span = _decode(serializer, meta_of(torch.uint8, (size,)), payload, own)
+    return span.clone() if span.storage_offset() or not span.is_contiguous() else span
+
+
+def _view(span: torch.Tensor, leaf: LeafMeta) -> torch.Tensor:
+    assert leaf.row is not None
+    try:
+        return torch.empty(0, dtype=leaf.row.torch).set_(
+            span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides
+        )
+    except (RuntimeError, TypeError) as error:
+        raise ProtocolError(f"a view that its span does not hold: {error}") from None

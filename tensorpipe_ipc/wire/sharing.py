@@ -1,0 +1,72 @@
+"""Which leaves of one message share memory, so that they still do when they arrive."""
+
+from __future__ import annotations
+
+import torch
+
+from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.metas import meta_of
+
+__all__ = ["Sharing"]
+
+
+class Sharing:
+    """Which leaves of one message share memory: the spans of memory they share, and the leaves as views of them.
+
+    Attributes:
+        spans: a uint8 tensor for each, from the first byte that a leaf uses to the last.
+        views: leaf index -> its packed meta as a view.
+    """
+
+    def __init__(self, leaves: list[torch.Tensor]) -> None:
+        self.spans: list[torch.Tensor] = []
+        self.views: dict[int, bytes] = {}
+        if not _all_apart(leaves):
+            self._find(leaves)
+
+    def _find(self, leaves: list[torch.Tensor]) -> None:
+        owners: dict[int, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            if leaf.layout is torch.strided and not leaf._is_zerotensor():  # the others have no memory of their own
+                owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
+        if len(owners) < len(leaves):
+            for address, members in owners.items():
+                if address and len(members) > 1:
+                    self._share(leaves, [index for index in members if _is_view(leaves[index])])
+
+    def _share(self, leaves: list[torch.Tensor], members: list[int]) -> None:
+        if len(members) < 2:
+            return
+        # Two arrays may begin at one address as two storages, of which one is shorter.
+        storage = max((leaves[index].untyped_storage() for index in members), key=torch.UntypedStorage.nbytes)
+        extents = [_extent(leaves[index]) for index in members]
+        start = min(extent[0] for extent in extents) // ALIGN * ALIGN  # so that every leaf stays aligned in its span
+        end = max(extent[1] for extent in extents)
+        if end > storage.nbytes():
+            return  # somebody cut the storage under its tensors; set_ would make it grow again
+        for index, extent in zip(members, extents, strict=True):
+            leaf = leaves[index]
+            meta = meta_of(leaf.dtype, leaf.shape)
+            self.views[index] = meta.pack_view(len(self.spans), extent[0] - start, leaf.stride())
+        span = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+        self.spans.append(span)
+
+
+def _all_apart(leaves: list[torch.Tensor]) -> bool:
+    """Whether each leaf has memory of its own, and so nearly always; asked for every message, so in few words."""
+    try:
+        return len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
+    except (NotImplementedError, RuntimeError):  # one has no storage
+        return False
+
+
+def _is_view(leaf: torch.Tensor) -> bool:
+    """Whether strides and an offset into memory say all about the leaf. Of a conjugate or a sparse one they do not."""
+    return not (leaf.is_nested or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()) and bool(leaf.numel())
+
+
+def _extent(leaf: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one after the last, that a leaf uses of its storage."""
+    items = sum(int(size - 1) * int(stride) for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+    start = int(leaf.storage_offset()) * leaf.itemsize
+    return start, start + items * leaf.itemsize

@@ -1,0 +1,84 @@
+"""The spec: what stands where in a tree, as plain bytes; and the types that may stand in one by name.
+
+A spec is one node, written depth first. Counts are u32, little-endian; `key` and `name` are a u16 length and that
+many bytes (a key is msgpack, a name UTF-8)::
+
+    00 NONE                          10 TENSOR                     20 LIST   count  nodes
+    01 VALUE  (the next value)       11 TENSOR_GRAD                21 TUPLE  count  nodes
+    02 INT    beyond 64 bits         12 PARAMETER                  22 DICT   count  keys   nodes
+    03 COMPLEX                       13 FROZEN (parameter)         23 NAMEDTUPLE  name  count  names  nodes
+    04 STR    with lone surrogates   14 NDARRAY                    24 DATACLASS   name  count  names  nodes
+    05 DTYPE  code u8                15 BYTES
+    06 SIZE   count  count x i64     16 UNTYPED (storage)
+    07 DEVICE name                   17 TYPED (storage)  code u8
+
+TENSOR to TYPED are the leaves: the next tensor of the message, dressed as what it was. Values are bool, int, float and
+str (INT takes one, in hexadecimal; COMPLEX takes two; STR takes one, its UTF-8 bytes as Latin-1). They vary from
+message to message, so they are not in the spec: a steady stream has one spec. Whether one object stands twice in a tree
+is not kept; whether two leaves share memory is (``sharing``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, TypeVar
+
+__all__ = ["BY_NAME", "BY_TYPE", "MAX_DEPTH", "MAX_NODES", "Op", "Registered", "register_type"]
+
+MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
+MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for
+
+
+class Op:
+    """The first byte of a node. Plain ints: an IntEnum member costs ten times as much to compare."""
+
+    NONE, VALUE, INT, COMPLEX, STR, DTYPE, SIZE, DEVICE = range(0x00, 0x08)
+    TENSOR, TENSOR_GRAD, PARAMETER, FROZEN, NDARRAY, BYTES, UNTYPED, TYPED = range(0x10, 0x18)
+    LIST, TUPLE, DICT, NAMEDTUPLE, DATACLASS = range(0x20, 0x25)
+
+
+T = TypeVar("T", bound=type)
+
+
+class Registered(NamedTuple):
+    """A NamedTuple or dataclass that may travel: its name on the wire and its fields, in order."""
+
+    cls: type
+    op: int
+    name: str
+    fields: tuple[str, ...]
+
+
+BY_TYPE: dict[type, Registered] = {}
+BY_NAME: dict[str, Registered] = {}
+
+
+def register_type(cls: T, *, name: str | None = None) -> T:
+    """Let instances of a NamedTuple or dataclass travel. Call it on both ends; it also works as a decorator.
+
+    The receiver makes the instance without running any of its code: a dataclass's fields are set one by one, without
+    ``__init__`` and ``__post_init__``.
+
+    Args:
+        cls: the class.
+        name: what it is called on the wire, the same on both ends; by default ``cls.__qualname__``.
+
+    Returns:
+        ``cls``.
+
+    Raises:
+        TypeError: ``cls`` is neither a NamedTuple nor a dataclass.
+        ValueError: another class is registered under that name.
+    """
+    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        op, fields = Op.NAMEDTUPLE, tuple(cls._fields)
+    elif isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        op, fields = Op.DATACLASS, tuple(field.name for field in dataclasses.fields(cls))
+    else:
+        raise TypeError(f"{cls!r} is neither a NamedTuple nor a dataclass; send its parts as a dict or tuple")
+    entry = Registered(cls, op, name or cls.__qualname__, fields)
+    known = BY_NAME.setdefault(entry.name, entry)
+    if (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"{known.cls!r} is registered as {entry.name!r} already; give {cls!r} another name=")
+    BY_NAME[entry.name] = BY_TYPE[cls] = entry  # a class defined anew (a notebook cell run again) replaces its elder
+    return cls

@@ -1,0 +1,55 @@
+"""Contexts with a small arena of their own, and what lies in it: for the tests of moving, loans and leases."""
+
+import contextlib
+import gc
+import queue
+
+import pytest
+import torch
+
+from tensorpipe_ipc.context import get_context
+from tensorpipe_ipc.memory.arena import HOLDER, KEPT, STEPS, Arena
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport.undertaker import Undertaker
+
+CAPACITY = 64 << 20
+
+
+@pytest.fixture
+def ctx():
+    """One whose children are forked. They compute in one thread: those of OpenMP do not survive a fork."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = small_context()
+    yield made
+    vars(made).clear()
+    torch.set_num_threads(threads)
+
+
+def small_context(method="fork", capacity=CAPACITY):
+    ctx = get_context(method).__class__()
+    ctx.__dict__["_undertaker"] = Undertaker(Arena(Segment.create(1 << 32), capacity))
+    ctx.tensorpipe_undertaker().attach()
+    return ctx
+
+
+def blocks_in_use(ctx):
+    """How many blocks are not free, by step; the queues' own records left out."""
+    gc.collect()
+    undertaker, found = ctx.tensorpipe_undertaker(), {}
+    undertaker.leases.settle()
+    arena = undertaker.arena
+    for start, kind, units, _ in arena._all_extents():
+        for block in arena._blocks(start, kind, units):
+            state = arena.words[block >> 3] & HOLDER
+            if state and state & 15 != KEPT:
+                found[STEPS[state & 15]] = found.get(STEPS[state & 15], 0) + 1
+    return found
+
+
+def drained(there):
+    got = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            got.append(there.get_nowait())
+    return got

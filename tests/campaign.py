@@ -1,0 +1,553 @@
+"""The kill campaign: a Queue under random SIGKILL and SIGSTOP, and a judge that knows what it has promised.
+
+``python -m tests.campaign --kills 1000 --messages 1000000 --seed 7``
+
+One process, the supervisor, makes a queue, forks producers and consumers (some come from a fork server instead, and get
+the queue as a spawned process does), stops, continues and kills them at random moments, and starts others in their
+place. It is never killed itself, and neither are the journals: files that every process maps. A journal's entry is one
+aligned word, which no kill can cut in two.
+
+* A producer notes each message before ``put`` (begun) and after it (returned).
+* What a message must contain follows from its producer and its number; it is compared byte for byte.
+* A consumer notes a message while it is being decoded: before ``get`` lets go of the ticket. So a message is in a
+  journal, or its consumer was killed inside ``get``, and then it has to be among those that the queue counts as lost.
+* A consumer keeps its last large messages, and looks at their bytes again before it lets go.
+
+The judge: what came was begun, came once, in its producer's order and intact (C1, C2, C3, C7); what is missing though its
+``put`` had returned is no more than what was counted as lost (C4, C5); at most one for each consumer killed; some living
+process goes on soon after each death (C6); in the end every place of the queue is free again, every block, and nothing
+is left in /dev/shm or among the supervisor's descriptors and mappings (C8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import itertools
+import mmap
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tensorpipe_ipc.errors import Empty, Full
+from tensorpipe_ipc.memory.arena import HOLDER, KEPT
+from tensorpipe_ipc.tensor_queue import Queue
+
+BOUNDS = (0, 2, 100)  # maxsize of one round after another
+PRODUCERS = CONSUMERS = 3
+SIZES = (0, 60, 60, 400, 400, 400, 4000, 20_000)  # bytes: copied
+LARGE = 60_000  # bytes: under a lease
+BATCH = 10  # messages that every fourth process puts or gets at once
+HELD = 3  # large messages that a consumer keeps
+BACKLOG = 20_000  # messages at which the producers of an unbounded queue pause: more than its pipe holds
+LIFE = 600  # seconds after which a child ends by itself, should the supervisor be gone
+HANG = 20.0  # seconds without a message, while nobody is stopped: a hang
+BEGUN, RETURNED = 0, 1  # words of a producer's journal; a consumer's begins with its length
+PAUSE, STOP = 0, 1  # words of the board
+BROKEN = 1 << 39  # the bit of a consumer's entry which says that the content was wrong
+NUMBERS = BROKEN - 1
+
+_pool = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
+
+
+def content_of(who: int, number: int) -> np.ndarray[Any, Any]:
+    """The bytes of a producer's message."""
+    mixed = (who * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) >> 7 & 0xFFFFFFFF
+    size = LARGE + mixed % 1000 if mixed % 32 == 0 else SIZES[mixed >> 5 & 7]
+    start = (mixed >> 8) % (len(_pool) - LARGE - 1000)
+    return _pool[start : start + size]
+
+
+def journal(path: Path | str, words: int) -> memoryview:
+    """A file of words that outlives whoever writes to it."""
+    with open(path, "a+b") as file:
+        file.truncate(8 * words)
+        return memoryview(mmap.mmap(file.fileno(), 8 * words)).cast("B").cast("Q")
+
+
+JOURNAL_WORDS = 1 << 21
+
+
+# ---- the processes that are killed ----
+
+
+def produce(queue: Queue, who: int, folder: str) -> None:
+    """Put numbered messages until there have been enough."""
+    begin(who)
+    words, board = journal(f"{folder}/put{who}", 2), journal(f"{folder}/board", 8)
+    timeout = (None, 60.0)[who % 2]
+    size = BATCH if who % 4 == 0 else 1
+    for number in itertools.count(step=size):
+        while board[PAUSE]:
+            time.sleep(0.001)
+        if board[STOP]:
+            return
+        messages = [(who, n, torch.from_numpy(content_of(who, n))) for n in range(number, number + size)]
+        words[BEGUN] = number + size
+        if size == 1:
+            queue.put(messages[0], timeout=timeout)
+        else:
+            queue.put_many(messages, timeout=timeout)
+        words[RETURNED] = number + size
+
+
+def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> None:
+    """Get messages until None comes, and note each."""
+    if not until_empty:
+        begin(who)
+    words = journal(f"{folder}/got{who}", JOURNAL_WORDS)
+    decode = queue._decode
+    timeout = 0.5 if until_empty else (None, 0.05)[who % 2]
+    in_batches = who % 4 == 0 and not until_empty
+
+    def noting(metadata: bytes, payload: Any) -> Any:
+        message = decode(metadata, payload)
+        if message is not None:
+            words[words[0] + 1] = entry_of(message)
+            words[0] += 1
+        return message
+
+    queue._decode = noting  # type: ignore[method-assign]
+    held: deque[Any] = deque()
+    going = True
+    while going:
+        try:
+            messages = queue.get_many(BATCH, timeout=timeout) if in_batches else [queue.get(timeout=timeout)]
+        except Empty:
+            going = not until_empty
+            continue
+        going = None not in messages
+        for _ in range(messages.count(None) - 1):  # those are for the others
+            queue.put(None)
+        held += [message for message in messages if message is not None and message[2].numel() >= LARGE]
+        del messages
+        while len(held) > HELD:
+            check_again(held.popleft(), words)
+    while held:
+        check_again(held.popleft(), words)
+    del queue._decode
+
+
+def begin(who: int) -> None:
+    """What a child does first."""
+    signal.alarm(LIFE)
+    torch.set_num_threads(1)
+    random.seed(who)
+
+
+def entry_of(message: Any) -> int:
+    """The word that says which message came, and whether it was intact."""
+    who, number, tensor = message
+    intact = tensor.dtype is torch.uint8 and np.array_equal(tensor.numpy(), content_of(who, number))
+    return int(who << 40 | number | (0 if intact else BROKEN))
+
+
+def check_again(message: Any, words: memoryview) -> None:
+    """What lay under a lease is as it was."""
+    entry = entry_of(message)
+    if entry & BROKEN:
+        words[words[0] + 1] = entry
+        words[0] += 1
+
+
+class Forked:
+    """A child of the supervisor's own, by ``os.fork``."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            status = 99
+            try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+                target(*arguments)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(status)
+
+    def reap(self) -> int:
+        """Wait for its end, and say how it ended."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Served:
+    """A child from the fork server, to which the queue is passed as to a spawned one."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    def reap(self) -> int:
+        """Wait for its end, and say how it ended."""
+        self._process.join(HANG)
+        status = self._process.exitcode
+        assert status is not None, "a killed child does not end"
+        self._process.close()
+        return status
+
+
+# ---- the judge ----
+
+
+@dataclasses.dataclass
+class Figures:
+    """What came of a campaign."""
+
+    kills: int = 0
+    stops: int = 0
+    put: int = 0  # messages whose put had returned
+    got: int = 0
+    lost: int = 0  # counted by the queue: taken by consumers that were killed inside get
+    silence: float = 0.0  # the longest time without a message, in seconds, while nobody was stopped
+    missing: int = 0  # put had returned, and nobody got it
+    stalls: list[float] = dataclasses.field(default_factory=list)  # seconds from a death to a survivor's next message
+
+    def __str__(self) -> str:
+        stalls = sorted(self.stalls) or [0.0]
+        return (
+            f"{self.kills:,} kills, {self.stops:,} stops, {self.put:,} messages put, {self.got:,} got, "
+            f"{self.missing} missing, {self.lost} counted as lost with their consumers; after a death the next message "
+            f"came within {statistics.median(stalls) * 1e3:.1f} ms (median), {stalls[len(stalls) * 99 // 100] * 1e3:.0f} "
+            f"ms (99 %), {stalls[-1] * 1e3:.0f} ms (most); never was there none for over {self.silence:.2f} s"
+        )
+
+
+class Judge:
+    """Compares what was put with what was got, journal by journal."""
+
+    def __init__(self) -> None:
+        self.put: dict[int, tuple[int, int]] = {}  # by producer: begun, returned
+        self.got: dict[int, np.ndarray[Any, Any]] = {}  # by producer: how often each message came
+        self.count = self.most_lost = 0
+
+    def producer(self, who: int, words: memoryview) -> None:
+        """A producer's journal."""
+        self.put[who] = words[BEGUN], words[RETURNED]
+
+    def consumer(self, words: memoryview, killed_with: int = 0) -> None:
+        """A consumer's journal. Its last entry may not be in its length yet.
+
+        Args:
+            killed_with: how many messages it may have taken with it.
+        """
+        self.most_lost += killed_with
+        length = words[0] + (1 if words[words[0] + 1] else 0)
+        entries = np.frombuffer(words, np.uint64, length, 8)
+        assert not (entries & np.uint64(BROKEN)).any(), f"content is wrong: {broken(entries)}"
+        producers, numbers = entries >> np.uint64(40), entries & np.uint64(NUMBERS)
+        self.count += length
+        for who in np.unique(producers).tolist():
+            of_one = numbers[producers == who].astype(np.int64)
+            wrong = np.flatnonzero(np.diff(of_one) <= 0)
+            assert not len(wrong), f"out of order: of producer {who} came {around(of_one, wrong)}"
+            seen = self.got.setdefault(who, np.zeros(1 << 10, np.uint8))
+            if of_one[-1] >= len(seen):
+                self.got[who] = seen = np.concatenate([seen, np.zeros(of_one[-1], np.uint8)])
+            seen[of_one] += 1
+
+    def verdict(self, lost: int) -> int:
+        """Everything that was promised holds. How many messages are missing."""
+        missing = 0
+        for who, counts in self.got.items():
+            assert counts.max() <= 1, f"message {int(counts.argmax())} of producer {who} came twice"
+            assert not counts[self.put[who][0] :].any(), f"a message of producer {who} came that it never put"
+        for who, (_, returned) in self.put.items():
+            came = self.got.get(who, np.zeros(0, np.uint8))[:returned]
+            missing += returned - int(came.sum())
+        assert missing <= lost, f"{missing} messages are missing whose put had returned, {lost} were counted as lost"
+        assert lost <= self.most_lost, f"{lost} messages counted as lost, {self.most_lost} at most can be"
+        return missing
+
+
+def around(numbers: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> list[int]:
+    """The numbers near the first of these places."""
+    found: list[int] = numbers[max(0, places[0] - 12) : places[0] + 12].tolist()
+    return found
+
+
+def broken(entries: np.ndarray[Any, Any]) -> list[str]:
+    """Which messages a journal calls broken."""
+    found = entries[(entries & np.uint64(BROKEN)) != 0].tolist()
+    return [f"producer {entry >> 40}, message {entry & NUMBERS}" for entry in found[:5]]
+
+
+# ---- the supervisor ----
+
+
+class Round:
+    """One queue, and the processes at it until it is drained and judged."""
+
+    def __init__(self, maxsize: int, choose: random.Random, folder: Path, figures: Figures, served: bool) -> None:
+        self.queue, self.choose, self.folder, self.figures = Queue(maxsize), choose, folder, figures
+        self.kinds = (Forked, Forked, Forked, Served) if served else (Forked,)
+        self.judge = Judge()
+        self.board = journal(folder / "board", 8)
+        self.next_who = 1
+        self.stopped: set[int] = set()  # places in ``at_work``
+        self.at_work: list[tuple[Any, int, str, memoryview]] = []  # process, who, role, journal
+
+    def start(self, role: str) -> tuple[Any, int, str, memoryview]:
+        """A new process."""
+        who, self.next_who = self.next_who, self.next_who + 1
+        words = journal(self.folder / f"{role}{who}", 2 if role == "put" else JOURNAL_WORDS)
+        target = produce if role == "put" else consume
+        return self.choose.choice(self.kinds)(target, self.queue, who, str(self.folder)), who, role, words
+
+    def got(self) -> int:
+        """How many messages have come so far."""
+        return self.judge.count + sum(words[0] for _, _, role, words in self.at_work if role == "got")
+
+    def run(self, kills: int, messages: int) -> None:
+        """Kill so many, and see at least so many messages come."""
+        for role in ["put"] * PRODUCERS + ["got"] * CONSUMERS:
+            self.at_work.append(self.start(role))
+        killed, last, since = 0, -1, time.monotonic()
+        while killed < kills or self.got() < messages:
+            time.sleep(min(0.1, self.choose.expovariate(1 / 0.005)))  # the moment of the kill: nothing waits for it
+            self.board[PAUSE] = self.queue.qsize() > BACKLOG
+            if killed < kills:
+                killed += self.strike()
+            got, now = self.got(), time.monotonic()
+            self.figures.silence = max(self.figures.silence, now - since if not self.stopped else 0)
+            if got != last or self.stopped:
+                last, since = got, now
+            assert now - since < HANG, (
+                f"nothing came for {HANG} seconds at {self.queue.qsize()} waiting: {self.states()}"
+            )
+
+    def strike(self) -> int:
+        """Stop, continue or kill somebody, or everybody. How many were killed."""
+        fate, victim = self.choose.random(), self.choose.randrange(len(self.at_work))
+        if fate < 0.02:
+            return self.kill(list(range(len(self.at_work))))
+        if fate < 0.25 and not self.stopped:
+            os.kill(self.at_work[victim][0].pid, signal.SIGSTOP)
+            self.stopped.add(victim)
+            self.figures.stops += 1
+            return 0
+        if self.stopped and fate < 0.6:
+            for place in self.stopped:
+                os.kill(self.at_work[place][0].pid, signal.SIGCONT)
+            self.stopped.clear()
+            return 0
+        return self.kill([*self.stopped, victim][:1])
+
+    def kill(self, places: list[int]) -> int:
+        """SIGKILL, and others in their places."""
+        for place in places:
+            os.kill(self.at_work[place][0].pid, signal.SIGKILL)
+        self.stopped.difference_update(places)
+        if not self.stopped and not self.board[PAUSE] and self.survivors_at_work(places):
+            self.await_progress(self.got(), time.monotonic())
+        for place in places:
+            process, who, role, words = self.at_work[place]
+            assert process.reap() == -signal.SIGKILL, "a child ended by itself"
+            self.bury(who, role, words)
+            self.at_work[place] = self.start(role)
+        self.figures.kills += len(places)
+        return len(places)
+
+    def survivors_at_work(self, dead: list[int]) -> bool:
+        """Whether of each role one has begun who lives on: it takes a moment to start."""
+        begun = {role for k, (_, _, role, words) in enumerate(self.at_work) if k not in dead and words[0] > 1}
+        return len(begun) == 2
+
+    def await_progress(self, before: int, died: float) -> None:
+        """C6: the survivors go on."""
+        while self.got() == before:
+            waited = time.monotonic() - died
+            assert waited < HANG, f"{waited:.1f} s after a death nobody has gone on: {self.states()}"
+            time.sleep(0.0005)
+        self.figures.stalls.append(time.monotonic() - died)
+
+    def bury(self, who: int, role: str, words: memoryview, killed: bool = True) -> None:
+        """Hand a journal to the judge."""
+        if role == "put":
+            self.judge.producer(who, words)
+        else:
+            self.judge.consumer(words, killed * (1 if who % 4 else BATCH))
+        words.release()
+        os.unlink(self.folder / f"{role}{who}")
+
+    def states(self) -> str:
+        """Where everybody is, for the report of a hang."""
+        found = []
+        for process, who, role, _ in self.at_work:
+            with contextlib.suppress(OSError):
+                found.append(f"{role}{who} in {Path(f'/proc/{process.pid}/wchan').read_text()}")
+        return ", ".join(found)
+
+    def kill_all(self) -> None:
+        """All at once, and nobody in their places."""
+        for process, *_ in self.at_work:
+            os.kill(process.pid, signal.SIGKILL)
+        for process, who, role, words in self.at_work:
+            process.reap()
+            self.bury(who, role, words)
+        self.figures.kills += len(self.at_work)
+        self.at_work.clear()
+
+    def end_all(self) -> None:
+        """Have all end by themselves, first the producers."""
+        self.board[STOP], self.board[PAUSE] = 1, 0
+        for ending in ("put", "got"):
+            for process, who, role, words in self.at_work:
+                if role == ending:
+                    assert process.reap() == 0, "a child failed"
+                    self.bury(who, role, words, killed=False)
+            for _ in range(CONSUMERS if ending == "put" else 0):
+                self.queue.put(None)
+        self.at_work.clear()
+
+    def finish(self) -> None:
+        """Drain, judge, and see that nothing is left."""
+        inner = self.queue._queue
+        inner.undertaker.look()
+        consume(self.queue, 0, str(self.folder), until_empty=True)
+        rest = journal(self.folder / "got0", JOURNAL_WORDS)
+        self.judge.consumer(rest)
+        lost = inner.undertaker.lost()
+        self.figures.missing += self.judge.verdict(lost)
+        self.figures.lost += lost
+        self.figures.got += self.judge.count
+        self.figures.put += sum(returned for _, returned in self.judge.put.values())
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Every place of the queue is free, and every block."""
+        for number in range(self.queue._queue.maxsize):
+            self.queue.put(number, timeout=1)
+        if self.queue._queue.maxsize:
+            with contextlib.suppress(Full):
+                self.queue.put(-1, timeout=0)
+                raise AssertionError("the queue has more places than it should")
+        for number in range(self.queue._queue.maxsize):
+            assert self.queue.get(timeout=1) == number
+        inner = self.queue._queue
+        inner.leases.settle()
+        arena = inner.arena
+        states = {
+            arena.words[block >> 3] & HOLDER
+            for start, kind, units, _ in arena._all_extents()
+            for block in arena._blocks(start, kind, units)
+        }
+        assert states <= {0, KEPT}, f"blocks that nobody has are not free: {sorted(map(hex, states))}"
+
+
+def held_by_this_process() -> tuple[int, int, set[str]]:
+    """Descriptors, mappings of shared memory, and what is in /dev/shm, but for semaphores: a queue makes none."""
+    mappings = Path("/proc/self/maps").read_text().count("/memfd:tensorpipe_ipc")
+    return (
+        len(os.listdir("/proc/self/fd")),
+        mappings,
+        {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")},
+    )
+
+
+def is_in_use(name: str) -> bool:
+    """Whether a living process, another program's, maps an entry of /dev/shm, or it is gone by now."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if f"/dev/shm/{name}" in maps.read_text(errors="replace"):
+                return True
+    return not os.path.exists(f"/dev/shm/{name}")
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """C8, as far as the supervisor can see."""
+    before = held_by_this_process()
+    yield
+    gc.collect()
+    after = held_by_this_process()
+    assert after[:2] == before[:2], f"descriptors and mappings: {before[:2]} before, {after[:2]} after"
+    left = {name for name in after[2] - before[2] if not is_in_use(name)}
+    assert not left, f"left in /dev/shm: {left}"
+
+
+def campaign(kills: int, messages: int, seed: int, bounds: tuple[int, ...] = BOUNDS, served: bool = True) -> Figures:
+    """Run it, in one round for each bound.
+
+    Raises:
+        AssertionError: something that was promised does not hold.
+    """
+    torch.set_num_threads(1)
+    choose, figures = random.Random(seed), Figures()
+    if served:
+        start_fork_server()
+    for number, maxsize in enumerate(bounds):
+        share = len(bounds) - number
+        with nothing_left():
+            folder = Path(tempfile.mkdtemp(prefix="campaign-"))
+            try:
+                this = Round(maxsize, choose, folder, figures, served)
+                try:
+                    this.run((kills - figures.kills) // share, (messages - figures.got) // share)
+                    this.kill_all() if kills else this.end_all()
+                    this.finish()
+                finally:
+                    for process, *_ in this.at_work:
+                        with contextlib.suppress(OSError):  # one of them may be reaped
+                            os.kill(process.pid, signal.SIGKILL)
+                            process.reap()
+                del this
+            finally:
+                shutil.rmtree(folder)
+    return figures
+
+
+def start_fork_server() -> None:
+    """Start it before anything is compared with what was there before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tensorpipe_ipc.tensor_queue"])
+    process = context.Process(target=os.getpid)
+    process.start()
+    process.join()
+    process.close()
+
+
+def main() -> None:
+    """Repeat campaigns of a few hundred kills until there were enough, and say after each what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--part", type=int, default=300, help="kills in one campaign")
+    arguments = parser.parse_args()
+    total, seed = Figures(), arguments.seed
+    while total.kills < arguments.kills or total.put < arguments.messages:
+        parts = max(1, (arguments.kills - total.kills) // arguments.part)
+        kills = min(arguments.part, max(0, arguments.kills - total.kills))
+        done = campaign(kills, max(0, arguments.messages - total.got) // parts, seed)
+        silence = max(total.silence, done.silence)
+        for field in dataclasses.fields(Figures):
+            setattr(total, field.name, getattr(total, field.name) + getattr(done, field.name))
+        total.silence = silence
+        print(f"seed {seed}: {total}", flush=True)
+        seed += 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Child processes that do what a test tells them, one call at a time, until they are told to end or are killed.
+
+``with Child() as child: child.call(open_consumer, "frames"); child.call(take, 3)``. What can be told stands below: each
+is a function of the child's ``Ends``, and what it returns or raises comes back to the test. ``begin`` and ``result`` are
+the two halves of ``call``, for what takes its time.
+
+The children come from a fork server that has imported torch and computed nothing: each is there in some ten
+milliseconds, and no thread of torch's or ZeroMQ's was forked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import zoo
+
+import tensorpipe_ipc as tp
+
+PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
+_context = multiprocessing.get_context("forkserver")
+
+
+def start_fork_server() -> None:
+    """Start the server that children are forked from; what it then is, it stays."""
+    _context.set_forkserver_preload(["children"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11's server does not look for this file otherwise
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+class Ends:
+    """What a child has open: its producer, its consumer, and what it holds of what it took."""
+
+    def __init__(self) -> None:
+        self.producer: Any = None
+        self.consumer: Any = None
+        self.held: list[Any] = []
+
+    def close(self) -> None:
+        """Close what is open."""
+        for end in (self.producer, self.consumer):
+            if end is not None:
+                end.close()
+
+
+class Child:
+    """A process that does what it is told. At the end of a ``with`` it closes its ends and is gone; killed if need be."""
+
+    def __init__(self) -> None:
+        self._line, theirs = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid = self._process.pid or 0
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Have it begin a call."""
+        self._line.send((function, arguments, options))
+
+    def result(self) -> Any:
+        """What the call that was begun returned; what it raised is raised."""
+        assert self._line.poll(PATIENCE), "the child does not answer"
+        done, value = self._line.recv()
+        if not done:
+            raise value
+        return value
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Have it call a function, and wait."""
+        self.begin(function, *arguments, **options)
+        return self.result()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._process.kill()
+        self._process.join(PATIENCE)
+        assert self._process.exitcode == -signal.SIGKILL
+
+    def wait_until_blocked(self) -> None:
+        """Wait until its main thread waits in a system call for something other than the next call."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if "poll" in _where(self.pid):
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"pid {self.pid} does not wait: {_where(self.pid)!r}")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(None)
+        self._process.join(5)
+        gone = self._process.exitcode is not None
+        if not gone:
+            self._process.kill()
+            self._process.join(PATIENCE)
+        code = self._process.exitcode
+        self._line.close()
+        self._process.close()
+        if kind is None:
+            assert gone, "the child did not end by itself"
+            assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
+
+
+def _where(pid: int) -> str:
+    """The kernel function that a process sleeps in, "0" if it runs."""
+    with open(f"/proc/{pid}/wchan", encoding="ascii") as file:
+        return file.read()
+
+
+def _serve(line: Any) -> None:
+    torch.set_num_threads(1)
+    ends = Ends()
+    try:
+        for function, arguments, options in iter(line.recv, None):
+            try:
+                answer = True, function(ends, *arguments, **options)
+            except BaseException as error:  # KeyboardInterrupt too: the test looks at it
+                answer = False, error
+            line.send(answer)
+    except EOFError:  # the test is gone
+        pass
+    finally:
+        ends.held.clear()
+        ends.close()
+
+
+# -- what a child can be told
+
+
+def open_producer(ends: Ends, endpoint: str, **options: Any) -> str:
+    """Open the child's producer. Returns its endpoint in full."""
+    ends.producer = tp.Producer(endpoint, **options)
+    return str(ends.producer.endpoint)
+
+
+def open_consumer(ends: Ends, endpoint: str, **options: Any) -> str:
+    """Open the child's consumer. Returns its endpoint in full."""
+    ends.consumer = tp.Consumer(endpoint, **options)
+    return str(ends.consumer.endpoint)
+
+
+def put(ends: Ends, *trees: Any, timeout: float | None = PATIENCE) -> None:
+    """Put each of the trees."""
+    for tree in trees:
+        ends.producer.put(tree, timeout)
+
+
+def put_numbers(ends: Ends, start: int, stop: int, name: str = "") -> None:
+    """Put (name, number) for each number."""
+    for number in range(start, stop):
+        ends.producer.put((name, number), PATIENCE)
+
+
+def put_zoo(ends: Ends, serializer: str) -> list[str]:
+    """Put every animal. Returns the names of those that the serializer refuses."""
+    refused = []
+    for name in zoo.ZOO:
+        try:
+            ends.producer.put(zoo.make(name), PATIENCE)
+        except tp.UnsupportedLeaf as error:
+            assert "use serializer='raw'" in str(error), error
+            refused.append(name)
+    return refused
+
+
+def put_and_overwrite(ends: Ends, shape: tuple[int, ...], count: int, timeout: float | None) -> None:
+    """Put a tensor of 0, 1, 2, ..., always the same one, and write -1 into it as soon as put returned."""
+    tensor = torch.empty(shape)
+    for number in range(count):
+        tensor.fill_(number)
+        ends.producer.put(tensor, timeout)
+        tensor.fill_(-1)
+
+
+def flush(ends: Ends, timeout: float | None = PATIENCE) -> None:
+    """Wait until all is taken."""
+    ends.producer.flush(timeout)
+
+
+def take(ends: Ends, count: int = 1, timeout: float | None = PATIENCE) -> list[Any]:
+    """Take messages, which should be plain Python values."""
+    return [ends.consumer.get(timeout) for _ in range(count)]
+
+
+def take_all(ends: Ends) -> list[Any]:
+    """Take messages until every producer said goodbye."""
+    return list(ends.consumer)
+
+
+def take_and_check(ends: Ends, shape: tuple[int, ...], count: int) -> list[float]:
+    """Take tensors. Returns the one value that each is full of, or nan."""
+    return [_only_value(ends.consumer.get(PATIENCE)) for _ in range(count)]
+
+
+def _only_value(tensor: torch.Tensor) -> float:
+    first = tensor.flatten()[0]
+    return float(first) if bool((tensor == first).all()) else float("nan")
+
+
+def producer_statistics(ends: Ends) -> Any:
+    """A snapshot."""
+    return ends.producer.statistics()
+
+
+def consumer_statistics(ends: Ends) -> Any:
+    """A snapshot."""
+    return ends.consumer.statistics()
+
+
+def drop_producer(ends: Ends) -> None:
+    """Let go of the producer without closing it."""
+    ends.producer = None
+    gc.collect()
+
+
+def close(ends: Ends) -> None:
+    """Close what is open."""
+    ends.close()
+
+
+def interrupted(ends: Ends, function: Callable[..., Any], *arguments: Any) -> float:
+    """Make a call that a Ctrl-C ends. Returns how many seconds after the last signal that was."""
+    signalled = [0.0]
+
+    def interrupt(number: int, frame: Any) -> None:
+        signalled[0] = time.monotonic()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        function(ends, *arguments)
+    except KeyboardInterrupt:
+        return time.monotonic() - signalled[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    raise AssertionError("nobody interrupted")
+
+
+@contextlib.contextmanager
+def ticking(seconds: float, handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Have a signal's handler called every so many seconds of the process's time."""
+    before = signal.signal(signal.SIGVTALRM, handler)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin a call in a thread. Returns what waits for its result."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append((True, function()))
+        except BaseException as error:  # handed to the test
+            results.append((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(PATIENCE)
+        assert results, "the thread does not end"
+        done, value = results[0]
+        if not done:
+            raise value
+        return value
+
+    return result
+
+
+def put_numbers_and_close(ends: Ends, name: str, count: int) -> None:
+    """Put (name, number) for each number, and say goodbye."""
+    put_numbers(ends, 0, count, name)
+    ends.producer.close()
+
+
+def batch(step: int) -> dict[str, Any]:
+    """What a loader sends to a training loop."""
+    return {"image": zoo.bits(torch.uint8, 16, 3, 64, 64, seed=step), "label": torch.arange(16), "step": step}
+
+
+def put_batches(ends: Ends, count: int) -> None:
+    """Put batches of the steps."""
+    for step in range(count):
+        ends.producer.put(batch(step))
+
+
+def hold(ends: Ends, count: int) -> None:
+    """Take messages and keep them."""
+    ends.held += [ends.consumer.get(PATIENCE) for _ in range(count)]
+
+
+def abandon(ends: Ends) -> None:
+    """Close without waiting for messages to be taken, and without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ends.close()
+
+
+def put_for_ever(ends: Ends, tree: Any) -> None:
+    """Put, however long it takes."""
+    ends.producer.put(tree)
+
+
+def put_numbers_while_ticking(ends: Ends, count: int) -> int:
+    """Put (name, number) for each number, while signals interrupt. Returns how many did."""
+    ticks: list[int] = []
+    with ticking(0.001, lambda number, frame: ticks.append(number)):
+        put_numbers(ends, 0, count)
+    return len(ticks)
+
+
+def fork_that_waits(ends: Ends) -> int:
+    """Fork a process that holds what this one has open, and does nothing. Returns its pid."""
+    pid = os.fork()
+    if not pid:
+        while True:
+            signal.pause()
+    return pid
+
+
+class OnlyThere(NamedTuple):
+    """A type that the test's own process does not register."""
+
+    value: int
+
+
+def put_unknown_type(ends: Ends) -> None:
+    """Put a type that only this process registers, and then something else."""
+    tp.register_type(OnlyThere)
+    ends.producer.put({"sample": OnlyThere(1)}, PATIENCE)
+    ends.producer.put("next", PATIENCE)

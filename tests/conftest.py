@@ -1,0 +1,91 @@
+"""Around every test: it leaves nothing behind (``guard``), and its time is bounded (60 s, or its ``limit`` marker)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import children
+import pytest
+from guard import left, snapshot, time_limit
+
+import tensorpipe_ipc as tp
+
+pytest_plugins = ["pytester", "arenas"]
+LIMIT = 60.0  # seconds for a test without a ``limit`` marker
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_folder() -> Iterator[Path]:
+    """A runtime folder of this run's own: two runs on one machine do not meet, nor do their leftovers.
+
+    It has a short name, for the path of a socket has at most 107 bytes.
+    """
+    folder = tempfile.mkdtemp(prefix="tp-")
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    resource_tracker.ensure_running()  # multiprocessing's own, which stays: every test begins with it
+    children.start_fork_server()  # this too
+    yield Path(folder)
+    del os.environ["XDG_RUNTIME_DIR"]
+    if before is not None:
+        os.environ["XDG_RUNTIME_DIR"] = before
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest, own_runtime_folder: Path) -> Iterator[None]:
+    """Every test ends with no child, thread, descriptor, shared memory or socket file that it did not begin with."""
+    folders = [request.getfixturevalue("tmp_path")] if "tmp_path" in request.fixturenames else []
+    before = snapshot(folders)
+    yield
+    found = left(before, folders)
+    assert not found, "left behind:\n  " + "\n  ".join(found)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Bound the fixtures."""
+    with time_limit(_limit(item), f"setting up {item.name}"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Bound the test."""
+    with time_limit(_limit(item), item.name):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Bound what the fixtures do afterwards."""
+    with time_limit(_limit(item), f"tearing down {item.name}"):
+        return (yield)
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("limit")
+    return float(marker.args[0]) if marker else LIMIT
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A tcp port of loopback that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(params=["shared memory", "frames"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each test once with both ends as they are by default, and once with those of this process wanting frames."""
+    if request.param == "frames":
+        for end in (tp.Producer, tp.Consumer):
+            monkeypatch.setitem(end.__init__.__kwdefaults__, "shared_memory", "off")
+    return str(request.param)

@@ -1,0 +1,120 @@
+"""Die, or raise, at the n-th step of a piece of the package's own code, with no hook in the package.
+
+A step is the moment before or after a store to a subscript (every store to shared memory is one) or a call (every
+system call is one). They are counted by Python's own tracing, in a forked child.
+"""
+
+import dis
+import functools
+import os
+import signal
+import sys
+
+import tensorpipe_ipc.errors
+
+PACKAGE = os.path.dirname(tensorpipe_ipc.errors.__file__)
+LIMIT = 20  # seconds that any child may take
+
+
+def _steps_of(prefixes):
+    return frozenset(code for name, code in dis.opmap.items() if name.startswith(prefixes))
+
+
+STORES_AND_CALLS = _steps_of(("STORE_SUBSCR", "CALL", "BINARY_SUBSCR"))
+SIGNAL_CHECKS = _steps_of(
+    ("CALL", "JUMP_BACKWARD", "RESUME", "JUMP_ABSOLUTE")
+)  # after these CPython runs signal handlers
+
+
+@functools.cache
+def _instructions(code):
+    return code.co_code
+
+
+class Tracer:
+    """Calls ``at_point`` at the n-th step."""
+
+    def __init__(self, point, at_point, opcodes, before):
+        self.left, self.at_point, self.opcodes, self.before = point, at_point, opcodes, before
+        self.after = {}  # frames whose last instruction was a step
+
+    def __call__(self, frame, event, _):
+        if event == "call" and not self.before:
+            self.after[id(frame.f_back)] = False  # CPython does not look for signals when a Python function returns
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "call" and not self.before:
+            self.after[id(frame)] = True  # on entering a function it does
+        if event == "opcode":
+            self.opcode(frame)
+        return self
+
+    def opcode(self, frame):
+        is_step = _instructions(frame.f_code)[frame.f_lasti] in self.opcodes
+        was_step = self.after.get(id(frame), False)
+        self.after[id(frame)] = is_step
+        if (was_step and frame.f_lineno is not None) or (is_step and self.before):  # None: the call raised
+            self.step()
+
+    def step(self):
+        self.left -= 1
+        if self.left == 0:
+            sys.settrace(None)
+            self.at_point()
+
+
+def run_traced(action, point, at_point, opcodes=STORES_AND_CALLS, before=True):
+    tracer = Tracer(point, at_point, opcodes, before)
+    sys.settrace(tracer)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return tracer.left
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(action, code=0, alarm=LIMIT):
+    """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would wait for a child that hangs in C
+        signal.alarm(alarm)
+        try:
+            action()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            sys.stderr.flush()
+            code = 99
+        finally:
+            os._exit(code)
+    return pid
+
+
+def reap(pid):
+    """Its exit status as os.waitstatus_to_exitcode gives it. Bounded by the child's own alarm."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def dies_at(point, action, first=None):
+    """Run ``action`` in a child that is killed at its n-th step. False when it has fewer steps, and so has done it all.
+
+    ``first`` is run before that, and not counted.
+    """
+
+    def child():
+        if first is not None:
+            first()
+        run_traced(action, point, die)
+
+    status = reap(in_child(child))
+    assert status in (0, -signal.SIGKILL), f"the child ended with {status} at step {point}"
+    return status != 0

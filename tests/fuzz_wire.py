@@ -1,0 +1,227 @@
+"""A fuzzer of the wire: valid messages, damaged in ways that know their structure, must end in a tree or in our errors.
+
+The tests run some thousands. By hand, with the whole project's root as the working directory::
+
+    python -m tests.fuzz_wire --examples 1000000 --seed 1
+
+It prints how many inputs there were, how they ended, by class, and how long it took; an exception of any other class
+ends it, with the seed and number that make the input again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the zoo, where this runs without pytest
+
+import torch
+import zoo
+from exchange import forget_schemas, read, sent
+
+from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.wire import header
+
+Frames = list[bytes]
+INTERESTING = [0, 1, 2, 3, 4, 0x0F, 0x10, 0x20, 0x40, 0x41, 0x7F, 0x80, 0x90, 0xC1, 0xDD, 0xFE, 0xFF]
+LENGTHS = [
+    0,
+    1,
+    2,
+    64,
+    65,
+    255,
+    1 << 16,
+    (1 << 17) + 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 48,
+    (1 << 62),
+    (1 << 63),
+    (1 << 64) - 1,
+]
+
+
+def corpus() -> list[Frames]:
+    """Frames of the zoo's small animals through each serializer, and of the control messages."""
+    found = []
+    for serializer in ("raw", "numpy", "torch_save"):
+        for name in zoo.ZOO:
+            if "large" not in name and (serializer == "raw" or name in _FEW):
+                try:
+                    found.append(sent(zoo.make(name), serializer))
+                except UnsupportedLeaf:
+                    continue
+    hello = header.Hello("consumer", identity(), 64, accepts=("raw", "numpy"), sequence=3)
+    found.append([header.pack_control(header.Kind.HELLO, hello)])
+    found.append([header.pack_control(header.Kind.WELCOME, hello)])
+    found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
+    return found + [[header.pack(header.Kind.CREDIT, 9)], [header.pack(header.Kind.GOODBYE, 9)]]
+
+
+_FEW = (
+    "torch.float32",
+    "torch.bool",
+    "0-d",
+    "empty",
+    "transposed",
+    "parameter",
+    "shared storage",
+    "mixed",
+    "dataclass",
+)
+
+
+def damage(rng: random.Random, frames: Frames, others: list[Frames]) -> Frames:
+    """Damage one to four things of a message. Half the time its lengths are set right again, so as to get deeper."""
+    damaged = list(frames)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 4))):
+        if rng.random() < 0.1:
+            _damage_frames(rng, damaged, others)
+        elif damaged:
+            # Mostly the header: a payload of raw is only numbers.
+            index = 0 if rng.random() < 0.8 else rng.randrange(len(damaged))
+            how = rng.choice(_BYTE_DAMAGE)
+            damaged[index] = bytes(how(rng, bytearray(damaged[index]), rng.choice(rng.choice(others))))
+    damaged = damaged or [b""]
+    if rng.random() < 0.5 and len(damaged[0]) >= 24:
+        damaged[0] = _right_lengths(frames[0], damaged[0])
+    return damaged
+
+
+def _damage_frames(rng: random.Random, frames: Frames, others: list[Frames]) -> None:
+    how = rng.randrange(4)
+    if how == 0 and frames:
+        del frames[rng.randrange(len(frames))]
+    elif how == 1:
+        frames.insert(rng.randrange(len(frames) + 1), rng.choice(rng.choice(others)))
+    elif how == 2:
+        rng.shuffle(frames)
+    elif frames:
+        frames[rng.randrange(len(frames))] = rng.choice(rng.choice(others))
+
+
+def _flip(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data
+
+
+def _byte(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    if data:
+        data[rng.randrange(len(data))] = rng.choice(INTERESTING)
+    return data
+
+
+def _number(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    """Write a number over what may be a length or a size: 2, 4 or 8 bytes, near a limit."""
+    width = rng.choice((2, 4, 8))
+    if len(data) >= width:
+        at = rng.randrange(len(data) - width + 1)
+        value = (rng.choice(LENGTHS) + rng.choice((-1, 0, 0, 1))) % (1 << 8 * width)
+        data[at : at + width] = value.to_bytes(width, "little")
+    return data
+
+
+def _cut(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    return data[: rng.randrange(len(data) + 1)]
+
+
+def _delete(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    start = rng.randrange(len(data) + 1)
+    del data[start : start + rng.randrange(1, 17)]
+    return data
+
+
+def _insert(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    at = rng.randrange(len(data) + 1)
+    data[at:at] = rng.randbytes(rng.randrange(1, 17))
+    return data
+
+
+def _repeat(rng: random.Random, data: bytearray, _: bytes) -> bytearray:
+    start = rng.randrange(len(data) + 1)
+    piece = data[start : start + rng.randrange(1, 33)]
+    data[start:start] = piece * rng.choice((1, 1, 2, 70))
+    return data
+
+
+def _splice(rng: random.Random, data: bytearray, other: bytes) -> bytearray:
+    return data[: rng.randrange(len(data) + 1)] + other[rng.randrange(len(other) + 1) :]
+
+
+_BYTE_DAMAGE: list[Callable[[random.Random, bytearray, bytes], bytearray]]
+_BYTE_DAMAGE = [_flip, _flip, _byte, _byte, _number, _number, _cut, _delete, _insert, _repeat, _splice]
+
+
+def _right_lengths(before: bytes, after: bytes) -> bytes:
+    """A header whose two lengths add up again: what it gained or lost is the schema's, or else the values'."""
+    schema, values = struct.unpack_from("<II", before, 16)
+    left = max(
+        0, len(after) - 24 - (len(before) - 24 - schema - values)
+    )  # the packed payloads stay as long as they were
+    values = min(values, left)
+    return after[:16] + struct.pack("<II", left - values, values) + after[24:]
+
+
+def outcome(frames: Frames) -> str:
+    """How a message ends: "tree", "control", or the class of our error. Every other exception is let out."""
+    try:
+        head = header.unpack(memoryview(frames[0]))
+        body = {1: header.Hello, 2: header.Hello, 3: header.Refusal}.get(head.kind)
+        if body is not None:
+            header.unpack_control(head, body)
+        if head.kind != header.Kind.DATA:
+            return "control"
+        read([memoryview(bytearray(frame)) for frame in frames])
+        return "tree"
+    except TensorPipeError as error:
+        if len(str(error)) > 5000:
+            raise RuntimeError("an error that repeats what arrived") from error
+        return type(error).__name__
+
+
+def fuzz(examples: int, seed: int, progress: bool = False) -> Counter[str]:
+    """Run so many damaged messages, and count how they end."""
+    messages = corpus()
+    ends: Counter[str] = Counter()
+    for number in range(examples):
+        rng = random.Random(f"{seed} {number}")
+        frames = damage(rng, rng.choice(messages), messages)
+        try:
+            ends[outcome(frames)] += 1
+        except BaseException:
+            print(f"seed {seed}, example {number}: {frames!r:.2000}", file=sys.stderr)
+            raise
+        if progress and not (number + 1) % 100_000:
+            print(f"{number + 1:,}: {dict(ends)}", flush=True)
+    forget_schemas()
+    return ends
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_wire", description="Damage messages and read them.")
+    parser.add_argument("--examples", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # as under pytest: a warning that bytes can cause is an exception
+    warnings.filterwarnings("ignore", "(Sparse|The PyTorch API of nested|TypedStorage|ComplexHalf|.*quantiz)")
+    start = time.perf_counter()
+    ends = fuzz(arguments.examples, arguments.seed, progress=True)
+    print(f"{arguments.examples:,} inputs in {time.perf_counter() - start:.0f} s, no exception but ours")
+    for name, count in ends.most_common():
+        print(f"{count:>12,}  {name}")
+
+
+if __name__ == "__main__":
+    main()

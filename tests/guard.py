@@ -1,0 +1,182 @@
+"""The guard around every test: what a test may leave behind (nothing), and how long it may take.
+
+``snapshot`` before, ``left`` after: what is there now and was not. ``time_limit`` bounds what runs under it. The
+fixtures and hooks that put them around each test stand in ``conftest``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+SHM = Path("/dev/shm")
+PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
+GRACE = 15.0  # seconds after the limit until a test that hangs in C takes the whole run with it
+
+
+class Residue(NamedTuple):
+    """What a process holds: one set of names per kind of thing, in words for people."""
+
+    children: set[str]
+    threads: set[str]
+    descriptors: set[str]
+    shared_memory: set[str]  # entries of /dev/shm
+    sockets: set[str]  # socket files in the folders that were asked about, and all files of the runtime folder
+    mappings: Counter[str]  # of shared memory into this process: how many of each file
+
+
+def snapshot(folders: Iterable[Path] = ()) -> Residue:
+    """What this process holds now.
+
+    Args:
+        folders: where to look for socket files, besides the runtime folder.
+    """
+    return Residue(_children(), _threads(), _descriptors(), _shared_memory(), _files(folders), _mappings())
+
+
+def left(before: Residue, folders: Iterable[Path] = (), patience: float = PATIENCE) -> list[str]:
+    """What is there now and was not at ``before``; empty when nothing is. Waits up to ``patience`` seconds for that.
+
+    What comes and goes meanwhile, in /dev/shm say, is other programs'.
+    """
+    found = stays = _difference(before, snapshot(folders))
+    deadline = time.monotonic() + patience
+    while found:
+        gc.collect()  # takes 50 ms once torch is imported, so only where something is left
+        seen, found = set(found), _difference(before, snapshot(folders))
+        stays = [each for each in found if each in seen]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return stays
+
+
+def runtime_folder() -> Path:
+    """Where this package's own sockets stand."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "tensorpipe_ipc" if base else Path(f"/tmp/tensorpipe_ipc-{os.getuid()}")
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Fail what runs under it after so many seconds. If it does not listen, because it hangs in C, end the process."""
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"{what} took over {seconds:g} s")
+
+    before: Callable[[int, FrameType | None], Any] | int | None = signal.signal(signal.SIGALRM, expire)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _difference(before: Residue, after: Residue) -> list[str]:
+    found = []
+    for kind, then, now in zip(Residue._fields, before, after, strict=True):
+        new = now - then  # type: ignore[operator]
+        if kind == "children":
+            new = {f"{name}: {_command(name)}" for name in new}
+        if kind == "shared_memory":
+            new = {name for name in new if not _is_others(name)}
+        found += [f"{kind}: {name}" for name in sorted(new)]
+    return found
+
+
+def _children() -> set[str]:
+    multiprocessing.active_children()  # waits for those that have ended
+    return {f"process {pid}" for pid in _descendants(os.getpid())}  # by number: a fork that execs changes its name
+
+
+def _descendants(pid: int) -> set[int]:
+    """All processes under one. The kernel's own lists of them; psutil reads all of /proc, which takes 10 ms."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found |= {child} | _descendants(child)
+    return found
+
+
+def _command(process: str) -> str:
+    try:
+        command = Path(f"/proc/{process.split()[1]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return "gone by now"
+    return command[:120].strip() or "a zombie that nobody waited for"
+
+
+def _threads() -> set[str]:
+    """Python's threads, and libzmq's, which Python does not see. torch keeps a pool of its own, and may."""
+    found = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            name = (task / "comm").read_text().strip()
+            if name.startswith("ZMQ"):
+                found.add(f"{name} ({task.name})")
+    return found
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them is closed by now
+            found.add(f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}")
+    return found
+
+
+def _shared_memory() -> set[str]:
+    return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
+
+
+def _is_others(name: str) -> bool:
+    """Whether an entry of /dev/shm is in use by a process that is none of ours: another program on this machine."""
+    ours = {os.getpid(), *_descendants(os.getpid())}
+    path = str(SHM / name)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) not in ours:
+            with contextlib.suppress(OSError):
+                if path in (process / "maps").read_text(errors="replace"):
+                    return True
+                if any(os.readlink(link) == path for link in (process / "fd").iterdir()):
+                    return True
+    return not os.path.exists(path)
+
+
+def _files(folders: Iterable[Path]) -> set[str]:
+    found = {str(path) for path in runtime_folder().rglob("*")} if runtime_folder().is_dir() else set()
+    for folder in folders:
+        for path in folder.rglob("*") if folder.is_dir() else ():
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(path.lstat().st_mode):
+                    found.add(str(path))
+    return found
+
+
+def _mappings() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        name = fields[5] if len(fields) > 5 else "anonymous"
+        if fields[1].endswith("s") and ("w" in fields[1] or name.startswith(("/memfd:", "/dev/shm/"))):
+            found[name] += 1
+    return found

@@ -1,0 +1,61 @@
+"""Fixtures of the shared-memory tests."""
+
+import os
+import signal
+
+import pytest
+
+from tensorpipe_ipc.memory.arena import Arena
+from tensorpipe_ipc.memory.segment import Segment
+
+LIMIT = 20  # seconds that any child may take
+
+
+@pytest.fixture
+def arena():
+    made = Arena(Segment.create(1 << 32), capacity=64 << 20)
+    yield made
+    vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
+
+
+@pytest.fixture
+def child():
+    """Run something in a forked child, which then waits to be killed, with what it returned in hand."""
+    pids = []
+
+    def start(action):
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(LIMIT)
+            try:
+                kept = action()
+                os.write(tell, b"ok")
+                signal.pause()
+            finally:
+                os._exit(99)
+            del kept
+        pids.append(pid)
+        os.close(tell)
+        answer = os.read(told, 2)
+        os.close(told)
+        assert answer == b"ok", "the child failed"
+        return pid
+
+    yield start
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def kill():
+    def kill_and_reap(pid):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the fixture to reap
+
+    return kill_and_reap

@@ -1,0 +1,217 @@
+"""Blocks: who has them, where they come from, what they cost."""
+
+import pytest
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.arena import FREE, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
+from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.memory.segment import Segment
+
+pytestmark = pytest.mark.kills
+
+
+@pytest.fixture(autouse=True)
+def attached(arena):
+    arena.attach()
+
+
+def step(arena, block):
+    return arena.words[block >> 3] & 15
+
+
+def queue(arena, block, nbytes):
+    arena.in_flight(block, kind_of(nbytes))
+    arena.words[block >> 3] += (1 << 32) + QUEUED - WRITING
+
+
+def free(arena, block):
+    arena.words[block >> 3] &= ~HOLDER
+
+
+def test_kinds_have_room_for_header_and_content():
+    for nbytes in (0, 1, 448, 449, 960, 4032, 4033, UNIT - 64, UNIT - 63, 100 << 20):
+        assert nbytes + 64 <= 1 << kind_of(nbytes)
+        assert nbytes + 64 > 1 << kind_of(nbytes) - 1 or kind_of(nbytes) == 9
+    assert payload_at(4096, 0) == 4160
+    assert payload_at(4096, 1) == 4224
+
+
+def test_blocks_do_not_overlap(arena):
+    blocks = [(arena.allocate(nbytes), kind_of(nbytes)) for nbytes in (0, 100, 500, 5000, 70_000, 3 << 20) * 5]
+    ranges = sorted((block, block + (1 << kind)) for block, kind in blocks)
+    assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(step(arena, block) == WRITING for block, _ in blocks)
+
+
+def test_the_most_recently_freed_block_comes_first(arena):
+    first, second = arena.allocate(400), arena.allocate(400)
+    arena.discard(first, kind_of(400))
+    arena.discard(second, kind_of(400))
+    assert arena.allocate(400) == second
+
+
+def test_a_block_that_another_process_frees_is_found(arena, child):
+    block = arena.allocate(400)
+    queue(arena, block, 400)
+    child(lambda: free(arena, block))
+    assert arena.allocate(400) == block
+
+
+def test_held_blocks_cost_nothing_and_free_ones_among_them_are_found(arena):
+    """With ten thousand leases, the blocks that go round stay few; one among the old is found in due time."""
+    held = [arena.allocate(400) for _ in range(10_000)]
+    for block in held:
+        queue(arena, block, 400)
+    used = set()
+    for _ in range(1000):
+        block = arena.allocate(400)
+        used.add(block)
+        queue(arena, block, 400)
+        free(arena, block)
+    assert len(used) <= 2
+    free(arena, held[5000])
+    out = []
+    for _ in range(10_100 // 4 + 100):
+        out.append(arena.allocate(400))
+    assert held[5000] in out
+
+
+def test_looking_for_free_blocks_is_bounded_work(arena, monkeypatch):
+    for _ in range(5000):
+        queue(arena, arena.allocate(400), 400)
+    looks = []
+    words = arena.words
+
+    class Counting:
+        def __getitem__(self, index):
+            looks.append(index)
+            return words[index]
+
+        def __setitem__(self, index, value):
+            words[index] = value
+
+    arena.words = Counting()
+    arena.allocate(400)
+    assert len(looks) < 50
+
+
+def test_capacity_is_never_passed_and_memory_of_other_sizes_is_given_back_for_it():
+    arena = Arena(Segment.create(1 << 32), capacity=16 << 20)
+    arena.attach()
+    small = [arena.allocate(1 << 20) for _ in range(14)]
+    for block in small:
+        arena.segment.octets[block + 64 : block + 64 + (1 << 20)] = 1
+    assert arena.allocate(4 << 20) == 0
+    for block in small:
+        arena.discard(block, kind_of(1 << 20))
+    large = arena.allocate(12 << 20)
+    assert large
+    arena.segment.octets[large + 64 : large + (12 << 20)] = 1
+    assert arena.segment.resident() <= 17 << 20
+    with pytest.raises(SharedMemoryError, match="can never fit"):
+        arena.allocate(17 << 20)
+    assert arena.allocate(8 << 20) == 0
+    assert arena.allocate(8 << 20, force=True)
+
+
+def test_near_a_cgroups_limit_growth_is_refused(arena, monkeypatch):
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: 3 << 20)
+    assert arena.allocate(2 << 20)
+    assert arena.allocate(4 << 20) == 0
+
+
+def test_long_idle_blocks_are_given_back(arena):
+    blocks = [arena.allocate(1 << 20) for _ in range(4)]
+    for block in blocks:
+        arena.segment.octets[block + 64 : block + (1 << 20)] = 1
+        arena.discard(block, kind_of(1 << 20))
+    arena.trim_idle()
+    used = arena.allocate(1 << 20)
+    arena.discard(used, kind_of(1 << 20))
+    before = arena.segment.resident()
+    arena._idle_since -= 11  # seconds
+    arena.discard(arena.allocate(400), kind_of(400))
+    assert before - arena.segment.resident() >= 3 << 20
+    assert len({arena.allocate(1 << 20) for _ in range(4)}) == 4
+
+
+def test_processes_claim_extents_that_do_not_overlap(arena, child):
+    def claim():
+        arena.attach()
+        return [arena.allocate(nbytes) for nbytes in (400, 5 << 20, 70_000) * 4]
+
+    for _ in range(4):
+        child(claim)
+    claim()
+    extents = list(arena._all_extents())
+    assert len({row for *_, row in extents}) == 5
+    for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
+        assert start + units * UNIT <= following
+
+
+def test_a_dead_processs_blocks_are_freed_and_its_extents_go_to_who_adopts_the_row(arena, child, kill):
+    def work():
+        arena.attach()
+        one, two, three = (arena.allocate(5000) for _ in range(3))
+        queue(arena, two, 5000)
+        arena.words[three >> 3] += HELD - WRITING
+        return one
+
+    kill(child(work))
+    with arena.rows.locked(1) as dead:
+        assert dead
+        arena.finish(1)
+    steps = sorted(step(arena, block) for extent in arena._extents(1) for block in arena._blocks(*extent))
+    assert steps == [FREE, FREE, QUEUED]
+
+    def adopt():
+        arena.attach()
+        assert arena.rows.index == 1
+        assert len(arena.free[kind_of(5000)]) == 2
+        assert arena.allocate(5000)
+
+    child(adopt)
+
+
+def test_a_living_process_takes_over_a_dead_ones_memory(arena, child, kill):
+    def work():
+        arena.attach()
+        return arena.allocate(5 << 20)
+
+    kill(child(work))
+    with arena.rows.locked(1):
+        arena.finish(1)
+        arena.inherit(1)
+    assert not list(arena._extents(1))
+    assert len(arena.free[kind_of(5 << 20)]) == 1
+
+
+def test_a_large_segment_costs_no_more_than_what_is_used_and_walking_it_costs_nothing():
+    arena = Arena(Segment.create(), capacity=64 << 20)
+    arena.attach()
+    arena.allocate(400)
+    arena.allocate(30 << 20)
+    before = arena.segment.resident()
+    assert before < 128 << 10
+    arena.holders()
+    arena.sweep(0)
+    assert arena.segment.resident() == before
+
+
+def test_units_that_another_process_is_claiming_are_left_to_it(arena):
+    other = Rows(arena.segment)
+    other.attach(lambda _: True)
+    arena.discard(arena.allocate(400), kind_of(400))
+    start, _, units, _ = list(arena._all_extents())[-1]
+    following = start + units * UNIT
+    assert other.try_lock(following, 2 * UNIT)  # it may be stopped there for long
+    assert arena.allocate(5000) == following + 2 * UNIT
+
+
+def test_no_room_for_addresses_says_so(child):
+    small = Arena(Segment.create(1 << 28), capacity=1 << 30)
+    small.attach()
+    for _ in range(3):
+        assert small.allocate(30 << 20, force=True)
+    with pytest.raises(SharedMemoryError, match="MiB of addresses"):
+        small.allocate(30 << 20, force=True)

@@ -1,0 +1,178 @@
+"""A lease lasts as long as the storage on it: one test for each promise."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from tensorpipe_ipc.memory.arena import FREE, HELD
+from tensorpipe_ipc.memory.leases import Leases
+
+pytestmark = pytest.mark.kills
+
+NBYTES = 40_000
+
+
+class Held:
+    """A leased block with a tensor on it."""
+
+    def __init__(self, arena):
+        arena.attach()
+        self.arena, self.leases = arena, Leases(arena)
+        self.block = arena.allocate(NBYTES)
+
+    def tensor(self):
+        array = self.leases.lease(self.block, self.block + 64, NBYTES)
+        self.arena.words[self.block >> 3] = self.leases.live[self.block >> 3].held
+        return torch.frombuffer(array, dtype=torch.float32)
+
+    @property
+    def step(self):
+        gc.collect()
+        return self.arena.words[self.block >> 3] & 15
+
+
+@pytest.fixture
+def held(arena):
+    made = Held(arena)
+    yield made
+    vars(made).clear()
+
+
+def autograd(tensor):
+    leaf = tensor.requires_grad_()
+    return (leaf * leaf).sum()
+
+
+KEEPERS = {
+    "view": lambda t: t.view(100, 100)[3],
+    "detach": lambda t: t.detach(),
+    "numpy": lambda t: t.numpy(),
+    "storage": lambda t: t.untyped_storage(),
+    "dlpack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "saved for backward": autograd,
+    "cycle": lambda t: (lambda box: box.append(box) or box)([t]),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
+def test_it_is_kept_by(held, keep):
+    kept = keep(held.tensor())
+    assert held.step == HELD
+    if isinstance(kept, list):
+        kept.clear()
+    del kept
+    assert held.step == FREE
+
+
+def test_an_array_that_is_lost_before_the_block_is_held_frees_nothing(held):
+    before = held.arena.words[held.block >> 3]
+    held.leases.lease(held.block, held.block + 64, NBYTES)
+    assert held.arena.words[held.block >> 3] == before
+
+
+def test_the_generation_stays(held):
+    held.arena.words[held.block >> 3] += 5 << 32
+    held.tensor()
+    gc.collect()
+    assert held.arena.words[held.block >> 3] == 5 << 32
+
+
+def test_it_may_end_on_any_thread(held):
+    box = [held.tensor()]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join(20)
+    assert held.step == FREE
+
+
+def test_a_forked_childs_copy_ends_without_a_word(held, child):
+    tensor = held.tensor()
+    kept, anchors = [tensor], list(held.leases.live.values())  # with its anchor alive, the child's release is called
+    child(lambda: (kept.clear(), gc.collect()))
+    assert held.step == HELD
+    assert float(tensor[0]) == 0.0
+    del anchors
+
+
+def test_a_late_release_frees_nobody_elses_block(held):
+    tensor = held.tensor()
+    held.arena.words[held.block >> 3] = 9 << 32 | held.arena.queued  # not ours any more
+    del tensor
+    gc.collect()
+    assert held.arena.words[held.block >> 3] == 9 << 32 | held.arena.queued
+
+
+def test_beyond_the_budget_there_is_no_lease_until_one_ends(arena):
+    arena.attach()
+    leases = Leases(arena, budget=3 * NBYTES)
+    blocks = [arena.allocate(NBYTES) for _ in range(4)]
+    arrays = [leases.lease(block, block + 64, NBYTES) for block in blocks]
+    assert [array is None for array in arrays] == [False, False, False, True]
+    arrays.clear()
+    assert leases.lease(blocks[3], blocks[3] + 64, NBYTES) is not None
+
+
+def test_a_fork_keeps_leases_that_it_may_read(held, child, kill):
+    tensor = held.tensor()
+    pid = child(lambda: None)
+    del tensor
+    assert held.step == HELD
+    held.leases.settle()
+    assert held.step == HELD
+    kill(pid)
+    held.leases.settle()
+    assert held.step == FREE
+
+
+def test_a_fork_keeps_the_leases_of_its_killed_parent(held, child, kill):
+    told, tell = os.pipe()
+
+    def parent():
+        held.arena.attach()
+        held.block = held.arena.allocate(NBYTES)
+        tensor = held.tensor()
+        if os.fork() == 0:
+            os.write(tell, os.getpid().to_bytes(4, "little"))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            signal.pause()
+        return tensor
+
+    pid = child(parent)
+    grandchild = int.from_bytes(os.read(told, 4), "little")
+    kill(pid)
+    rows = held.arena.rows
+    with rows.locked(1) as dead:
+        assert dead
+        assert not held.arena.finish(1)
+    assert [count for row, (count, _) in held.arena.holders().items() if row == 1] == [1]
+    os.kill(grandchild, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while rows.has_witness(1):
+        assert time.monotonic() < deadline
+    with rows.locked(1):
+        assert held.arena.finish(1)
+    assert 1 not in held.arena.holders()
+    os.close(told)
+    os.close(tell)
+
+
+def test_leases_younger_than_the_fork_are_not_kept(held, child):
+    other = held.tensor()
+    child(lambda: None)
+    held.block = held.arena.allocate(NBYTES)
+    tensor = held.tensor()
+    del tensor
+    assert held.step == FREE
+    del other
+
+
+def test_a_fork_without_leases_leaves_no_witness(held, child):
+    child(lambda: None)
+    assert not held.arena.rows.has_witness(held.arena.rows.index)
+    assert held.arena.rows.forks == 0

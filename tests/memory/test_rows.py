@@ -1,0 +1,209 @@
+"""Who is attached and who is dead, by a lock that the kernel drops."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory import rows as rows_module
+from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Rows
+from tensorpipe_ipc.memory.segment import Segment
+
+pytestmark = pytest.mark.kills
+
+
+@pytest.fixture
+def rows():
+    made = Rows(Segment.create(1 << 28))
+    made.attach(lambda _: True)
+    yield made
+    made.detach()
+    vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
+
+
+def attached(rows):
+    rows.attach(lambda _: True)
+    return rows
+
+
+def test_a_process_has_one_row(rows):
+    assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
+    rows.attach(lambda _: True)
+    assert rows.incarnation == 1
+
+
+def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_stopped(rows, child, kill):
+    pid = child(lambda: attached(rows))
+    assert rows.used() == [0, 1]
+    assert rows.is_alive(1)
+    os.kill(pid, signal.SIGSTOP)
+    with rows.locked(1) as dead:
+        assert not dead
+    assert rows.describe(1) == f"pid {pid} (alive)"
+    kill(pid)
+    assert not rows.is_alive(1)
+    with rows.locked(1) as dead:
+        assert dead
+    assert rows.describe(1) == f"pid {pid} (dead)"
+
+
+def test_a_grandchild_does_not_keep_its_killed_parents_row_alive(rows, child, kill):
+    told, tell = os.pipe()
+
+    def parent():
+        attached(rows)
+        if os.fork() == 0:
+            os.write(tell, os.getpid().to_bytes(4, "little"))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            signal.pause()
+
+    pid = child(parent)
+    grandchild = int.from_bytes(os.read(told, 4), "little")
+    kill(pid)
+    assert not rows.is_alive(1)
+    os.kill(grandchild, signal.SIGKILL)
+    os.close(told)
+    os.close(tell)
+
+
+def test_exec_is_death(rows, child):
+    told, tell = os.pipe()
+    os.set_inheritable(tell, True)
+    pid = os.fork()
+    if pid == 0:
+        attached(rows)
+        code = f"import os, signal; os.write({tell}, b'x'); signal.alarm(20); signal.pause()"
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    os.read(told, 1)
+    assert not rows.is_alive(1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(told)
+    os.close(tell)
+
+
+def test_other_descriptors_of_the_memfd_may_come_and_go(rows, child):
+    def process():
+        attached(rows)
+        os.close(os.dup(rows._descriptor))
+        os.close(os.open(f"/proc/self/fd/{rows.segment.descriptor}", os.O_RDWR))
+
+    child(process)
+    assert rows.is_alive(1)
+
+
+def test_a_dead_row_is_adopted_before_a_fresh_one_and_only_when_it_is_finished(rows, child, kill):
+    kill(child(lambda: attached(rows)))
+    asked = []
+    child(lambda: (rows.attach(lambda row: asked.append(row) or False), assert_is(rows.index, 2)))
+    child(lambda: (attached(rows), assert_is((rows.index, rows.incarnation), (1, 2))))
+    assert rows.used() == [0, 1, 2]
+
+
+def assert_is(value, expected):
+    assert value == expected
+
+
+def test_a_finished_row_is_not_finished_again(rows, child, kill):
+    kill(child(lambda: attached(rows)))
+    with rows.locked(1) as dead:
+        assert dead
+        rows.finished(1)
+    child(lambda: (rows.attach(lambda _: False), assert_is(rows.index, 1)))
+    assert not rows.is_finished(1)
+
+
+def test_only_one_thread_is_undertaker(rows, child, kill):
+    kill(child(lambda: attached(rows)))
+    inside = []
+
+    def other():
+        with rows.locked(1) as dead:
+            inside.append(dead)
+
+    with rows.locked(1) as dead:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join(20)
+        with rows.locked(1) as again:  # a signal handler that came in between
+            inside.append(again)
+        assert dead
+    assert inside == [False, False]
+
+
+def test_when_all_rows_are_taken_it_says_so(rows, child, monkeypatch):
+    monkeypatch.setattr(rows_module, "MAX_ROWS", 2)
+    child(lambda: attached(rows))
+    second = Rows(rows.segment)
+    with pytest.raises(SharedMemoryError, match="all 2 rows"):
+        second.attach(lambda _: True)
+
+
+def test_threads_get_different_operations_and_spare_ones_are_used_again(rows):
+    operations = [rows.operation(7, PUT) for _ in range(3)] + [rows.operation(7, GET, BATCH)]
+    words = [
+        word
+        for each in operations
+        for first in (each.credit, each.ticket, each.given)
+        for word in range(first, first + each.size)
+    ]
+    assert len(words) == len(set(words)) == 3 * 3 + 3 * BATCH
+    assert [record.ticket for record in rows.records(0, 7, PUT)] == [each.ticket for each in operations[:3]]
+    assert [record.ticket for record in rows.records(0, 7, GET)] == [operations[3].ticket]
+    rows.retire(operations[0])
+    assert rows.operation(8, GET) is operations[0]
+    assert len(list(rows.records(0, 7))) == 3
+
+
+def test_so_many_operations_that_there_is_no_room_say_so(rows):
+    for _ in range(rows_module.BATCHES):
+        rows.operation(7, PUT, BATCH)
+    with pytest.raises(SharedMemoryError, match="operations"):
+        rows.operation(7, PUT, BATCH)
+
+
+def test_after_a_fork_the_child_has_no_row_and_is_told(rows, child):
+    class Owner:
+        told = False
+
+        def forget(self):
+            self.told = True
+
+    owner = Owner()
+    rows.after_fork(owner.forget)
+    child(lambda: (assert_is((rows.index, owner.told), (-1, True)), attached(rows), assert_is(rows.index, 1)))
+    assert (rows.index, owner.told) == (0, False)
+
+
+def test_a_fork_while_a_thread_attaches_waits(rows):
+    """Else the child would inherit a descriptor that nobody knows, and with it the parent's row."""
+    code = (
+        "import os, threading\n"
+        "from tensorpipe_ipc.memory.rows import Rows\n"
+        "from tensorpipe_ipc.memory.segment import Segment\n"
+        "rows = Rows(Segment.create(1 << 28))\n"
+        "forked = []\n"
+        "def fork():\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: os._exit(len(os.listdir('/proc/self/fd')) - before)\n"
+        "    forked.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "thread = threading.Thread(target=fork)\n"
+        "Rows(rows.segment).attach(lambda _: True)\n"
+        "before = len(os.listdir('/proc/self/fd'))\n"
+        "real = rows._find\n"
+        "def find(finish):\n"
+        "    thread.start()\n"
+        "    thread.join(0.2)\n"
+        "    return real(finish)\n"
+        "rows._find = find\n"
+        "rows.attach(lambda _: True)\n"
+        "thread.join(20)\n"
+        "print(forked)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stdout.strip() == "[0]", done.stderr

@@ -1,0 +1,140 @@
+"""A segment is sealed, sparse, verified where it is attached, and refused with sizes and a remedy."""
+
+import fcntl
+import mmap
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, Segment
+
+
+def test_a_segment_is_large_and_costs_a_page():
+    segment = Segment.create()
+    assert segment.size == DEFAULT_SIZE
+    assert segment.resident() <= PAGE
+    segment.words[(DEFAULT_SIZE >> 3) - 1] = 7  # the very last word is there
+    assert segment.octets[DEFAULT_SIZE - 8] == 7
+
+
+@pytest.mark.parametrize("change", [lambda fd: os.ftruncate(fd, 0), lambda fd: os.ftruncate(fd, DEFAULT_SIZE * 2)])
+def test_nobody_can_resize_it(change):
+    segment = Segment.create()
+    with pytest.raises(PermissionError):
+        change(segment.descriptor)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_what_one_mapping_writes_another_reads():
+    segment = Segment.create(MINIMUM_SIZE)
+    other = Segment.attach(segment.descriptor)
+    segment.words[1000] = 42
+    assert other.words[1000] == 42
+
+
+def unsealed(size):
+    descriptor = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def sealed_with(size, head=b""):
+    descriptor = unsealed(size)
+    os.pwrite(descriptor, head, 0)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "words"),
+    [
+        (lambda: os.open("/dev/null", os.O_RDWR), "not a memfd"),
+        (lambda: unsealed(MINIMUM_SIZE), "not sealed"),
+        (lambda: sealed_with(4096), f"has 4096 bytes, {MINIMUM_SIZE} were expected"),
+        (lambda: sealed_with(MINIMUM_SIZE), "no segment of version 1"),
+        (lambda: sealed_with(MINIMUM_SIZE, b"TPIPESEG" + bytes([2] + [0] * 7)), "no segment of version 1"),
+    ],
+    ids=["no memfd", "not sealed", "too small", "no magic", "another version"],
+)
+def test_something_else_is_not_attached(descriptor, words):
+    opened = descriptor()
+    with pytest.raises(SharedMemoryError, match=words):
+        Segment.attach(opened)
+    os.close(opened)
+
+
+LIMITED = """
+import resource
+from tensorpipe_ipc.memory.segment import Segment
+resource.setrlimit(resource.{limit}, ({bytes}, {bytes}))
+try:
+    print(Segment.create().size)
+except OSError as refused:
+    print(type(refused).__name__, refused)
+"""
+
+
+def limited(limit, nbytes):
+    code = LIMITED.format(limit=limit, bytes=nbytes)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout.strip()
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_under_a_limit_it_is_smaller_and_under_a_small_one_refused_with_the_remedy(limit):
+    size = int(limited(limit, 8 << 30))
+    assert 1 << 31 <= size <= 8 << 30
+    refused = limited(limit, 200 << 20)
+    assert refused.startswith("SharedMemoryError")
+    assert str(MINIMUM_SIZE) in refused
+    assert "ulimit" in refused
+
+
+def test_punched_pages_cost_nothing_and_read_as_zeros():
+    segment = Segment.create(MINIMUM_SIZE)
+    segment.octets[PAGE : 64 * PAGE] = 7
+    before = segment.resident()
+    segment.punch(PAGE + 1, 64 * PAGE - 1)  # whole pages only
+    assert before - segment.resident() == 61 * PAGE
+    assert (segment.octets[2 * PAGE], segment.octets[PAGE], segment.octets[63 * PAGE]) == (0, 7, 7)
+
+
+def test_it_is_kept_out_of_core_files():
+    segment = Segment.create(MINIMUM_SIZE)
+    with open("/proc/self/smaps", encoding="utf-8") as smaps:
+        entry = smaps.read().split("memfd:tensorpipe_ipc", 1)[1].split("memfd:", 1)[0]
+    assert " dd" in next(line for line in entry.splitlines() if line.startswith("VmFlags"))
+    assert segment.memory.madvise  # still mapped
+
+
+def test_it_is_pickled_only_while_spawning():
+    with pytest.raises(RuntimeError, match="inheritance"):
+        pickle.dumps(Segment.create(MINIMUM_SIZE))
+
+
+def answer(segment):
+    segment.words[2000] = segment.words[1000] + 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_has_it(method):
+    segment = Segment.create(MINIMUM_SIZE)
+    segment.words[1000] = 41
+    process = multiprocessing.get_context(method).Process(target=answer, args=(segment,))
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    process.close()
+    assert segment.words[2000] == 42
+
+
+def test_the_mapping_outlives_the_segment_object_under_an_array():
+    array = Segment.create(MINIMUM_SIZE).octets[PAGE : 2 * PAGE]
+    array[:] = 3
+    assert array.sum() == 3 * PAGE
+    assert mmap.PAGESIZE >= PAGE

@@ -1,0 +1,80 @@
+"""Programs run as users run them: in a process group of their own, bounded, and with nothing of them left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUND = 100.0  # seconds: five processes that import torch at once on a busy machine need twenty
+PATIENCE = 10.0  # seconds for what a program has started to end after it
+
+
+class Done(NamedTuple):
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that runs meanwhile. Whatever is left of its process group at the end is killed."""
+    program = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Where the tests themselves run with Ctrl-C ignored (in the background of a shell), programs must not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        yield program
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+        for stream in (program.stdout, program.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def ended(program: subprocess.Popen[str]) -> Done:
+    """Wait for a program's end."""
+    out, err = program.communicate(timeout=BOUND)
+    return Done(program.returncode, out, err)
+
+
+def ran(*arguments: str) -> Done:
+    """Run a Python program."""
+    with started(*arguments) as program:
+        return ended(program)
+
+
+def left_of(group: int) -> list[str]:
+    """The commands of a program's group that live on. They have a while to go: multiprocessing's tracker ends after all."""
+    deadline = time.monotonic() + PATIENCE
+    while (left := _living(group)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _living(group: int) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found

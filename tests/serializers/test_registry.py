@@ -1,0 +1,307 @@
+"""The registry, and the conformance checks that a user's own serializer must pass."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from exchange import OWN, parts, round_trip, sent
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import serializers
+from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedLeaf
+from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_named, serializer_names
+from tensorpipe_ipc.serializers.base import describe, plain
+from tensorpipe_ipc.serializers.conformance import check_serializer
+from tensorpipe_ipc.wire.metas import TensorMeta
+
+RAW = serializer_named("raw")
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """Serializers that a test registers are forgotten after it."""
+    before = dict(serializers._SERIALIZERS)
+    yield
+    serializers._SERIALIZERS.clear()
+    serializers._SERIALIZERS.update(before)
+
+
+class Zlib:
+    """raw's bytes, compressed."""
+
+    name = "zlib"
+    zero_copy = False
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        meta, payload = RAW.encode(tensor)
+        return meta, zlib.compress(bytes(payload), 1)
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        return RAW.decode(meta, memoryview(bytearray(zlib.decompress(payload))))
+
+
+def test_lists_its_names() -> None:
+    """The three are there from the start, sorted, and a user's own comes among them."""
+    assert serializer_names() == ("numpy", "raw", "torch_save")
+    tp.register_serializer(Zlib())
+    assert tp.serializer_names() == ("numpy", "raw", "torch_save", "zlib")
+
+
+@pytest.mark.parametrize("name", ["rwa", "", None, 3, ["raw"]])
+def test_an_unknown_name_lists_the_known(name: Any) -> None:
+    """A name that nobody registered is a LookupError of ours that says which there are, and how to add one."""
+    with pytest.raises(
+        UnknownSerializer, match=r"\(known: numpy, raw, torch_save\); register_serializer\(\)"
+    ) as raised:
+        serializer_named(name)
+    assert isinstance(raised.value, LookupError)
+
+
+def test_the_built_in_ones_pass_their_own_checks() -> None:
+    """raw, numpy and torch_save conform."""
+    for name in serializer_names():
+        check_serializer(serializer_named(name))
+
+
+def test_a_good_one_takes_the_whole_zoo() -> None:
+    """Once registered, a user's serializer carries every tree, whatever memory its tensors are to have."""
+    register_serializer(Zlib())
+    for name in zoo.ZOO:
+        for own in (0, OWN):
+            zoo.same(zoo.make(name), round_trip(zoo.make(name), "zlib", own))
+
+
+class ForgetsStrides(Zlib):
+    """Reads the memory behind a tensor in its order, whatever its strides are."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())
+        return describe(plain(tensor)), bytes(storage.tolist())
+
+
+class ForgetsStridesAndStillFits(Zlib):
+    """Sends the right number of bytes, in the order of memory instead of that of the indices."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        meta = describe(plain(tensor).contiguous())
+        return meta, zlib.compress(bytes(RAW.encode(tensor)[1]))
+
+
+class Mutates(Zlib):
+    """Sends a tensor's items, and leaves it with others."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        meta, payload = super().encode(tensor)
+        if tensor.is_contiguous() and not tensor.requires_grad and tensor.numel():
+            tensor.view(-1)[0] = 1 if tensor.dtype is torch.bool else tensor.view(-1)[-1]
+            tensor.view(-1).view(torch.uint8)[0] ^= 1
+        return meta, payload
+
+
+class LosesDtype(Zlib):
+    """Gives everything back as float32: the fault of the method that this package takes its numpy from."""
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        return super().decode(meta, payload).to(torch.float32)
+
+
+class LosesShape(Zlib):
+    """Gives everything back in one dimension."""
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        return super().decode(meta, payload).reshape(-1)
+
+
+class RaisesWhenEncoding(Zlib):
+    """Lets its own exceptions out."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        if tensor.dtype is torch.bfloat16:
+            raise KeyError("bfloat16")
+        return super().encode(tensor)
+
+
+class RaisesWhenDecoding(Zlib):
+    """Cannot read what it wrote."""
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        raise KeyError(meta.dtype)
+
+
+class GivesNoMeta(Zlib):
+    """Gives a dtype for a meta."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        return tensor.dtype, b""
+
+
+class GivesNoBytes(Zlib):
+    """Gives a list for a payload."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        return describe(plain(tensor)), [1, 2, 3]
+
+
+class GivesNoTensor(Zlib):
+    """Gives an array for a tensor."""
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> Any:
+        return super().decode(meta, payload).tolist()
+
+
+class HidesAliasing(Zlib):
+    """Says that it copies, and returns a tensor on the payload."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        return RAW.encode(tensor)
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        return RAW.decode(meta, payload)
+
+
+class AliasesReadOnly(HidesAliasing):
+    """Returns a tensor on the payload even where that may not be written to."""
+
+    zero_copy = True
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        if not meta.nbytes:
+            return torch.empty(meta.shape, dtype=meta.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of just that
+            return RAW.decode(meta, _writable(torch.frombuffer(payload, dtype=torch.uint8)))
+
+
+def _writable(memory: torch.Tensor) -> memoryview:
+    return memory.numpy().data
+
+
+class RefusesReadOnly(AliasesReadOnly):
+    """Takes no payload that may not be written to."""
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        if payload.readonly:
+            raise ValueError("a read-only payload")
+        return RAW.decode(meta, payload)
+
+
+class RefusesAll(Zlib):
+    """Takes nothing."""
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        raise UnsupportedLeaf("no")
+
+
+BAD = [
+    (ForgetsStrides, "cannot read what it wrote .*transposed|cannot read what it wrote"),
+    (ForgetsStridesAndStillFits, "gave transposed back with other items"),
+    (Mutates, "changed the tensor that it encoded"),
+    (LosesDtype, "the payload holds torch.float32"),
+    (LosesShape, r"the payload holds torch.bool \[6\], the header says torch.bool \[2, 3\]"),
+    (RaisesWhenEncoding, r"failed on torch.bfloat16 \[2, 3\]: KeyError"),
+    (RaisesWhenDecoding, "could not decode .* KeyError"),
+    (GivesNoMeta, r"encode\(\) gave a dtype for a meta; return describe\(tensor\)"),
+    (GivesNoBytes, "memoryview: a bytes-like object is required"),
+    (GivesNoTensor, "the payload holds a list, not a tensor"),
+    (AliasesReadOnly, "onto its payload, which is read-only"),
+    (HidesAliasing, "onto its payload, which it may with zero_copy = True only"),
+    (RefusesReadOnly, "cannot read what it wrote .*a read-only payload"),
+    (RefusesAll, "refuses every kind of tensor"),
+]
+
+
+@pytest.mark.parametrize(("bad", "says"), BAD)
+def test_a_bad_one_is_caught(bad: type, says: str) -> None:
+    """Each fault is a TypeError that says what went wrong, on which tensor, and nothing is registered."""
+    with pytest.raises(TypeError, match=says):
+        register_serializer(bad())
+    assert serializer_names() == ("numpy", "raw", "torch_save")
+
+
+class Half(Zlib):
+    """Says of itself that it is lossy."""
+
+    name = "half"
+    lossy = True
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        if tensor.dtype is not torch.float32:
+            raise UnsupportedLeaf("only float32")
+        tensor = plain(tensor).contiguous()
+        return describe(tensor), zlib.compress(tensor.half().numpy().tobytes())
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        half = torch.frombuffer(bytearray(zlib.decompress(payload)) or bytearray(2), dtype=torch.float16)
+        return half[: meta.nbytes // 4].float().view(meta.shape)
+
+
+def test_a_lossy_one_may_say_so() -> None:
+    """A serializer that says ``lossy = True`` need not give equal items; all else is held against it."""
+    register_serializer(Half())
+    assert round_trip(torch.tensor([1.0, 1 / 3]), "half").tolist() == pytest.approx([1.0, 1 / 3], abs=1e-3)
+    Half.lossy = False
+    try:
+        with pytest.raises(TypeError, match="other items"):
+            check_serializer(Half())
+    finally:
+        Half.lossy = True
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", "x" * 65, "a/b", "a\n", None, 3])
+def test_bad_names_are_refused(name: Any) -> None:
+    """A name that is none is a ValueError that says what a name is."""
+    serializer = Zlib()
+    serializer.name = name
+    with pytest.raises(ValueError, match="1 to 64 letters, digits"):
+        register_serializer(serializer)
+
+
+@pytest.mark.parametrize("name", ["raw", "numpy", "torch_save", "zlib"])
+def test_a_taken_name_is_refused(name: str) -> None:
+    """Another serializer of a name is refused; the same class again (a notebook cell run again) is not."""
+    register_serializer(Zlib())
+    register_serializer(Zlib())
+    other = LosesShape()
+    other.name = name
+    with pytest.raises(ValueError, match=f"a serializer named '{name}' is registered already"):
+        register_serializer(other)
+
+
+def test_what_is_no_serializer_is_refused() -> None:
+    """An object without one of the four attributes is a TypeError that names them."""
+    with pytest.raises(TypeError, match=r"lacks one of name, zero_copy, encode\(\) and decode\(\)"):
+        register_serializer(object())  # type: ignore[arg-type]
+    assert isinstance(Zlib(), Serializer)
+
+
+class BreaksLater(Zlib):
+    """Passes the checks, then breaks."""
+
+    name = "later"
+    broken = False
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        if self.broken:
+            raise OSError("out of luck")
+        return super().encode(tensor)
+
+
+def test_errors_become_ours_afterwards_too() -> None:
+    """What a registered serializer raises of its own is an UnsupportedLeaf with a path, or a ProtocolError."""
+    register_serializer(BreaksLater())
+    frames = parts(sent(torch.ones(2), "later"))
+    with pytest.raises(ProtocolError, match="serializer 'later' could not decode .*incorrect header"):
+        serializer_named("later").decode(describe(torch.ones(2)), memoryview(b"x" + frames[1]))
+    BreaksLater.broken = True
+    try:
+        with pytest.raises(UnsupportedLeaf, match=r"^tree\['a'\]: serializer 'later' failed .*out of luck") as raised:
+            sent({"a": torch.ones(2)}, "later")
+        assert isinstance(raised.value.__cause__, OSError)
+    finally:
+        BreaksLater.broken = False

@@ -1,0 +1,178 @@
+"""The serializer ``torch_save``: every layout, and no code from the payload."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exchange import parts, round_trip, sent
+
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.wire.metas import OPAQUE, meta_of
+
+TORCH_SAVE = serializer_named("torch_save")
+LAYOUTS = {
+    "COO": lambda: torch.eye(3).to_sparse(),
+    "CSR": lambda: torch.eye(4).to_sparse_csr(),
+    "CSC": lambda: torch.eye(4).to_sparse_csc(),
+    "BSR": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "BSC": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        torch.ones(2, 2), torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.quint8
+    ),
+}
+
+
+def dense(tensor: torch.Tensor) -> list[Any]:
+    if tensor.is_nested:
+        return [part.tolist() for part in tensor.unbind()]
+    if tensor.is_quantized:
+        return [tensor.int_repr().tolist(), tensor.dequantize().tolist()]
+    return tensor.to_dense().tolist()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_takes_every_layout(layout: str) -> None:
+    """Sparse, nested and quantized tensors arrive as what they were, alone and beside others, twice over."""
+    tensor = LAYOUTS[layout]()
+    for got in (round_trip(tensor, "torch_save"), *round_trip([torch.ones(2), tensor, tensor], "torch_save")[1:]):
+        assert (got.layout, got.dtype, got.is_nested) == (tensor.layout, tensor.dtype, tensor.is_nested)
+        assert dense(got) == dense(tensor)
+
+
+def test_refuses_what_torch_cannot_save() -> None:
+    """mkldnn and meta tensors are refused, with what to do."""
+    for tensor, says in ((torch.ones(3).to_mkldnn(), "to_dense"), (torch.ones(2, device="meta"), "send its shape")):
+        with pytest.raises(UnsupportedLeaf, match=says):
+            sent(tensor, "torch_save")
+
+
+def test_a_view_does_not_drag_its_storage_along() -> None:
+    """Of a small view of a large storage only the view is saved."""
+    assert len(parts(sent(torch.zeros(1 << 20)[:10], "torch_save"))[1]) < 4096
+
+
+def rezip(payload: bytes, compression: int) -> memoryview:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(payload)) as before, zipfile.ZipFile(file, "w", compression) as after:
+        for entry in before.infolist():
+            after.writestr(entry.filename, before.read(entry.filename))
+    return memoryview(bytearray(file.getvalue()))
+
+
+def test_refuses_compressed_archives() -> None:
+    """An archive that unpacks to more than it stores, which torch.load would read, is refused."""
+    meta, payload = TORCH_SAVE.encode(torch.zeros(1 << 20))
+    assert TORCH_SAVE.decode(meta, rezip(bytes(payload), zipfile.ZIP_STORED)).shape == (1 << 20,)
+    bomb = rezip(bytes(payload), zipfile.ZIP_DEFLATED)
+    assert len(bomb) < 50_000
+    with pytest.raises(ProtocolError, match=r"bytes for a tensor of 4194304|compressed"):
+        TORCH_SAVE.decode(meta, bomb)
+    with pytest.raises(ProtocolError, match="compressed"):
+        TORCH_SAVE.decode(OPAQUE, bomb)
+
+
+def test_refuses_older_formats() -> None:
+    """torch's format before archives, which allocates what it announces, is refused."""
+    file = io.BytesIO()
+    torch.save(torch.ones(3), file, _use_new_zipfile_serialization=False)
+    with pytest.raises(ProtocolError, match=r"no torch.save file"):
+        TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue()))
+
+
+def test_refuses_what_is_no_tensor_or_another() -> None:
+    """A file of something else than the meta says is refused, with both."""
+    file = io.BytesIO()
+    torch.save({"a": 1}, file)
+    with pytest.raises(ProtocolError, match="holds a dict, not a tensor"):
+        TORCH_SAVE.decode(OPAQUE, memoryview(file.getvalue()))
+    _, payload = TORCH_SAVE.encode(torch.ones(3))
+    for meta in (meta_of(torch.float64, (3,)), meta_of(torch.float32, (4,))):
+        with pytest.raises(ProtocolError, match=r"holds torch.float32 \[3\]"):
+            TORCH_SAVE.decode(meta, memoryview(payload))
+
+
+def test_a_file_that_is_cut_anywhere_is_refused() -> None:
+    """No length of a damaged file lets another exception out."""
+    meta, payload = TORCH_SAVE.encode(torch.ones(3))
+    for end in range(0, len(payload), 7):
+        with pytest.raises(ProtocolError):
+            TORCH_SAVE.decode(meta, memoryview(payload)[:end])
+
+
+_ATTACK = """
+import io, os, pickle, struct, subprocess, sys
+sys.path[:0] = {path!r}
+import torch
+from exchange import parts, received, sent
+from tensorpipe_ipc.errors import ProtocolError
+
+seen = []
+sys.addaudithook(lambda event, arguments: seen.append(event) if event in EVENTS else None)
+EVENTS = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "pickle.find_class")
+
+class Attack:
+    def __init__(self, call, *arguments):
+        self.call, self.arguments = call, arguments
+    def __reduce__(self):
+        return self.call, self.arguments
+
+attacks = [
+    Attack(call, *arguments)
+    for call, arguments in [
+        (os.system, ("touch attacked",)),
+        (subprocess.Popen, (["touch", "attacked"],)),
+        (eval, ("__import__('os').system('touch attacked')",)),
+        (exec, ("import os; os.system('touch attacked')",)),
+        (torch.load, ("attacked",)),
+    ]
+]
+payloads = []
+for attack in attacks:
+    file = io.BytesIO()
+    torch.save(attack, file)
+    payloads += [pickle.dumps(attack), pickle.dumps(attack, 2), file.getvalue()]
+
+for serializer in ("raw", "numpy", "torch_save"):
+    header, saved = parts(sent(torch.ones(3), serializer))
+    for payload in payloads:
+        # As a payload of the right length, and in the place of a text, a key and bytes.
+        nbytes = header.index(struct.pack("<Q", len(saved)))
+        frames = [header[:nbytes] + struct.pack("<Q", len(payload)) + header[nbytes + 8 :] + payload]
+        seen.clear()
+        try:
+            received(frames)
+            print("accepted", serializer)
+        except ProtocolError:
+            pass
+        ran = [event for event in seen if event != "pickle.find_class" or serializer != "torch_save"]
+        if ran:
+            print("ran", serializer, ran)
+        seen.clear()
+        assert received(sent([payload, {{payload: 1}}], serializer))[0] == payload
+        if "os.system" in seen or "subprocess.Popen" in seen:
+            print("ran", serializer, seen)
+seen.clear()
+os.system("true")
+print("hook works" if seen == ["os.system"] else "hook does not work", os.listdir("."))
+"""
+
+
+def test_no_payload_runs_code(tmp_path: Path) -> None:
+    """Pickles that want to run a command are refused by every serializer, and the interpreter sees nothing run.
+
+    For ``raw`` and ``numpy`` it sees no pickle look for a class either.
+    """
+    path = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    code = _ATTACK.format(path=path)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.stdout == "hook works []\n", done.stdout + done.stderr

@@ -1,0 +1,216 @@
+"""The house as a test: which floor each file stands on, who may import whom, and who may touch which library."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tensorpipe_ipc
+
+HOUSE = Path(tensorpipe_ipc.__file__).parent
+FILES = sorted(path.relative_to(HOUSE).as_posix() for path in HOUSE.rglob("*.py"))
+
+# What stands at the top of the package, file or folder, and its floor. A new one gets its floor here first.
+FLOORS = {
+    "errors": 0,
+    "process": 0,
+    "limits": 0,
+    "guard": 1,
+    "wire": 1,
+    "serializers": 2,
+    "memory": 2,
+    "pickling": 2,
+    "transport": 3,
+    "moving": 3,
+    "producer": 4,
+    "consumer": 4,
+    "tensor_queue": 4,
+    "context": 5,
+    "tracking": 6,
+    "__init__": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+
+# Each foreign library has one door, where its errors are translated. Files, or folders with a slash at the end.
+DOORS = {
+    "zmq": {"transport/zmq_sockets.py"},
+    "psutil": {"process.py", "tracking.py"},
+    "mmap": {"memory/segment.py", "transport/token_pipe.py"},
+    "rich": {"cli/"},
+    "sklearn": {"cli/"},
+    "PIL": {"cli/"},
+    "matplotlib": set(),
+    "torch.cuda": {"memory/staging.py"},
+}
+
+# Whatever turns bytes into calls. Bytes from a socket never meet one; the list is empty until queues, private to one
+# family of processes, have theirs.
+PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg", "joblib"}
+PICKLE_DOORS = {"pickling.py"}
+
+
+def _tree(file: str) -> ast.Module:
+    return ast.parse((HOUSE / file).read_text(encoding="utf-8"), file)
+
+
+def _imports(file: str) -> Iterator[str]:
+    """Every module that a file imports, by its full dotted name, wherever in the file the import stands."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if _is_module(name) or node.module == "torch" else str(node.module)
+
+
+def _is_module(name: str) -> bool:
+    path = HOUSE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def _own_imports(file: str) -> set[str]:
+    """The files of the house that a file imports."""
+    found = set()
+    for name in _imports(file):
+        package, _, rest = name.partition(".")
+        if package == HOUSE.name:
+            path = rest.replace(".", "/")
+            found.add(f"{path}.py" if (HOUSE / f"{path}.py").is_file() else f"{path}/__init__.py".lstrip("/"))
+    return found
+
+
+def _room(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_point_down(file: str) -> None:
+    """A file imports its own room and lower floors only; the rooms of one floor do not know each other."""
+    room = _room(file)
+    assert room in FLOORS, f"{file} stands on no floor: give {room!r} one in FLOORS"
+    for other in _own_imports(file):
+        assert _room(other) == room or FLOORS[_room(other)] < FLOORS[room], (
+            f"{file} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[_room(other)]})"
+        )
+
+
+def test_has_no_cycles() -> None:
+    """No file imports itself by way of others."""
+    done: set[str] = set()
+
+    def visit(file: str, way: tuple[str, ...]) -> None:
+        assert file not in way, f"a cycle: {' -> '.join([*way[way.index(file) :], file])}"
+        if file not in done:
+            for other in sorted(_own_imports(file) - {file}):
+                visit(other, (*way, file))
+            done.add(file)
+
+    for file in FILES:
+        visit(file, ())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_library_has_one_door(file: str) -> None:
+    """A foreign library is imported behind its door only, and what unpickles only where it is listed."""
+    for name in _imports(file):
+        for library, doors in [*DOORS.items(), *((pickle, PICKLE_DOORS) for pickle in sorted(PICKLES))]:
+            if name == library or name.startswith(f"{library}."):
+                assert any(file == door or (door.endswith("/") and file.startswith(door)) for door in doors), (
+                    f"{file} imports {name}; its door is {sorted(doors) or 'nowhere'}"
+                )
+        assert name.split(".")[0] not in ("bench", "examples", "tests"), f"{file} imports {name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_dangerous_call_has_one_door(file: str) -> None:
+    """torch.load stands in its serializer only, and torch.cuda in the file that stages GPU tensors."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr == "load":
+                assert file == "serializers/torch_save.py", f"{file}:{node.lineno} calls torch.load"
+            if node.attr == "cuda":
+                assert file in DOORS["torch.cuda"], f"{file}:{node.lineno} uses torch.cuda"
+
+
+def _public(body: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_public_names_are_documented(file: str) -> None:
+    """Every file, public class, public function and public method says what it is for."""
+    tree = _tree(file)
+    assert ast.get_docstring(tree) or not tree.body, f"{file} has no docstring"
+    for node in _public(tree.body):
+        assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
+        if isinstance(node, ast.ClassDef):
+            for method in _public(node.body):
+                accessor = any(isinstance(mark, ast.Attribute) for mark in method.decorator_list)  # @name.setter
+                assert ast.get_docstring(method) or accessor, f"{file}:{method.lineno}: {node.name}.{method.name}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_all_names_what_is_public(file: str) -> None:
+    """Each name in ``__all__`` is there, once, and no public class or function of the file is missing."""
+    tree = _tree(file)
+    assigned: dict[str, ast.expr | None] = {}
+    names = {node.name for node in tree.body if hasattr(node, "name")}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                assigned |= {name.id: node.value for name in ast.walk(target) if isinstance(name, ast.Name)}
+    public = {node.name for node in _public(tree.body)}
+    if "__all__" not in assigned:
+        assert not public, f"{file} has no __all__, and defines {sorted(public)}"
+        return
+    listed = ast.literal_eval(assigned["__all__"] or ast.List([]))
+    assert len(listed) == len(set(listed)), f"{file}: __all__ names something twice"
+    assert public <= set(listed), f"{file}: {sorted(public - set(listed))} are public and not in __all__"
+    assert set(listed) <= names | set(assigned), f"{file}: {sorted(set(listed) - names - set(assigned))} are not there"
+
+
+def test_the_package_exports_what_it_says() -> None:
+    """Every name in the package's ``__all__`` is an attribute of it."""
+    assert [name for name in tensorpipe_ipc.__all__ if not hasattr(tensorpipe_ipc, name)] == []
+
+
+_IMPORT = """
+import os, sys, threading
+import msgspec, numpy, psutil, torch, zmq
+
+def state():
+    return (
+        sorted(os.listdir("/proc/self/task")),
+        threading.enumerate(),
+        sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]),
+        psutil.Process().children(),
+        dict(os.environ),
+        [os.path.join(at, name) for at, folders, files in os.walk(".") for name in folders + files],
+        os.path.isdir(os.path.join(os.environ["XDG_RUNTIME_DIR"], "tensorpipe_ipc")),
+    )
+
+os.listdir("/proc/self/task"), psutil.Process().children()
+before = state()
+import tensorpipe_ipc
+after = state()
+assert before == after, (before, after)
+print("nothing happened")
+"""
+
+
+def test_importing_does_nothing(tmp_path: Path) -> None:
+    """Importing the package starts no thread or child, opens nothing, writes nothing and sets no variable."""
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(HOUSE.parent)!r})\n{_IMPORT}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.stdout == "nothing happened\n", done.stderr

@@ -1,0 +1,64 @@
+"""Each example runs alone, prints what it proves, and says nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from programs import ROOT, ended, ran, started
+
+EXAMPLES = ROOT / "examples"
+PROMISED = {
+    "quickstart.py": r"(step \d: \(3, 224, 224\) torch.float32, every item as it was put\n){5}"
+    r"5 messages from pid \d+ to pid \d+, and its goodbye\n",
+    "replace_mp_queue.py": r"10 tensors summed by 2 workers, every sum right\n",
+    "survive_a_kill.py": r"consumer and producer killed \(-9, -9\); got \[0.0, 1.0, 2.0\], nothing hangs\n",
+    "fan_in.py": r"(producer \d: 50 messages, in order, none lost, none twice\n){3}",
+    "fan_out.py": r"60 tasks, each done once; by each worker: \{0: \d+, 1: \d+, 2: \d+\}\n",
+    "own_serializer.py": r"a mask of 1,000,000 bytes came as \d,\d{3}, and is equal\n",
+    "nested_batches.py": r"boxes of each image: \[\(0, 4\), \(1, 4\), \(2, 4\), \(3, 4\)\], mean \[0.5 0.5 0.5\]\n"
+    r"the images are views of the block here too, which travelled once: 49,\d{3} bytes\n",
+    "loan.py": r"(batch \d: 2,408,448 bytes written by pid \d+, read in place by pid \d+\n){3}"
+    r"a broken image: the loan was given back\n",
+    "forward_without_copy.py": r"moved: what is left of it here has shape \(0,\)\n"
+    r"back from 2 processes, every item times 4, at the same address: True\n",
+}
+PAIR = ("across_unrelated_programs/producer.py", "across_unrelated_programs/consumer.py")
+
+
+def test_every_example_is_listed() -> None:
+    """No example goes without a test, each has less than 60 lines, and each says what it is for."""
+    found = {path.relative_to(EXAMPLES).as_posix(): path.read_text() for path in EXAMPLES.rglob("*.py")}
+    assert set(found) == {*PROMISED, *PAIR}
+    for name, text in found.items():
+        assert len(text.splitlines()) < 60, name
+        assert text.startswith('"""'), name
+        assert 'if __name__ == "__main__":' in text, name
+
+
+@pytest.mark.limit(110)
+@pytest.mark.parametrize("name", PROMISED)
+def test_example(name: str) -> None:
+    """An example ends well, and all that it prints is what it proves."""
+    done = ran(str(EXAMPLES / name))
+    assert (done.status, done.err) == (0, "")
+    assert re.fullmatch(PROMISED[name], done.out)
+
+
+@pytest.mark.limit(110)
+@pytest.mark.parametrize("first", PAIR, ids=[Path(name).stem for name in PAIR])
+@pytest.mark.parametrize("scheme", ["name", "ipc"])
+def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> None:
+    """Two programs that share nothing but the endpoint find each other, whichever starts first."""
+    endpoint = [] if scheme == "name" else [f"ipc://{tmp_path}/x"]
+    (second,) = set(PAIR) - {first}
+    with started(str(EXAMPLES / first), *endpoint) as one, started(str(EXAMPLES / second), *endpoint) as other:
+        done = [ended(one), ended(other)]
+    assert [(each.status, each.err) for each in done] == [(0, "")] * 2
+    said = "".join(sorted(each.out for each in done))
+    assert re.fullmatch(
+        r"consumer \(pid \d+\): 20 tensors taken, every sum as it was sent\n"
+        r"producer \(pid \d+\): 20 tensors put, and all taken\n",
+        said,
+    )

@@ -1,0 +1,244 @@
+"""What get returns lasts as long as anything lies on it, and its block comes back then: one test for each promise."""
+
+import gc
+import os
+import queue
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from arenas import CAPACITY, blocks_in_use, small_context
+from crash_points import in_child, reap
+
+from tensorpipe_ipc.errors import SharedMemoryError
+
+pytestmark = pytest.mark.kills
+
+SIZE = 100_000
+LIMIT = 20
+
+KEEPERS = {
+    "the tensor": lambda t: t,
+    "a view": lambda t: t.view(100, -1)[3],
+    "a slice": lambda t: t[5:7],
+    "detach": lambda t: t.detach(),
+    "numpy": lambda t: t.numpy(),
+    "a view of an array": lambda t: t.numpy()[3:][1:],
+    "the storage": lambda t: t.untyped_storage(),
+    "dlpack": lambda t: t.__dlpack__(),
+    "saved for backward": lambda t: (t.requires_grad_() * t).sum(),
+    "a cycle": lambda t: (lambda box: box.append(box) or box)([t]),
+}
+
+
+def leased(there, dtype=torch.float32, **how):
+    there.put(torch.full((SIZE,), 3, dtype=dtype))
+    return there.get(**how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
+def test_a_lease_is_kept_by(ctx, keep, dtype):
+    there = ctx.Queue()
+    if dtype is torch.bfloat16 and keep in (KEEPERS["numpy"], KEEPERS["a view of an array"]):
+        pytest.skip("NumPy has no bfloat16")
+    kept = keep(leased(there, dtype))
+    assert blocks_in_use(ctx) == {"held": 1}
+    for _ in range(3):
+        there.put(torch.zeros(SIZE, dtype=dtype))
+        there.get()
+    if isinstance(kept, torch.Tensor) and kept.numel() > 1:
+        assert kept.detach().float().unique().tolist() == [3.0]
+    del kept
+    assert blocks_in_use(ctx) == {}
+
+
+@pytest.mark.parametrize("name", ["x", "small", "array"])
+def test_each_leaf_of_a_message_keeps_its_block(ctx, name):
+    there = ctx.Queue()
+    there.put({"x": torch.ones(SIZE), "small": torch.ones(4), "array": torch.ones(SIZE).numpy()})
+    kept = there.get()[name]
+    assert blocks_in_use(ctx) == {"held": 1}
+    there.put(torch.zeros(3 * SIZE))
+    there.get()
+    assert kept.sum() == len(kept)
+    del kept
+    assert blocks_in_use(ctx) == {}
+
+
+def test_it_is_released_by_another_thread(ctx):
+    box = [leased(ctx.Queue())]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join(LIMIT)
+    assert blocks_in_use(ctx) == {}
+
+
+def hold_until_exit(there, told):
+    global _held
+    _held = there.get(timeout=LIMIT)
+    told.put(1)
+
+
+_held = None
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_it_is_released_by_the_interpreters_exit(method):
+    ctx = small_context(method)
+    there, told = ctx.Queue(), ctx.Queue()
+    there.put(torch.ones(SIZE))
+    process = ctx.Process(target=hold_until_exit, args=(there, told))
+    process.start()
+    assert told.get(timeout=LIMIT) == 1
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    ctx.tensorpipe_undertaker().look()
+    assert blocks_in_use(ctx) == {}
+    vars(ctx).clear()
+
+
+def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx):
+    there = ctx.Queue()
+    there.put(torch.full((SIZE,), 3.0))
+    told, tell = os.pipe()
+    wait, go = os.pipe()
+
+    def child():
+        lease = there.get(timeout=LIMIT)
+        there._queue.close()
+        vars(there).clear()
+        vars(ctx).clear()
+        gc.collect()
+        os.write(tell, b"x")
+        os.read(wait, 1)
+        assert lease.unique().tolist() == [3.0]
+
+    pid = in_child(child)
+    os.read(told, 1)
+    for _ in range(20):
+        ctx.tensorpipe_undertaker().look(inherit=True)
+        there.put(torch.zeros(SIZE))
+        there.get()
+    os.write(go, b"x")
+    assert reap(pid) == 0
+    for end in (told, tell, wait, go):
+        os.close(end)
+
+
+def test_it_outlives_its_killed_producer(ctx):
+    there = ctx.Queue()
+
+    def child():
+        there.put(torch.full((SIZE,), 3.0))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    reap(in_child(child))
+    lease = there.get(timeout=LIMIT)
+    ctx.tensorpipe_undertaker().look(inherit=True)
+    for _ in range(20):
+        there.put(torch.zeros(SIZE))
+        there.get()
+    assert lease.unique().tolist() == [3.0]
+
+
+def test_a_forked_child_reads_what_its_parent_lets_go(ctx):
+    there = ctx.Queue()
+    box = [leased(there)]
+    read, write = os.pipe()
+
+    def child():
+        os.read(read, 1)
+        assert box[0].unique().tolist() == [3.0]
+
+    pid = in_child(child)
+    box.clear()
+    assert blocks_in_use(ctx) == {"held": 1}
+    for _ in range(5):
+        there.put(torch.zeros(SIZE))
+        there.get()
+    os.write(write, b"x")
+    assert reap(pid) == 0
+    assert blocks_in_use(ctx) == {}
+    os.close(read)
+    os.close(write)
+
+
+def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx):
+    there, told = ctx.Queue(), ctx.Queue()
+    count = CAPACITY // (4 << 20) - 1
+    payload = torch.ones(1 << 20)
+
+    def hold():
+        leases = ctx.tensorpipe_undertaker().leases
+        ctx.tensorpipe_undertaker().attach()
+        leases.budget = leases._room = CAPACITY
+        held = [there.get(copy=False) for _ in range(count)]
+        told.put(len(held))
+        signal.pause()
+
+    for _ in range(count):
+        there.put(payload, timeout=0)
+    pid = in_child(hold)
+    assert told.get(timeout=LIMIT) == count
+    there.put(1)
+    with pytest.raises(queue.Full, match=rf"pid {pid} \(alive\) has {count} blocks"):
+        there.put(payload, timeout=0.01)
+    os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    there.put(payload, timeout=5)
+    took = time.monotonic() - began
+    reap(pid)
+    assert took < 0.1 + 0.4  # the promise, and what a busy machine adds
+
+
+@pytest.mark.parametrize("size", [1, 10, SIZE])
+def test_copy_true_gives_own_memory_and_copy_false_a_lease(ctx, size):
+    there = ctx.Queue()
+    for copy, held in ((True, {}), (False, {"held": 1}), ("auto", {"held": 1} if size == SIZE else {})):
+        there.put({"x": torch.full((size,), 3.0), "n": 1})
+        got = there.get(copy=copy)
+        assert blocks_in_use(ctx) == held
+        assert (got["x"].sum(), got["n"]) == (3 * size, 1)
+        got["x"].zero_()
+        got.clear()
+    assert blocks_in_use(ctx) == {}
+
+
+def test_copy_true_copies_what_was_moved(ctx):
+    there = ctx.Queue()
+    there.put([ctx.empty(SIZE).fill_(3), "text"], move=True)
+    got = there.get(copy=True)
+    assert blocks_in_use(ctx) == {}
+    assert (got[0].sum(), got[1]) == (3 * SIZE, "text")
+
+
+@pytest.mark.parametrize("obj", [5, "text", torch.empty(0, 4), [torch.empty(0)]], ids=str)
+def test_copy_false_of_what_has_no_memory_holds_none(ctx, obj):
+    there = ctx.Queue()
+    there.put(obj)
+    got = there.get(copy=False)
+    assert blocks_in_use(ctx) == {}
+    assert type(got) is type(obj)
+
+
+def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):
+    there = ctx.Queue(3)
+    leases = ctx.tensorpipe_undertaker().leases
+    leases.budget = leases._room = 2 * 4 * SIZE
+    held = [leased(there, copy=False), leased(there, copy=False)]
+    for i in range(2):
+        there.put(torch.full((SIZE,), float(i)))
+    for _ in range(5):
+        with pytest.raises(SharedMemoryError, match=f"may have {8 * SIZE} bytes under lease"):
+            there.get(copy=False)
+    assert there.get(copy="auto").sum() == 0  # a copy
+    with pytest.raises(SharedMemoryError):
+        there.get(copy=False)
+    held.pop()
+    got = there.get(copy=False)
+    assert got.sum() == SIZE
+    assert blocks_in_use(ctx) == {"held": 2}

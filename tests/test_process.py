@@ -1,0 +1,93 @@
+"""Who a process is, whether it lives, what memory it holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from tensorpipe_ipc.process import Identity, identity, is_alive, memory
+
+_SAY = "from tensorpipe_ipc.process import identity; import msgspec; print(msgspec.json.encode(identity()).decode())"
+
+
+def _child() -> tuple[subprocess.Popen[str], Identity]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{_SAY}; import sys; sys.stdout.flush(); input()"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    return child, msgspec.json.decode(child.stdout.readline(), type=Identity)
+
+
+def test_an_identity_is_of_one_process() -> None:
+    """It is the same at each call, has this process's id, and lives."""
+    me = identity()
+    assert me == identity()
+    assert me.pid == os.getpid()
+    assert str(me) == f"pid {os.getpid()} on {me.host}"
+    assert is_alive(me)
+
+
+def test_a_forked_child_has_its_own() -> None:
+    """After fork the child is told apart from its parent."""
+    me = identity()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(writer, b"own" if identity().pid == os.getpid() != me.pid else b"parent's")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    said = os.read(reader, 100)
+    os.close(reader)
+    assert said == b"own"
+
+
+def test_a_child_is_alive_until_it_is_killed() -> None:
+    """A child of this namespace lives, is dead as a zombie, and stays dead once it was waited for."""
+    child, who = _child()
+    assert who.pid == child.pid
+    assert who.same_namespace(identity())
+    assert is_alive(who)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(who)
+    child.communicate()
+    assert not is_alive(who)
+
+
+def test_a_process_id_used_again_is_another_process() -> None:
+    """The same id with another start time is not the process that was meant."""
+    assert not is_alive(msgspec.structs.replace(identity(), started=identity().started - 1))
+
+
+@pytest.mark.parametrize("change", [{"boot": "another"}, {"namespace": 1}])
+def test_what_cannot_be_seen_counts_as_alive(change: dict[str, object]) -> None:
+    """Of a process on another host or in another container nothing is guessed."""
+    other = msgspec.structs.replace(identity(), pid=1 << 22, **change)
+    assert not other.same_namespace(identity())
+    assert is_alive(other)
+
+
+def test_memory_grows_with_what_is_held() -> None:
+    """64 MiB that are touched are in the resident, unique and proportional memory; another's can be asked for."""
+    before = memory()
+    held = b"x" * (64 << 20)
+    after = memory()
+    assert after.rss - before.rss > 60 << 20
+    assert after.uss - before.uss > 60 << 20
+    assert after.pss == 0 or after.pss - before.pss > 60 << 20
+    assert memory(os.getpid()).rss > len(held)
+
+
+def test_memory_of_nobody() -> None:
+    """A process that is not there is a ProcessLookupError with its id."""
+    with pytest.raises(ProcessLookupError, match="no process 4194305"):
+        memory((1 << 22) + 1)

@@ -1,0 +1,393 @@
+"""Producer: what it may have in flight, how long it waits, and what it says."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import children
+import pytest
+import torch
+from children import PATIENCE, Child, in_thread
+
+import tensorpipe_ipc as tp
+
+pytestmark = pytest.mark.limit(20)
+MARGIN = 1.0  # seconds beyond a timeout and its documented 50 ms, on a machine that does other things too
+ENDPOINTS = {"ipc": "pipe", "tcp": "tcp://127.0.0.1:0", "inproc": "inproc://pipe"}
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    """A child process."""
+    with Child() as child:
+        yield child
+
+
+def meet(producer: tp.Producer, consumer: tp.Consumer) -> None:
+    """Have two ends of one thread come to know each other: a first message goes through, and is taken."""
+    putting = in_thread(lambda: producer.put("met", PATIENCE))
+    assert consumer.get(PATIENCE) == "met"
+    putting()
+
+
+def meet_child(producer: tp.Producer, child: Child) -> None:
+    """The same with a consumer in a child."""
+    child.begin(children.take)
+    producer.put("met", PATIENCE)
+    assert child.result() == ["met"]
+    producer.flush(PATIENCE)
+
+
+def _fill(producer: tp.Producer) -> int:
+    """Put until there is no room. Returns how many fitted."""
+    count = 0
+    try:
+        while True:
+            producer.put_nowait(count)
+            count += 1
+    except tp.Full:
+        return count
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 64), (3, 64), (64, 64), (64, 3), (64, 1)])
+def test_maxsize_is_exact(endpoint: str, ours: int, theirs: int) -> None:
+    """Exactly the smaller maxsize of the two ends fits; for each message that is taken, exactly one more does."""
+    with tp.Consumer(endpoint, maxsize=theirs) as consumer, tp.Producer(consumer.endpoint, maxsize=ours) as producer:
+        meet(producer, consumer)
+        producer.flush(PATIENCE)
+        least = min(ours, theirs)
+        assert _fill(producer) == least
+        assert producer.statistics().in_flight == least
+        for number in range(least):
+            assert consumer.get(PATIENCE) == number
+            producer.put("one more", PATIENCE)
+            with pytest.raises(tp.Full):
+                producer.put_nowait("and not two")
+        assert [consumer.get(PATIENCE) for _ in range(least)] == ["one more"] * least
+
+
+def test_maxsize_counts_for_all_consumers_together() -> None:
+    """The producer's maxsize is of all that is in flight, however many consumers there are."""
+    with Child() as one, Child() as two, tp.Producer("both", bind=True, maxsize=4) as producer:
+        for child in (one, two):
+            child.call(children.open_consumer, "both", bind=False, maxsize=64)
+            child.begin(children.take, 1)
+        _until(lambda: len(producer.statistics().peers) == 2, producer)
+        for number in range(2):
+            producer.put(number, PATIENCE)
+        assert one.result() + two.result() in ([0, 1], [1, 0])
+        producer.flush(PATIENCE)
+        assert _fill(producer) == 4
+        for child in (one, two):
+            child.call(children.take, 2)
+
+
+def _until(condition: Callable[[], bool], producer: tp.Producer) -> None:
+    """Wait for something that comes with the producer's incoming messages."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINTS["ipc"], ENDPOINTS["tcp"]])
+def test_credit_needs_one_get_and_no_more(endpoint: str, child: Child) -> None:
+    """One get makes room for one message, though the consumer's process then does not call the library again."""
+    address = child.call(children.open_consumer, endpoint, maxsize=2)
+    with tp.Producer(address) as producer:
+        meet_child(producer, child)
+        producer.put(0)
+        producer.put(1)
+        with pytest.raises(tp.Full):
+            producer.put_nowait(2)
+        assert child.call(children.take, 1) == [0]
+        producer.put(2, PATIENCE)
+        with pytest.raises(tp.Full):
+            producer.put_nowait(3)
+        assert child.call(children.take, 2) == [1, 2]
+        producer.flush(PATIENCE)
+        assert producer.statistics().in_flight == 0
+
+
+def test_full_says_who_holds_what(child: Child) -> None:
+    """put without room raises Full in time, and names the consumer's pid, that it lives, and what it holds."""
+    child.call(children.open_consumer, "slow", maxsize=3)
+    with tp.Producer("slow") as producer:
+        meet_child(producer, child)
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        for timeout in (0.0, 0.2):
+            started = time.monotonic()
+            with pytest.raises(
+                tp.Full, match=rf"no room in time: consumer pid {child.pid} .*alive.* holds 3 untaken of 3"
+            ):
+                producer.put("no room", timeout)
+            assert timeout <= time.monotonic() - started < timeout + 0.05 + MARGIN
+        started = time.monotonic()
+        with pytest.raises(tp.Full, match=rf"messages not taken in time: consumer pid {child.pid} .* holds 3"):
+            producer.flush(0.2)
+        assert 0.2 <= time.monotonic() - started < 0.25 + MARGIN
+        assert child.call(children.take, 3) == [0, 1, 2]
+
+
+def test_flush_returns_when_all_was_taken(child: Child) -> None:
+    """flush waits for what is in flight, and needs nothing more from the consumer than its gets."""
+    child.call(children.open_consumer, "flushed")
+    with tp.Producer("flushed") as producer:
+        meet_child(producer, child)
+        for number in range(10):
+            producer.put(number, PATIENCE)
+        child.begin(children.take, 10)
+        producer.flush(PATIENCE)
+        assert producer.statistics().in_flight == 0
+        assert child.result() == list(range(10))
+        producer.flush(0)
+
+
+def test_statistics_count_what_happened(child: Child) -> None:
+    """Each field says what it is documented to say, on both ends."""
+    child.call(children.open_consumer, "counted", maxsize=2)
+    with tp.Producer("counted") as producer:
+        assert (producer.statistics().messages, producer.statistics().peers) == (0, ())
+        meet_child(producer, child)
+        producer.put(torch.ones(100), PATIENCE)
+        producer.put([torch.ones(1 << 16), 5], PATIENCE)
+        with pytest.raises(tp.Full):
+            producer.put(0, 0.05)
+        before = producer.statistics()
+        assert (before.messages, before.bytes, before.in_flight) == (3, 400 + (4 << 16), 2)
+        assert (before.lost, before.rejected, before.last_rejection) == (0, 0, "")
+        assert before.waits >= 1
+        assert 0.05 <= before.seconds_waited < 2 * PATIENCE
+        assert [f"pid {child.pid} " in peer for peer in before.peers] == [True]
+        assert before.transport == "shared memory"
+        child.call(children.take_and_check, (), 1)
+        child.call(children.hold, 1)
+        producer.flush(PATIENCE)
+        assert producer.statistics().in_flight == 0
+        got = child.call(children.consumer_statistics)
+        assert (got.messages, got.bytes, got.lost, got.rejected) == (3, before.bytes, 0, 0)
+        assert [f"pid {os.getpid()} " in peer for peer in got.peers] == [True]
+        assert got.transport == "shared memory"
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
+@pytest.mark.parametrize("shape", [(100,), (1000, 1000)], ids=["400 B", "4 MB"])
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+def test_what_was_put_may_be_overwritten_at_once(endpoint: str, shape: tuple[int, ...], timeout: float | None) -> None:
+    """put has read the tensor when it returns: what is written afterwards does not reach the consumer."""
+    count = 8
+    with tp.Consumer(endpoint) as consumer:
+        ends = children.Ends()
+        with tp.Producer(consumer.endpoint) as ends.producer:
+            putting = in_thread(lambda: children.put_and_overwrite(ends, shape, count, timeout))
+            trees = [consumer.get(PATIENCE) for _ in range(count)]
+            putting()
+        for number, tree in enumerate(trees):
+            assert torch.equal(tree, torch.full(shape, float(number)))
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINTS["ipc"], ENDPOINTS["tcp"]])
+def test_what_was_put_may_be_overwritten_between_processes(endpoint: str, child: Child) -> None:
+    """The same with a consumer in another process, and large tensors."""
+    address = child.call(children.open_consumer, endpoint)
+    child.begin(children.take_and_check, (1000, 1000), 8)
+    ends = children.Ends()
+    with tp.Producer(address) as ends.producer:
+        children.put_and_overwrite(ends, (1000, 1000), 8, None)
+        assert child.result() == [float(number) for number in range(8)]
+
+
+def test_close_delivers(child: Child) -> None:
+    """close waits until the consumer has taken all, and then there is no warning."""
+    child.call(children.open_consumer, "closed")
+    producer = tp.Producer("closed")
+    meet_child(producer, child)
+    for number in range(20):
+        producer.put(number, PATIENCE)
+    child.begin(children.take_all)
+    producer.close()
+    assert child.result() == list(range(20))
+
+
+def test_close_gives_up_after_linger(child: Child) -> None:
+    """If nobody takes the messages, close warns after linger seconds with their number and who has them."""
+    child.call(children.open_consumer, "never")
+    producer = tp.Producer("never", linger=0.3)
+    meet_child(producer, child)
+    for number in range(5):
+        producer.put(number, PATIENCE)
+    started = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=rf"closed with 5 messages that were not taken within 0.3 s: .*{child.pid}"):
+        producer.close()
+    assert 0.3 <= time.monotonic() - started < 1 + MARGIN
+
+
+def test_close_without_linger_looks_once(child: Child) -> None:
+    """With linger=0 close does not wait, but what was taken by then counts as taken: there is no warning."""
+    child.call(children.open_consumer, "hasty")
+    producer = tp.Producer("hasty", linger=0)
+    meet_child(producer, child)
+    producer.put("taken", PATIENCE)
+    assert child.call(children.take) == ["taken"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        producer.close()
+
+
+def test_close_waits_for_nobody_if_nothing_is_in_flight() -> None:
+    """A producer that no consumer ever met closes at once and without a word."""
+    started = time.monotonic()
+    tp.Producer("nobody").close()
+    tp.Producer("nobody", bind=True).close()
+    assert time.monotonic() - started < MARGIN
+
+
+def test_a_dropped_producer_delivers(child: Child) -> None:
+    """A producer that is let go without close still delivers, and says goodbye."""
+    with tp.Consumer("dropped") as consumer:
+        child.call(children.open_producer, "dropped")
+        child.begin(children.put_numbers, 0, 20)
+        assert consumer.get(PATIENCE) == ("", 0)
+        child.result()
+        child.begin(children.drop_producer)
+        assert [number for _, number in consumer] == list(range(1, 20))
+        child.result()
+
+
+_FORGETFUL = """
+import sys, torch, tensorpipe_ipc as tp
+producer = tp.Producer(sys.argv[1])
+for number in range(20):
+    producer.put(torch.full((300, 300), float(number)))
+"""
+
+
+def test_a_program_that_ends_delivers() -> None:
+    """A program that ends without close, its producer still referred to, delivers all and says goodbye."""
+    with tp.Consumer("ended") as consumer:
+        program = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", _FORGETFUL, consumer.endpoint],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+        )
+        assert [int(tree[0, 0]) for tree in consumer] == list(range(20))
+        _, said = program.communicate(timeout=PATIENCE)
+        assert (program.returncode, said) == (0, b"")
+
+
+def test_what_cannot_be_sent_leaves_the_producer_as_it_was() -> None:
+    """UnsupportedLeaf names the path; nothing was sent, nothing is in flight, and the next message is the first."""
+    with tp.Consumer("objects") as consumer, tp.Producer("objects") as producer:
+        with pytest.raises(tp.UnsupportedLeaf, match=r"tree\['mask'\]\[3\]: .*object"):
+            producer.put({"mask": [0, 1, 2, object()]}, PATIENCE)
+        assert producer.statistics().messages == 0
+        meet(producer, consumer)
+        assert producer.statistics().messages == 1
+
+
+@pytest.mark.parametrize("method", ["put", "flush"])
+@pytest.mark.parametrize(
+    ("timeout", "error"),
+    [(-1, ValueError), (-0.001, ValueError), (float("nan"), ValueError), ("1", TypeError), ([], TypeError)],
+)
+def test_timeouts_out_of_range(method: str, timeout: Any, error: type[Exception]) -> None:
+    """A timeout is None or a number of seconds from 0 up; the text says so."""
+    with tp.Producer("timed") as producer, pytest.raises(error, match="timeout=.*seconds"):
+        producer.put(1, timeout) if method == "put" else producer.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, False])
+def test_a_timeout_of_zero_does_not_wait(timeout: float) -> None:
+    """timeout=0 looks once."""
+    with tp.Producer("timed") as producer:
+        started = time.monotonic()
+        with pytest.raises(tp.Full):
+            producer.put(1, timeout)
+        producer.flush(timeout)
+        assert time.monotonic() - started < 0.05 + MARGIN
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"maxsize": 0}, ValueError, "maxsize=0"),
+        ({"maxsize": -1}, ValueError, "maxsize=-1"),
+        ({"maxsize": 1.5}, TypeError, "maxsize=1.5 is a float"),
+        ({"maxsize": True}, TypeError, "maxsize=True is a bool"),
+        ({"linger": -1}, ValueError, "linger=-1"),
+        ({"linger": "5"}, TypeError, "linger='5' is a str"),
+        (
+            {"serializer": "pickle"},
+            tp.UnknownSerializer,
+            r"unknown serializer 'pickle' \(known: numpy, raw, torch_save",
+        ),
+        ({"serializer": None}, tp.UnknownSerializer, "unknown serializer None"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    """A wrong option is named with its value, and nothing is left open."""
+    with pytest.raises(error, match=text):
+        tp.Producer("options", bind=True, **options)
+
+
+def test_after_close_everything_is_an_error() -> None:
+    """put, flush and statistics say that the end is closed; closing again and leaving a with do nothing."""
+    with tp.Producer("over", bind=True) as producer:
+        producer.close()
+        producer.close()
+        for use in (lambda: producer.put(1), lambda: producer.put_nowait(1), producer.flush, producer.statistics):
+            with pytest.raises(tp.Closed, match=r"Producer on ipc://.*over.sock is closed"):
+                use()
+        assert "closed" in repr(producer)
+    assert producer.endpoint.startswith("ipc://")
+
+
+def test_two_threads_are_one_too_many() -> None:
+    """While one thread waits in put, another one's put is Busy at once, and disturbs nothing."""
+    with tp.Producer("threads") as producer:
+        putting = in_thread(lambda: producer.put("first", PATIENCE))
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            assert time.monotonic() < deadline
+            try:
+                producer.statistics()
+            except tp.Busy as busy:
+                assert "in use by another thread" in str(busy)
+                break
+        with pytest.raises(tp.Busy):
+            producer.put("second")
+        with tp.Consumer("threads") as consumer:
+            assert consumer.get(PATIENCE) == "first"
+            putting()
+
+
+def test_a_closed_producer_leaves_no_cycle() -> None:
+    """An end that was closed and dropped is gone at once: its memory does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        producer = tp.Producer("freed")
+        producer.close()
+        gone: list[bool] = []
+        weakref.finalize(producer, gone.append, True)
+        del producer
+        assert gone == [True]
+    finally:
+        gc.enable()
+
+
+def test_no_warning_without_need() -> None:
+    """Opening and closing ends in any order is silent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        consumer, producer = tp.Consumer("silent"), tp.Producer("silent")
+        consumer.close()
+        producer.close()

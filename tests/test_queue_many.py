@@ -1,0 +1,283 @@
+"""Queue's methods beyond put and get: many at a time, tasks, shutdown, statistics."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from crash_points import in_child, reap
+
+from tensorpipe_ipc.errors import Closed, Empty, Full, ShutDown
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+
+pytestmark = pytest.mark.kills
+
+LIMIT = 20
+
+
+def temporary(count: int, size: int) -> Iterator[Any]:
+    """Objects that nobody else keeps: tensors, and what has to be pickled."""
+    for i in range(count):
+        yield torch.full((size,), i) if i % 2 else {i: torch.full((size,), i), "set": {i}}
+
+
+def number(obj: Any) -> int:
+    """What each of them is full of."""
+    tensor = obj if isinstance(obj, torch.Tensor) else next(iter(obj.values()))
+    first = int(tensor[0])
+    assert tensor.tolist() == [first] * len(tensor)
+    return first
+
+
+@pytest.mark.parametrize("size", [10, 3000, 30_000])
+@pytest.mark.parametrize("maxsize", [0, 1000])
+def test_put_many_has_read_each_object_whatever_became_of_it(size: int, maxsize: int) -> None:
+    """Objects from a generator, gone before the next is made, arrive whole and in order."""
+    there = Queue(maxsize)
+    there.put_many(temporary(150, size))
+    got: list[int] = []
+    while len(got) < 150:
+        got += map(number, there.get_many(40))
+    assert got == list(range(150))
+
+
+def test_put_many_says_how_many_it_put() -> None:
+    """Full has the number; these are in the queue, and the others can be put later."""
+    there = Queue(10)
+    with pytest.raises(queue.Full) as full:
+        there.put_many(range(25), timeout=0.05)
+    assert isinstance(full.value, Full)
+    assert full.value.put == 10
+    assert there.get_many(64) == list(range(10))
+    there.put_many(range(10, 20), timeout=0)
+    assert there.get_many(3) == [10, 11, 12]
+
+
+def test_put_many_waits_for_room() -> None:
+    """More than the queue holds pass through it while another process takes them."""
+    there, back = Queue(7), Queue()
+
+    def take() -> None:
+        count = 0
+        while count < 500:
+            got = there.get_many(5, LIMIT)
+            count += len(got)
+            back.put(got)
+
+    pid = in_child(take)
+    there.put_many(range(500), timeout=LIMIT)
+    got: list[int] = []
+    while len(got) < 500:
+        got += back.get(timeout=LIMIT)
+    assert got == list(range(500))
+    assert reap(pid) == 0
+
+
+def test_get_many_waits_for_one_and_takes_what_is_there() -> None:
+    """It returns as soon as there is one; Empty when there is none in time; what it cannot mean is refused."""
+    there = Queue()
+    with pytest.raises(Empty):
+        there.get_many(5, timeout=0.01)
+    with pytest.raises(ValueError, match="at least 1"):
+        there.get_many(0)
+    there.put_many("abc")
+    assert there.get_many(2) == ["a", "b"]
+    assert there.get_many(1000) == ["c"]
+
+
+def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:
+    """The error is the object's own; the queue goes on."""
+    there = Queue()
+    with pytest.raises(AttributeError):
+        there.put_many([1, threading.Lock, lambda: None])
+    assert there.qsize() == 0
+    there.put_many([1, 2])
+    assert there.get_many(5) == [1, 2]
+
+
+def test_an_object_that_cannot_be_made_again_does_not_take_others_with_it() -> None:
+    """Its error is raised to who gets it, and the objects around it arrive."""
+    there = Queue()
+    there.put_many([1, Breaks(), 3])
+    got: list[Any] = []
+    errors = 0
+    while 3 not in got:
+        try:
+            got += there.get_many(5, timeout=LIMIT)
+        except ArithmeticError:
+            errors += 1
+    assert got == [1, 3]
+    assert errors >= 1
+
+
+class Breaks:
+    """Pickled well, and never made again."""
+
+    def __reduce__(self) -> Any:
+        return divmod, (1, 0)
+
+
+def work(tasks: JoinableQueue, count: int) -> None:
+    """Deal with some."""
+    for _ in range(count):
+        tasks.get(timeout=LIMIT)
+        tasks.task_done()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_join_waits_for_other_processes(method: str) -> None:
+    """It returns when each object was dealt with, wherever; then task_done is refused."""
+    tasks = JoinableQueue(5)
+    workers = [multiprocessing.get_context(method).Process(target=work, args=(tasks, 20)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for i in range(40):
+        tasks.put(torch.full((3,), i))
+    tasks.join()
+    assert tasks.qsize() == 0
+    with pytest.raises(ValueError, match="too many times"):
+        tasks.task_done()
+    for worker in workers:
+        worker.join(LIMIT)
+        assert worker.exitcode == 0
+        worker.close()
+
+
+def test_join_does_not_wait_for_what_a_killed_worker_had_taken() -> None:
+    """A worker takes three, finishes one, and is killed: two went down with it. The rest is still waited for."""
+    tasks = JoinableQueue()
+
+    def die() -> None:
+        work(tasks, 1)
+        tasks.get()
+        tasks.get()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    tasks.put_many(range(4))
+    assert reap(in_child(die)) == -signal.SIGKILL
+    waiter = threading.Thread(target=tasks.join, daemon=True)
+    waiter.start()
+    waiter.join(0.3)
+    assert waiter.is_alive()
+    work(tasks, 1)
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+
+
+@pytest.mark.parametrize("maxsize", [0, 3])
+def test_shutdown_lets_what_waits_be_taken_and_nothing_be_put(maxsize: int) -> None:
+    """As queue.Queue of Python 3.13; ShutDown is its error, too, where there is one."""
+    there = Queue(maxsize)
+    there.put(1)
+    there.shutdown()
+    with pytest.raises(getattr(queue, "ShutDown", ShutDown)):
+        there.put(2)
+    with pytest.raises(ShutDown):
+        there.put_many([2])
+    assert there.get() == 1
+    for take in (there.get, there.get_nowait, lambda: there.get_many(3), lambda: there.get(timeout=5)):
+        with pytest.raises(ShutDown):
+            take()
+    assert there.empty()
+
+
+def test_an_immediate_shutdown_drops_what_waits() -> None:
+    """Gets are refused at once, and tasks that were dropped need no task_done."""
+    tasks = JoinableQueue()
+    tasks.put_many(range(5))
+    tasks.shutdown(immediate=True)
+    with pytest.raises(ShutDown):
+        tasks.get()
+    tasks.join()
+
+
+@pytest.mark.parametrize("end", ["put", "get", "get in time", "put in time"])
+def test_shutdown_wakes_who_waits_in_other_processes(end: str) -> None:
+    """All of them, whatever they wait for."""
+    there = Queue(1)
+    told, tell = os.pipe()
+    if end.startswith("put"):
+        there.put(0)
+
+    def wait() -> None:
+        os.write(tell, b".")
+        timeout = LIMIT if end.endswith("time") else None
+        with pytest.raises(ShutDown):
+            there.put(1, timeout=timeout) if end.startswith("put") else there.get(timeout=timeout)
+
+    children = [in_child(wait) for _ in range(3)]
+    for _ in children:
+        os.read(told, 1)
+    there.shutdown()
+    assert [reap(pid) for pid in children] == [0, 0, 0]
+    os.close(told)
+    os.close(tell)
+
+
+def test_statistics_say_what_was_done_and_who_holds_what() -> None:
+    """Counts are this process's, exact; holders have a pid."""
+    there = Queue(3)
+    for _ in range(3):
+        there.put(torch.zeros(100_000, dtype=torch.uint8))
+    with pytest.raises(Full):
+        there.put(torch.zeros(1), timeout=0.01)
+    lease = there.get()
+    statistics = there.statistics()
+    assert (statistics.messages_put, statistics.bytes_put) == (3, 300_000)
+    assert (statistics.messages_got, statistics.bytes_got) == (1, 100_000)
+    assert (statistics.in_flight, statistics.leases, statistics.bytes_leased) == (2, 1, 100_000)
+    assert statistics.waits == 1
+    assert statistics.seconds_waited > 0
+    (holder,) = statistics.holders
+    assert str(os.getpid()) in holder.process
+    assert (holder.blocks, holder.nbytes) == (3, 300_000)
+    assert 300_000 < statistics.resident < statistics.capacity
+    assert statistics.lost == 0
+    del lease
+    assert there.statistics().leases == 0
+
+
+def test_counts_are_exact_with_threads() -> None:
+    """Each of four threads puts and gets a hundred."""
+    there = Queue()
+
+    def both() -> None:
+        for i in range(100):
+            there.put(i)
+            there.get()
+
+    threads = [threading.Thread(target=both) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statistics = there.statistics()
+    assert (statistics.messages_put, statistics.messages_got) == (400, 400)
+
+
+def test_spin_is_bounded_and_delivers() -> None:
+    """With a spin everything arrives as without; a spin of more than a millisecond is refused."""
+    with pytest.raises(ValueError, match="0.001"):
+        Queue(spin=1)
+    there = Queue(spin=50e-6)
+    there.put_many(range(100))
+    assert [there.get() for _ in range(100)] == list(range(100))
+    with pytest.raises(Empty):
+        there.get(timeout=0.01)
+
+
+@pytest.mark.parametrize("call", ["put_many", "get_many", "shutdown", "task_done", "join"])
+def test_a_closed_queue_refuses(call: str) -> None:
+    """Each method says that it is closed."""
+    there = JoinableQueue()
+    there.close()
+    arguments: dict[str, Any] = {"put_many": ([1],), "get_many": (1,)}
+    with pytest.raises(Closed, match="is closed"):
+        getattr(there, call)(*arguments.get(call, ()))

@@ -1,0 +1,32 @@
+"""Fixtures of the shared-memory tests."""
+
+import pytest
+
+from tensorpipe_ipc.memory.arena import Arena
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport.undertaker import Undertaker
+
+SMALL = 1 << 32
+
+
+class Bytes:
+    """A payload of given bytes."""
+
+    def __init__(self, content):
+        self.content, self.nbytes = content, len(content)
+
+    def write_into(self, place):
+        place[:] = self.content
+
+
+@pytest.fixture
+def undertaker():
+    made = Undertaker(Arena(Segment.create(SMALL), capacity=64 << 20))
+    made.attach()
+    yield made
+    vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
+
+
+@pytest.fixture
+def payload():
+    return Bytes

@@ -1,0 +1,89 @@
+"""What the kernel is told of the connections that tensors leave by, and that nobody else's are touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import in_thread
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+
+pytestmark = pytest.mark.limit(20)
+ADDRESS = parse("ipc:///path")
+
+
+@contextlib.contextmanager
+def _met(endpoint: str, producer_binds: bool) -> Iterator[str]:
+    """A producer and a consumer that have met. Gives the endpoint."""
+    with contextlib.ExitStack() as stack:
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer(endpoint, bind=True, shared_memory="off"))
+            consumer = stack.enter_context(tp.Consumer(producer.endpoint, bind=False))
+        else:
+            consumer = stack.enter_context(tp.Consumer(endpoint, shared_memory="off"))
+            producer = stack.enter_context(tp.Producer(consumer.endpoint))
+        putting = in_thread(lambda: producer.put(1))
+        assert consumer.get() == 1
+        putting()
+        yield producer.endpoint
+
+
+def _of_both_ends(end: Any, ask: Callable[[socket.socket], Any]) -> set[Any]:
+    """What is said of this process's sockets that are connected by an address."""
+    answers = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(int(number)).st_mode):
+                with socket.fromfd(int(number), socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                    names = connection.getsockname(), connection.getpeername()
+                    if end in names or end in [name[1] for name in names if isinstance(name, tuple)]:
+                        answers.add(ask(connection))
+    return answers
+
+
+def _send_buffer(connection: socket.socket) -> int:
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def _congestion_control(connection: socket.socket) -> bytes:
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.mark.parametrize("producer_binds", [True, False])
+def test_over_ipc_the_sending_end_has_a_larger_buffer(producer_binds: bool, tmp_path: Path) -> None:
+    """The other one has what the kernel gave it."""
+    with _met(f"ipc://{tmp_path}/socket", producer_binds):
+        small, large = sorted(_of_both_ends(f"{tmp_path}/socket", _send_buffer))
+        assert large > small
+
+
+@pytest.mark.parametrize("producer_binds", [True, False])
+def test_over_tcp_the_sending_end_is_not_paced(producer_binds: bool) -> None:
+    """It has reno, whatever the host's congestion control is."""
+    with _met("tcp://127.0.0.1:0", producer_binds) as endpoint:
+        host = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip().encode()
+        assert _of_both_ends(int(endpoint.rpartition(":")[2]), _congestion_control) == {b"reno", host}
+
+
+def test_a_number_that_is_something_else_by_now_is_left_alone(tmp_path: Path) -> None:
+    """A closed descriptor, a file, a tcp socket, another unix socket: nothing is changed, and nothing raised."""
+    closed = os.open(tmp_path, os.O_RDONLY)
+    os.close(closed)
+    prepare_for_bulk(closed, ADDRESS)
+    with open(os.devnull) as file:
+        prepare_for_bulk(file.fileno(), ADDRESS)
+    one, other = socket.socketpair()
+    with one, other, socket.socket() as tcp:
+        before = [_send_buffer(each) for each in (one, tcp)]
+        for each in (one, tcp):
+            prepare_for_bulk(each.fileno(), ADDRESS)
+        assert [_send_buffer(each) for each in (one, tcp)] == before

@@ -1,0 +1,399 @@
+"""The conversation, spoken by hand on one side: greetings, refusals, credit as messages, and whatever else may come."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import children
+import exchange
+import pytest
+import torch
+from children import PATIENCE, Child, in_thread
+from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import memory
+from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, pack
+
+pytestmark = pytest.mark.limit(20)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def consumer(request: pytest.FixtureRequest) -> Iterator[tp.Consumer]:
+    """A consumer that binds."""
+    with tp.Consumer("spoken" if request.param == "ipc" else "tcp://127.0.0.1:0") as consumer:
+        yield consumer
+
+
+def _listen(consumer: tp.Consumer, until: Any) -> None:
+    """Let the consumer deal with what comes, which is no message for its user, until something is so."""
+    deadline = time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < deadline, consumer.statistics()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.02)
+
+
+def _attach(consumer: tp.Consumer, raw: RawEnd, **changes: Any) -> None:
+    """Have a raw producer say HELLO and hear WELCOME."""
+    before = len(consumer.statistics().peers)
+    raw.say(hello("producer", **changes))
+    _listen(consumer, lambda: len(consumer.statistics().peers) > before)
+    assert raw.hear_header().kind == Kind.WELCOME
+
+
+# -- a conversation as it should be
+
+
+def test_what_a_consumer_says(consumer: tp.Consumer) -> None:
+    """WELCOME names its role, window and serializers; each message that is taken is credited; at the end GOODBYE."""
+    with RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        welcome = hello_of(raw.hear_of(Kind.WELCOME))
+        assert (welcome.role, welcome.window, welcome.sequence) == ("consumer", 64, 0)
+        assert set(welcome.accepts) >= {"numpy", "raw", "torch_save"}
+        for sequence in (1, 2, 3):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+            assert consumer.get(PATIENCE) == sequence
+            credit = raw.hear_of(Kind.CREDIT)
+            assert credit.sequence == sequence
+        raw.say(pack(Kind.GOODBYE, 3))
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+def test_a_consumer_says_goodbye() -> None:
+    """When it closes, a producer that is attached hears so."""
+    with tp.Consumer("leaving") as consumer, RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw)
+        consumer.close()
+        raw.hear_of(Kind.GOODBYE)
+
+
+def test_maxsize_with_credit_as_messages() -> None:
+    """A consumer that cannot write to the credit pipe sends CREDIT, and maxsize is as exact."""
+    with tp.Producer("credits", bind=True, maxsize=3, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer"))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        with pytest.raises(tp.Full, match="holds 3 untaken of 3"):
+            producer.put(3, 0.05)
+        raw.say(pack(Kind.CREDIT, 1))
+        producer.put(3, PATIENCE)
+        with pytest.raises(tp.Full):
+            producer.put(4, 0.05)
+        raw.say(pack(Kind.CREDIT, 4))
+        producer.flush(PATIENCE)
+        assert producer.statistics().in_flight == 0
+        sequences = [raw.hear_of(Kind.DATA).sequence for _ in range(4)]
+        assert sequences == [1, 2, 3, 4]
+
+
+def test_credit_that_is_none_is_no_credit() -> None:
+    """CREDIT for what was not sent, or was credited before, changes nothing."""
+    with tp.Producer("miscounted", bind=True, maxsize=2, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer"))
+        producer.put(1, PATIENCE)
+        producer.put(2, PATIENCE)
+        for sequence in (0, 3, (1 << 64) - 1):
+            raw.say(pack(Kind.CREDIT, sequence))
+            with pytest.raises(tp.Full):
+                producer.put(3, 0.05)
+        assert producer.statistics().in_flight == 2
+        raw.say(pack(Kind.CREDIT, 2))
+        raw.say(pack(Kind.CREDIT, 2))
+        producer.flush(PATIENCE)
+        assert producer.statistics().in_flight == 0
+
+
+def test_the_smaller_window_counts() -> None:
+    """A consumer's own maxsize holds for what one producer may have in flight towards it."""
+    with tp.Producer("narrow", bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", window=1))
+        producer.put(1, PATIENCE)
+        with pytest.raises(tp.Full, match="holds 1 untaken of 1"):
+            producer.put(2, 0.05)
+        raw.say(pack(Kind.CREDIT, 1))
+        producer.flush(PATIENCE)
+
+
+def test_a_gap_is_counted_and_a_repetition_dropped(consumer: tp.Consumer) -> None:
+    """What a connection swallowed is counted as lost; what was taken before does not come twice."""
+    with RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw)
+        for sequence in (1, 1, 4, 2, 5):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+        assert [consumer.get(PATIENCE) for _ in range(3)] == [1, 4, 5]
+        with pytest.raises(tp.Empty):
+            consumer.get(0.05)
+        assert consumer.statistics().lost == 2
+
+
+def test_a_repeated_hello_is_answered_and_changes_nothing(consumer: tp.Consumer) -> None:
+    """A waiting connector repeats its HELLO: it stays one peer, and the order goes on."""
+    with RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw)
+        raw.say(*exchange.sent("one", sequence=1))
+        assert consumer.get(PATIENCE) == "one"
+        raw.say(hello("producer", sequence=1))
+        raw.say(*exchange.sent("two", sequence=2))
+        assert consumer.get(PATIENCE) == "two"
+        while hello_of(raw.hear_of(Kind.WELCOME)).sequence != 1:
+            continue  # the first WELCOME may have been repeated
+        assert len(consumer.statistics().peers) == 1
+        assert consumer.statistics().lost == 0
+
+
+# -- who is not taken in
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_a_serializer_that_is_not_accepted(producer_binds: bool) -> None:
+    """Whichever side binds, the connector gets Refused, again and again, with both names; the binder counts it."""
+    words = r"serializer 'numpy', which the consumer \(pid .*\) does not accept \(it accepts: raw, torch_save\)"
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(tp.Producer("choosy", bind=producer_binds, serializer="numpy"))
+        consumer = stack.enter_context(tp.Consumer("choosy", bind=not producer_binds, accept=["raw", "torch_save"]))
+        if producer_binds:
+            connector = in_thread(lambda: consumer.get(PATIENCE))
+            _refuse(producer)
+            binder, again = producer, lambda: consumer.get(0)
+        else:
+            connector = in_thread(lambda: producer.put(1, PATIENCE))
+            _refuse(consumer)
+            binder, again = consumer, lambda: producer.put(1, 0)
+        for refused in (connector, again):
+            with pytest.raises(tp.Refused, match=words):
+                refused()
+        assert binder.statistics().rejected == 1
+        assert "numpy" in binder.statistics().last_rejection
+
+
+def test_data_of_a_serializer_that_is_not_accepted() -> None:
+    """Who says one serializer at HELLO and sends with another is not believed."""
+    with tp.Consumer("believed", accept=["raw"]) as consumer, RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw)
+        raw.say(*exchange.sent(torch.ones(3), "torch_save"))
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        assert consumer.statistics().last_rejection == "serializer 'torch_save' is not accepted here"
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_two_ends_of_one_kind(role: str) -> None:
+    """Two producers, or two consumers, do not talk: the connector is Refused with what should be."""
+    make = tp.Producer if role == "producer" else tp.Consumer
+    with make("alike", bind=True) as binder, make("alike", bind=False) as connector:
+        used = in_thread(lambda: _use(connector, PATIENCE))
+        _refuse(binder)
+        with pytest.raises(tp.Refused, match=f"both ends are a {role}: one side must be a producer and the other a"):
+            used()
+
+
+def _refuse(binder: tp.Producer | tp.Consumer) -> None:
+    """Wait until a binder has refused somebody, or something."""
+    deadline = time.monotonic() + PATIENCE
+    while not binder.statistics().rejected:
+        assert time.monotonic() < deadline
+        with pytest.raises((tp.Full, tp.Empty)):
+            _use(binder, 0.02)
+
+
+def _use(end: tp.Producer | tp.Consumer, timeout: float) -> None:
+    end.put(1, timeout) if isinstance(end, tp.Producer) else end.get(timeout)
+
+
+def test_a_connector_of_another_version(consumer: tp.Consumer) -> None:
+    """It is answered REFUSED, with both versions named."""
+    with RawEnd(consumer.endpoint) as raw:
+        raw.say(of_version(hello("producer"), VERSION + 1))
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        reason = refusal_of(raw.hear_header())
+        assert f"wire version {VERSION + 1}, this process speaks version {VERSION}" in reason
+        assert consumer.statistics().last_rejection in reason
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_binder_of_another_version(role: str, free_port: int) -> None:
+    """The connector raises VersionMismatch, with both versions, at every use."""
+    with RawEnd(f"tcp://127.0.0.1:{free_port}", bind=True) as raw:
+        end = tp.Producer(raw.endpoint) if role == "producer" else tp.Consumer(raw.endpoint, bind=False)
+        with end:
+            used = in_thread(lambda: _use(end, PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            raw.say(of_version(hello("consumer", Kind.WELCOME), VERSION + 1))
+            for refused in (used, lambda: _use(end, 0)):
+                with pytest.raises(tp.VersionMismatch, match=f"version {VERSION + 1}, .* speaks version {VERSION}"):
+                    refused()
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_binder_that_talks_garbage(role: str, free_port: int) -> None:
+    """The connector counts it and goes on: once the binder says WELCOME all is well."""
+    other = "consumer" if role == "producer" else "producer"
+    with RawEnd(f"tcp://127.0.0.1:{free_port}", bind=True) as raw:
+        end = tp.Producer(raw.endpoint, linger=0) if role == "producer" else tp.Consumer(raw.endpoint, bind=False)
+        with end:
+            used = in_thread(lambda: _use(end, PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            garbage = [b"x", b"", bytes(24), b"TPIC", hello(role, Kind.WELCOME), pack(Kind.WELCOME, 0, b"\xc1")]
+            for frame in garbage:
+                raw.say(frame)
+            raw.say(hello(other, Kind.WELCOME))
+            if role == "producer":
+                assert raw.hear_of(Kind.DATA).sequence == 1
+                raw.say(pack(Kind.CREDIT, 1))
+            else:
+                raw.say(*exchange.sent(1))
+            used()
+            if isinstance(end, tp.Producer):
+                end.flush(PATIENCE)
+            assert end.statistics().rejected >= len(garbage) - 1
+
+
+# -- what may come to a socket
+
+
+def _bad_messages() -> dict[str, list[bytes]]:
+    good, schema = exchange.sent(torch.ones(3)), pack(Kind.DATA, 1)
+    one = hello("producer")
+    return {
+        "one byte": [b"x"],
+        "one empty frame": [b""],
+        "three empty frames": [b"", b"", b""],
+        "zeros": [bytes(24)],
+        "random": [bytes(range(256)) * 16],
+        "wrong magic": [b"CPIT" + one[4:]],
+        "HELLO cut short": [one[:-1]],
+        "HELLO of 23 bytes": [one[:23]],
+        "HELLO too long": [pack(Kind.HELLO, 0, bytes(MAX_CONTROL))],
+        "HELLO that is no map": [pack(Kind.HELLO, 0, b"\xc0")],
+        "HELLO with a field more": [map_with(one, more=1)],
+        "HELLO without a role": [map_with(one, role=None)],
+        "HELLO with a window of text": [map_with(one, window="64")],
+        "HELLO with a negative sequence": [map_with(one, sequence=-1)],
+        "HELLO with a window of nothing": [map_with(one, window=0)],
+        "HELLO with a pipe's number of 64 bits": [map_with(one, credit_pipe=(1, 1, 1 << 32))],
+        "HELLO with a negative pipe": [map_with(one, credit_pipe=(-1, -1, -1))],
+        "HELLO of a stranger kind": [hello("spy")],
+        "HELLO of a consumer": [hello("consumer")],
+        "kind 0": [schema[:5] + b"\0" + schema[6:]],
+        "kind 7": [schema[:5] + b"\7" + schema[6:]],
+        "reserved bytes": [schema[:6] + b"\1\0" + schema[8:]],
+        "WELCOME from a connector": [hello("producer", Kind.WELCOME)],
+        "REFUSED from a connector": [pack(Kind.REFUSED, 0, b"\x81\xa6reason\xa1x")],
+        "DATA before HELLO": good,
+        "CREDIT before HELLO": [pack(Kind.CREDIT, 1)],
+        "GOODBYE before HELLO": [pack(Kind.GOODBYE, 0)],
+        "GOODBYE with a body": [pack(Kind.GOODBYE, 0, b"x")],
+        "lengths that promise more": [pack(Kind.DATA, 1, bytes(MAX_HEADER))[:100]],
+        "lengths of four billion": [schema[:16] + b"\xff" * 8],
+    }
+
+
+BAD_MESSAGES = _bad_messages()
+
+
+def _bad_data() -> dict[str, list[bytes]]:
+    """DATA of a peer that is attached."""
+    good = exchange.sent(torch.ones(100_000))
+    head, payload = good
+    return {
+        "no payload": [head],
+        "one payload more": [head, payload, b"more"],
+        "a payload too short": [head, payload[:-1]],
+        "a payload too long": [head, payload + b"x"],
+        "a schema cut short": [pack(Kind.DATA, 1, head[24:-1]), payload],
+        "a schema of zeros": [pack(Kind.DATA, 1, bytes(40)), payload],
+        "no schema": [pack(Kind.DATA, 1), payload],
+        "an unknown serializer": [head.replace(b"\3raw", b"\3war"), payload],
+        "values that are none": [pack(Kind.DATA, 1, head[24:], b"\xc1"), payload],
+        "hundreds of frames": [head, *[b"x"] * 500],
+    }
+
+
+BAD_DATA = _bad_data()
+
+
+@pytest.mark.parametrize("name", BAD_MESSAGES)
+def test_bad_input_while_a_good_producer_streams(name: str) -> None:
+    """The good one's messages all arrive in order; the bad ones are counted, and the statistics say which rule broke."""
+    with tp.Consumer("fuzzed") as consumer, RawEnd(consumer.endpoint) as raw, tp.Producer("fuzzed") as producer:
+        putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(30)])
+        for _ in range(3):
+            raw.say(*BAD_MESSAGES[name])
+        assert [consumer.get(PATIENCE) for _ in range(30)] == list(range(30))
+        putting()
+        if "empty frame" not in name:
+            _listen(consumer, lambda: consumer.statistics().rejected == 3)
+            assert consumer.statistics().last_rejection
+        assert len(consumer.statistics().peers) == 1
+        assert (consumer.statistics().messages, consumer.statistics().lost) == (30, 0)
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_of_a_peer(name: str) -> None:
+    """A peer that is attached and sends what is no message is told it was taken, counted, and may go on."""
+    with tp.Consumer("fuzzed") as consumer, RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw)
+        raw.say(*BAD_DATA[name])
+        _listen(consumer, lambda: consumer.statistics().rejected == 1)
+        assert consumer.statistics().last_rejection
+        assert raw.hear_of(Kind.CREDIT).sequence == 1
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert consumer.statistics().messages == 1
+
+
+@pytest.mark.parametrize("name", sorted(set(BAD_MESSAGES) - {"HELLO of a consumer", "one empty frame"}))
+def test_bad_input_to_a_producer(name: str) -> None:
+    """A producer that binds does not mind either, and its consumer gets everything."""
+    with tp.Producer("fuzzed", bind=True) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(*BAD_MESSAGES[name])
+        if "empty frame" not in name:
+            _refuse(producer)
+        with tp.Consumer("fuzzed", bind=False) as consumer:
+            getting = in_thread(lambda: [consumer.get(PATIENCE) for _ in range(10)])
+            for number in range(10):
+                producer.put(number, PATIENCE)
+            assert getting() == list(range(10))
+            assert len(producer.statistics().peers) == 1
+
+
+def test_memory_does_not_grow_with_bad_input() -> None:
+    """Thousands of bad messages, with megabytes in them, leave the process as large as it was."""
+    with tp.Consumer("flooded") as consumer, RawEnd(consumer.endpoint) as raw:
+        bad = [*BAD_MESSAGES.values(), [bytes(1 << 20)], [b"x"] * 300]
+
+        def flood() -> None:
+            before = consumer.statistics().rejected
+            for frames in bad:
+                raw.say(*frames)
+            _listen(consumer, lambda: consumer.statistics().rejected >= before + len(bad) - 2)
+
+        for _ in range(10):
+            flood()
+        gc.collect()
+        before = memory().uss
+        for _ in range(30):
+            flood()
+        gc.collect()
+        assert memory().uss - before < 8 << 20
+        assert consumer.statistics().peers == ()
+
+
+def test_a_type_that_is_not_registered_here() -> None:
+    """get says which type; the message is dropped and credited, and the next one comes."""
+    with tp.Consumer("typed") as consumer, Child() as child:
+        child.call(children.open_producer, "typed")
+        child.begin(children.put_unknown_type)
+        with pytest.raises(tp.UnsupportedLeaf, match="holds a 'OnlyThere', which is not registered here"):
+            consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE) == "next"
+        child.result()
+        child.call(children.flush)

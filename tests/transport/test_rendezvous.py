@@ -1,0 +1,465 @@
+"""How two programs come to share a queue: what must hold for it, what is opened, and that strangers' bytes are looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import children
+import exchange
+import msgspec
+import pytest
+import torch
+import zoo
+from children import PATIENCE, Child, in_thread
+from raw_ends import RawEnd, hello, hello_of, refusal_of
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.token_pipe import CAPACITY
+from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
+
+pytestmark = pytest.mark.limit(20)
+TERMS = SharedMemoryTerms("auto", os.geteuid())
+HERE = identity()
+
+
+def _hello(role: str, window: int = 64, who: Any = HERE, terms: SharedMemoryTerms | None = TERMS) -> Hello:
+    return Hello(role, who, window, shared_memory=terms)
+
+
+ELSEWHERE = {
+    "off": (_hello("producer", terms=None), "it is off at the producer"),
+    "another host": (
+        _hello("producer", who=msgspec.structs.replace(HERE, host="far", boot="another")),
+        rf"on another host \({HERE.host}, far\)",
+    ),
+    "no boot id": (_hello("producer", who=msgspec.structs.replace(HERE, boot="")), "another host"),
+    "another pid namespace": (
+        _hello("producer", who=msgspec.structs.replace(HERE, namespace=7)),
+        rf"in another pid namespace \({HERE.namespace}, 7\)",
+    ),
+    "another user": (
+        _hello("producer", terms=SharedMemoryTerms("auto", 65534)),
+        rf"another user's \(uid {os.geteuid()}, uid 65534\)",
+    ),
+    "could not attach": (_hello("producer", terms=SharedMemoryTerms("auto", os.geteuid(), why_not="no row")), "no row"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_is_in_the_way_is_named(name: str) -> None:
+    """Each condition that fails is said in words, with both values."""
+    theirs, words = ELSEWHERE[name]
+    found = rendezvous.objection(_hello("consumer"), theirs)
+    assert re.search(words, found), found
+
+
+def test_nothing_in_the_way() -> None:
+    """Two ends of one user on one host; and a maxsize counts that is the smaller of the two."""
+    assert rendezvous.objection(_hello("consumer"), _hello("producer")) == ""
+    assert rendezvous.objection(_hello("consumer", CAPACITY), _hello("producer", 1 << 20)) == ""
+    far = rendezvous.objection(_hello("consumer", CAPACITY + 1), _hello("producer", 1 << 20))
+    assert far == f"a maxsize of {CAPACITY + 1} is more than {CAPACITY}"
+
+
+# -- what is opened
+
+
+@pytest.fixture
+def queue() -> Iterator[rendezvous.PairQueue]:
+    """One that this process offers."""
+    made = rendezvous.make(3)
+    yield made
+    rendezvous._made.clear()
+    vars(made).clear()
+
+
+def _try_to_reach(offer: Any, maxsize: int = 3, who: Any = HERE) -> str:
+    """As another process would: not what this one has anyway."""
+    with pytest.raises(SharedMemoryError) as raised:
+        rendezvous._reach(who, offer, maxsize)
+    return str(raised.value)
+
+
+def test_what_was_offered_is_opened_by_another_process(queue: rendezvous.PairQueue) -> None:
+    """What is put here is got there, and the other way round nothing is left of it."""
+    queue.put(Bytes(b"here"), b"m")
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        said = b"it could not"
+        try:
+            there = rendezvous.reach(HERE, queue.offer, 3)
+            said = bytes(there.get(0).payload)
+        finally:
+            os.write(writer, said)
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read() == b"here"
+    os.waitpid(pid, 0)
+    assert queue.credits is not None
+    assert queue.credits.unread() == 3
+
+
+class Bytes:
+    """Bytes as a payload."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.nbytes = content, len(content)
+
+    def write_into(self, place: memoryview) -> None:
+        """Write them."""
+        place[:] = self.content
+
+
+@pytest.mark.parametrize("what", ["segment", "tickets", "credits"])
+def test_a_descriptor_that_is_another_by_now_is_not_taken(queue: rendezvous.PairQueue, what: str) -> None:
+    """Numbers are used again: the inode must be that of the offer, and the kind of file too."""
+    fd, inode = getattr(queue.offer, what)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with open("/dev/null", "rb") as other:
+        for wrong in ((fd, inode + 1), (other.fileno(), os.fstat(other.fileno()).st_ino)):
+            said = _try_to_reach(msgspec.structs.replace(queue.offer, **{what: wrong}))
+            assert "is not what it offered" in said
+    with pytest.raises(OSError):
+        rendezvous._reach(HERE, msgspec.structs.replace(queue.offer, **{what: (9999, inode)}), 3)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_that_is_another_by_now_is_not_opened(queue: rendezvous.PairQueue) -> None:
+    """Process numbers are used again, too: the start time must be that of the binder."""
+    assert "its number is another's" in _try_to_reach(queue.offer, who=msgspec.structs.replace(HERE, started=1.0))
+
+
+def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.PairQueue) -> None:
+    """Another maxsize, another number, or one that is gone."""
+    assert "maxsize 3 was offered, 4" in _try_to_reach(queue.offer, maxsize=4)
+    for number in (queue.number + (1 << 32), queue.number + 1, (1 << 56) - 1, 1 << 60, 1):
+        said = _try_to_reach(msgspec.structs.replace(queue.offer, number=number))
+        assert "is gone" in said or "no queue's number" in said
+
+
+# -- between ends
+
+
+def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
+    raw.say(hello("producer", identity=theirs.identity, shared_memory=theirs.shared_memory))
+    with pytest.raises(tp.Empty):
+        consumer.get(0.1)
+    return hello_of(raw.hear_of(Kind.WELCOME))
+
+
+@pytest.mark.parametrize("name", sorted(set(ELSEWHERE) - {"another host", "no boot id"}))
+def test_who_cannot_share_uses_frames_and_says_why(name: str) -> None:
+    """WELCOME has no offer, but the reason; statistics say it, and frames go through."""
+    theirs, words = ELSEWHERE[name]
+    with tp.Consumer("frames") as consumer, RawEnd(consumer.endpoint) as raw:
+        terms = _talk(consumer, raw, theirs).shared_memory
+        assert terms is not None
+        assert terms.offer is None
+        raw.say(*exchange.sent("in frames"))
+        assert consumer.get(PATIENCE) == "in frames"
+        said = consumer.statistics().transport
+        assert said == f"frames over ipc: {terms.why_not}"
+        assert re.search(words, said)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_who_requires_it_refuses_those_who_cannot(name: str) -> None:
+    """REFUSED names the condition, and the binder counts it."""
+    theirs, words = ELSEWHERE[name]
+    with tp.Consumer("required", shared_memory="require") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", identity=theirs.identity, shared_memory=theirs.shared_memory))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        reason = refusal_of(raw.hear_header())
+        assert reason.startswith("the consumer requires shared memory, but ")
+        assert re.search(words, reason)
+        assert consumer.statistics().rejected == 1
+
+
+def test_an_offer_is_made_once() -> None:
+    """A HELLO that is repeated gets the same offer again; the descriptors do not become more."""
+    with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
+        first = _talk(consumer, raw, _hello("producer")).shared_memory
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            assert _talk(consumer, raw, _hello("producer")).shared_memory == first
+        assert len(os.listdir("/proc/self/fd")) == before
+        refusing = SharedMemoryTerms("auto", os.geteuid(), why_not="no row left")
+        again = _talk(consumer, raw, _hello("producer", terms=refusing)).shared_memory
+        while again == first:  # WELCOME is repeated, too
+            again = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
+        assert again is not None
+        assert (again.offer, again.why_not) == (None, "no row left")
+        raw.say(*exchange.sent("in frames"))
+        assert consumer.get(PATIENCE) == "in frames"
+        assert len(os.listdir("/proc/self/fd")) < before
+
+
+def test_a_connector_that_has_forgotten_gets_a_new_offer() -> None:
+    """Its connection was gone for a while: the old queue is of no use to it. Both sides count from there."""
+    with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
+        first = _talk(consumer, raw, _hello("producer")).shared_memory
+        assert first is not None
+        assert first.offer is not None
+        attached = SharedMemoryTerms("auto", os.geteuid(), attached=first.offer.token)
+        assert _talk(consumer, raw, _hello("producer", terms=attached)).shared_memory == first
+        before = len(os.listdir("/proc/self/fd"))
+        raw.say(hello("producer", shared_memory=TERMS))
+        found = first
+        while found == first:  # WELCOME is repeated, too
+            with pytest.raises(tp.Empty):
+                consumer.get(0.1)
+            again = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
+            assert again is not None
+            found = again
+        assert found.offer is not None
+        assert found.offer.token != first.offer.token
+        assert len(consumer.statistics().peers) == 1
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_a_binder_that_cannot_make_a_queue(monkeypatch: pytest.MonkeyPatch, producer_binds: bool) -> None:
+    """Out of memory, descriptors or pipes, it says so, and frames are used."""
+
+    def fail(*arguments: Any) -> Any:
+        raise SharedMemoryError(24, "no descriptor is left")
+
+    monkeypatch.setattr(rendezvous, "make", fail)
+    with (
+        tp.Producer("making", bind=producer_binds) as producer,
+        tp.Consumer("making", bind=not producer_binds) as consumer,
+    ):
+        putting = in_thread(lambda: producer.put("arrives", PATIENCE))
+        assert consumer.get(PATIENCE) == "arrives"
+        putting()
+        for end in (producer, consumer):
+            assert end.statistics().transport == "frames over ipc: no descriptor is left"
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("wish", ["auto", "require"])
+def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: Any, producer_binds: bool) -> None:
+    """It says so, and frames are used; or it is refused, where that is required."""
+
+    def fail(*arguments: Any) -> Any:
+        raise SharedMemoryError(13, "no permission")
+
+    monkeypatch.setattr(rendezvous, "reach", fail)
+    with (
+        tp.Producer("attaching", bind=producer_binds, shared_memory=wish, linger=0) as producer,
+        tp.Consumer("attaching", bind=not producer_binds) as consumer,
+    ):
+        putting = in_thread(lambda: producer.put("arrives", PATIENCE if wish == "auto" else 0.5))
+        if wish == "auto":
+            assert consumer.get(PATIENCE) == "arrives"
+            putting()
+            for end in (producer, consumer):
+                assert end.statistics().transport == "frames over ipc: no permission"
+        elif producer_binds:
+            with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
+                consumer.get(PATIENCE)
+            with pytest.raises(tp.Full):
+                putting()
+        else:
+            with pytest.raises(tp.Empty):
+                consumer.get(1)
+            with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
+                putting()
+
+
+@pytest.mark.parametrize("which", ["producer", "consumer"])
+def test_one_side_is_enough_to_want_none(which: str) -> None:
+    """Both then say whose wish it was."""
+    wishes: Any = {which: "off"}
+    with (
+        tp.Consumer("wishes", shared_memory=wishes.get("consumer", "auto")) as consumer,
+        tp.Producer("wishes", shared_memory=wishes.get("producer", "auto")) as producer,
+    ):
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        said = {end.statistics().transport for end in (producer, consumer)}
+        assert said == {
+            "frames over ipc: shared memory is off here",
+            f"frames over ipc: it is off at the {which}",
+        }
+
+
+def test_it_is_found_over_tcp_and_between_processes() -> None:
+    """Required, over loopback: it is there."""
+    with (
+        Child() as child,
+        tp.Consumer("tcp://127.0.0.1:0", shared_memory="require") as consumer,
+    ):
+        child.call(children.open_producer, consumer.endpoint, shared_memory="require")
+        child.begin(children.put_batches, 2)
+        for step in range(2):
+            zoo.same(children.batch(step), consumer.get(PATIENCE))
+        child.result()
+        assert consumer.statistics().transport == "shared memory"
+        assert child.call(children.producer_statistics).transport == "shared memory"
+
+
+def test_options() -> None:
+    """What is none of the three is named; inproc is frames, and so cannot be required to be anything else."""
+    for end in (tp.Producer, tp.Consumer):
+        with pytest.raises(ValueError, match="shared_memory='never': give 'auto', 'off' or 'require'"):
+            end("options", shared_memory="never")
+        with pytest.raises(SharedMemoryError, match="inproc is within one process"):
+            end("inproc://options", shared_memory="require")
+    with tp.Consumer("inproc://x") as consumer:
+        assert consumer.statistics().transport == "frames over inproc"
+
+
+def test_local_and_remote_producers_mix() -> None:
+    """One consumer, three producers, two of them in frames: each one's order holds, and the stream ends after the last."""
+    with tp.Consumer("mixed") as consumer, contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(3)]
+        for name, child in enumerate(crowd):
+            child.call(children.open_producer, "mixed", shared_memory="auto" if name == 0 else "off")
+            child.begin(children.put_numbers_and_close, str(name), 400)
+        got: dict[str, list[int]] = {str(name): [] for name in range(3)}
+        for name, number in consumer:
+            got[name].append(number)
+        assert got == {str(name): list(range(400)) for name in range(3)}
+        for child in crowd:
+            child.result()
+
+
+def test_local_and_remote_consumers_mix() -> None:
+    """One producer, a consumer of each kind: both get some, and what is in flight is counted over both."""
+    with Child() as near, Child() as far, tp.Producer("mixed", bind=True, maxsize=4) as producer:
+        near.call(children.open_consumer, "mixed", bind=False)
+        far.call(children.open_consumer, "mixed", bind=False, shared_memory="off")
+        for child in (near, far):
+            child.begin(children.take_all)
+        deadline = time.monotonic() + PATIENCE
+        while len(producer.statistics().peers) < 2:
+            assert time.monotonic() < deadline
+        for number in range(300):
+            producer.put(number, PATIENCE)
+            assert producer.statistics().in_flight <= 4
+        assert producer.statistics().transport == "shared memory; frames over ipc: it is off at the consumer"
+        producer.flush(PATIENCE)
+        producer.close()
+        shares = [child.result() for child in (near, far)]
+        assert all(share and share == sorted(share) for share in shares)
+        assert sorted(shares[0] + shares[1]) == list(range(300))
+
+
+@pytest.mark.parametrize("second", ["auto", "off"])
+def test_no_producer_is_passed_over(second: Any) -> None:
+    """While one puts without pause, the other's messages come, too, whichever way they take."""
+    with tp.Consumer("fair") as consumer, Child() as one, Child() as two:
+        for name, child in enumerate((one, two)):
+            child.call(children.open_producer, "fair", shared_memory=second if name else "auto")
+            child.begin(children.put_numbers, 0, 2000, str(name))
+        got = [consumer.get(PATIENCE)[0]]
+        while len(set(got)) < 2:
+            got.append(consumer.get(PATIENCE)[0])
+        time.sleep(0.5)  # both have put all that they may
+        both = [consumer.get(PATIENCE)[0] for _ in range(64)]
+        assert min(both.count("0"), both.count("1")) > 16
+        for _ in range(4000 - len(got) - 64):
+            consumer.get(PATIENCE)
+        for child in (one, two):
+            child.result()
+        assert consumer.statistics().lost == 0
+
+
+# -- what lies in a block
+
+
+def _pair() -> tuple[tp.Consumer, tp.Producer, rendezvous.PairQueue]:
+    consumer, producer = tp.Consumer("blocks"), tp.Producer("blocks", linger=0)
+    putting = in_thread(lambda: producer.put("met", PATIENCE))
+    assert consumer.get(PATIENCE) == "met"
+    putting()
+    (peer,) = producer._link.peers.values()
+    assert peer.queue is not None
+    return consumer, producer, peer.queue
+
+
+def _bad_blocks() -> dict[str, tuple[bytes, bytes, str]]:
+    message = exchange.encoded(torch.ones(3))
+    schema, payload = message.schema, bytes(message.payloads[0])
+    pickle = exchange.encoded([b"cos\nsystem\n.", []])
+    return {
+        "a pickle": (metadata_of(PICKLED, pickle.schema, pickle.values), b"", "flags 0x1"),
+        "by reference": (metadata_of(BY_REFERENCE, schema, b""), payload, "flags 0x2"),
+        "nothing": (b"", b"", "metadata of 0 bytes"),
+        "a schema cut short": (metadata_of(0, schema, b"")[:-5], payload, "left for it"),
+        "no schema": (metadata_of(0, b"x" * 20, b""), payload, "schema"),
+        "an unknown serializer": (metadata_of(0, schema.replace(b"\3raw", b"\3war"), b""), payload, "war"),
+        "a payload too short": (metadata_of(0, schema, b""), payload[:-1], "payloads of 11 bytes"),
+        "a payload too long": (metadata_of(0, schema, b""), payload + b"x", "payloads of 13 bytes"),
+        "values that are none": (metadata_of(0, exchange.encoded([1, "x"]).schema, b"\xc1"), b"", "values"),
+    }
+
+
+BAD_BLOCKS = _bad_blocks()
+
+
+@pytest.mark.parametrize("name", BAD_BLOCKS)
+def test_a_block_that_holds_no_message(name: str) -> None:
+    """It is taken, counted with its reason, and the next message comes."""
+    metadata, payload, words = BAD_BLOCKS[name]
+    consumer, producer, queue = _pair()
+    with consumer, producer:
+        queue.put(Bytes(payload), metadata)
+        producer.put("next", PATIENCE)
+        assert consumer.get(PATIENCE) == "next"
+        assert consumer.statistics().rejected == 1
+        assert words in consumer.statistics().last_rejection
+        assert producer.statistics().in_flight == 0
+        del queue
+
+
+@pytest.mark.parametrize("ticket", [1 << 63, 5 << 32 | 1, (1 << 64) - 1, 3 << 43 | 1 << 32])
+def test_a_ticket_that_names_no_block(ticket: int) -> None:
+    """Its producer is let go: nothing of its queue can be believed. The consumer goes on with others."""
+    consumer, producer, queue = _pair()
+    with consumer, producer:
+        os.write(queue.tickets.write_end, ticket.to_bytes(8, "little"))
+        with pytest.raises((tp.Empty, tp.EndOfStream)):
+            consumer.get(0.2)
+        assert consumer.statistics().rejected >= 1
+        with Child() as child:
+            child.call(children.open_producer, "blocks")
+            child.begin(children.put, "from another")
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                assert time.monotonic() < deadline
+                with contextlib.suppress(tp.EndOfStream):
+                    assert consumer.get(PATIENCE) == "from another"
+                    break
+            child.result()
+        del queue
+
+
+def test_lengths_beyond_the_block() -> None:
+    """They are seen before anything is read."""
+    consumer, producer, queue = _pair()
+    with consumer, producer:
+        producer.put("will be spoilt", PATIENCE)
+        ticket = next(iter(queue.tickets.snapshot() or ()))
+        word = ticket >> 32 << 6
+        for index, value in ((2, 1 << 40), (3, 1 << 62)):
+            before, queue.words[word + index] = queue.words[word + index], value
+            with pytest.raises(ProtocolError, match="in a block of"):
+                queue._word_of(ticket)
+            queue.words[word + index] = before
+        assert consumer.get(PATIENCE) == "will be spoilt"
+        del queue

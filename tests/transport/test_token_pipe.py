@@ -1,0 +1,249 @@
+"""Tokens through a pipe and its spill log: order, exactly once, who has them after a kill."""
+
+import fcntl
+import os
+import random
+import signal
+import time
+
+import pytest
+from crash_points import in_child, reap
+
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport.token_pipe import BELL, CAPACITY, TokenPipe
+
+pytestmark = pytest.mark.kills
+
+FIRST = 1000  # of the words that a test uses
+
+
+class Words:
+    """Words of a segment, as the rows of processes have them."""
+
+    def __init__(self):
+        self.segment = Segment.create(1 << 28)
+        self.values = self.segment.words
+
+    def buffers(self, word, count=1):
+        return [memoryview(self.segment.memory)[8 * word : 8 * (word + count)]]
+
+
+@pytest.fixture
+def words():
+    made = Words()
+    yield made
+    vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
+
+
+@pytest.fixture(params=[None, CAPACITY], ids=["with log", "pipe alone"])
+def pipe(request):
+    made = TokenPipe.create(request.param)
+    assert made.spills == (request.param is None)
+    yield made
+    made.close()
+
+
+def give(pipe, words, *tokens):
+    for i, token in enumerate(tokens):
+        words.values[FIRST + i] = token
+    pipe.give(words.buffers(FIRST, len(tokens)))
+
+
+def take(pipe, words, count=1):
+    taken = abs(pipe.take_nowait(words.buffers(FIRST + 100, count)))
+    return words.values[FIRST + 100 : FIRST + 100 + taken].tolist()
+
+
+def test_tokens_come_in_the_order_given_one_or_many_at_a_time(pipe, words):
+    give(pipe, words, 11)
+    give(pipe, words, 12, 13, 14)
+    assert pipe.unread() == 4
+    assert take(pipe, words) == [11]
+    assert take(pipe, words, 64) == [12, 13, 14]
+    assert take(pipe, words) == []
+
+
+def test_capacity_holds_whatever_the_batches(words):
+    """As many tokens as CAPACITY always fit, so that giving a credit or a ticket under one never waits."""
+    choose = random.Random(1)
+    for sizes in ([1], [64], [33], [63], range(1, 65)):
+        pipe = TokenPipe.create(CAPACITY)
+        words.values[FIRST] = 7
+        given = 0
+        for _ in range(3):  # the head's page half read, too
+            while given < CAPACITY:
+                count = min(choose.choice(list(sizes)), CAPACITY - given)
+                for i in range(count):
+                    words.values[FIRST + i] = 7
+                assert os.writev(pipe.own_write, words.buffers(FIRST, count)) == 8 * count  # non-blocking: it must fit
+                given += count
+            for _ in range(choose.randrange(1, 700)):
+                given -= len(take(pipe, words))
+        pipe.close()
+
+
+def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words):
+    pipe = TokenPipe.create(None)
+    spilled = False
+    for token in range(10, 30_010):
+        words.values[FIRST] = token
+        if spilled:
+            pipe.spill(words.buffers(FIRST))
+        else:
+            pipe.give(words.buffers(FIRST))
+            spilled = pipe.spilled() > 0
+    assert pipe.snapshot() - {BELL} == set(range(10, 30_010))
+    got = []
+    while len(got) < 30_000:
+        got += [token for token in take(pipe, words, 3) if token != BELL]
+    assert got == list(range(10, 30_010))
+    assert pipe.spilled() == 0
+    pipe.close()
+
+
+def test_the_logs_memory_is_given_back_as_it_is_read(words):
+    pipe = TokenPipe.create(None)
+    for i in range(64):
+        words.values[FIRST + i] = 5
+    for _ in range(2000):
+        pipe.spill(words.buffers(FIRST, 64))
+        while take(pipe, words, 64):
+            pass
+    assert os.fstat(pipe._log_append).st_size == 2000 * 64 * 8
+    assert os.fstat(pipe._log_append).st_blocks * 512 <= 1 << 18
+    pipe.close()
+
+
+def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words, monkeypatch):
+    """Rule 3: meanwhile others drain the log, fill the pipe, and spill again."""
+    pipe = TokenPipe.create(None)
+    words.values[FIRST] = 10
+    pipe.spill(words.buffers(FIRST))
+    assert take(pipe, words) == [BELL]
+    readv = os.readv
+    later = []
+
+    def stopped(descriptor, buffers):
+        if descriptor == pipe.own_read and not later:
+            later.append(True)
+            with pytest.raises(BlockingIOError):  # what it sees: the pipe is empty
+                readv(descriptor, buffers)
+            assert take(pipe, words) == [10]
+            give(pipe, words, 11)
+            words.values[FIRST] = 12
+            pipe.spill(words.buffers(FIRST))
+            raise BlockingIOError
+        return readv(descriptor, buffers)
+
+    monkeypatch.setattr(os, "readv", stopped)
+    assert pipe.take_nowait(words.buffers(FIRST + 50)) == -1
+    assert words.values[FIRST + 50] == 12  # early: 11 waits in the pipe
+    monkeypatch.undo()
+    assert take(pipe, words) == [11]
+    pipe.close()
+
+
+def test_a_wait_ends_at_its_deadline_or_at_once(pipe, words):
+    began = time.monotonic()
+    idle = []
+    assert pipe.take(words.buffers(FIRST), began + 0.2, lambda: idle.append(1)) == 0
+    assert time.monotonic() >= began + 0.2
+    assert len(idle) >= 3
+    give(pipe, words, 11)
+    assert pipe.take(words.buffers(FIRST + 1), None) == 1
+
+
+def test_only_own_descriptions_are_non_blocking(pipe):
+    assert os.get_blocking(pipe.read_end)
+    assert os.get_blocking(pipe.write_end)
+    assert not os.get_blocking(pipe.own_read)
+    assert not os.get_blocking(pipe.own_write)
+
+
+def test_a_snapshot_takes_nothing(pipe, words):
+    assert pipe.snapshot() == frozenset()
+    give(pipe, words, *range(10, 70))
+    take(pipe, words)
+    for _ in range(2):
+        assert pipe.snapshot() == frozenset(range(11, 70))
+    assert pipe.unread() == 59
+
+
+def test_a_snapshot_of_a_longer_pipe_is_not_a_part(words):
+    pipe = TokenPipe.create(CAPACITY)
+    fcntl.fcntl(pipe.own_write, 1031, 1 << 18)  # F_SETPIPE_SZ
+    for first in range(64, 64 * 400, 64):
+        give(pipe, words, *range(first, first + 64))
+    assert pipe.snapshot() == frozenset(range(64, 64 * 400))
+    pipe.close()
+
+
+def test_a_snapshot_for_which_there_is_no_scratch_pipe_says_so(pipe, monkeypatch):
+    def refuse(_):
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(os, "pipe2", refuse)
+    assert pipe.snapshot() is None
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["pipe", "log"])
+def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, log):
+    """Each token is, after any kill, in pipe or log, in one word, or was noted by a taker: exactly once."""
+    pipe = TokenPipe.create(None if log else CAPACITY)
+    choose = random.Random(log)
+    notes_read, notes = os.pipe()
+    os.set_blocking(notes_read, False)
+    count, noted, next_token = 300, {}, 10
+
+    def taker(word):
+        while True:
+            if pipe.take(words.buffers(word), None):
+                token = words.values[word]
+                if token != BELL:
+                    os.write(notes, token.to_bytes(8, "little"))
+                words.values[word] = 0
+
+    def giver(word, first):
+        for token in range(first, first + count):
+            words.values[word] = token
+            pipe.spill(words.buffers(word)) if log else pipe.give(words.buffers(word))
+            words.values[word] = 0
+
+    def collect():
+        try:
+            while True:
+                content = os.read(notes_read, 1 << 16)
+                for token in memoryview(content).cast("Q"):
+                    noted[token] = noted.get(token, 0) + 1
+        except BlockingIOError:
+            pass
+
+    in_doubt = 0
+    for _ in range(60):
+        takers = [in_child(lambda word=word: taker(word)) for word in (FIRST, FIRST + 1)]
+        first, next_token = next_token, next_token + count
+        pids = [in_child(lambda first=first: giver(FIRST + 2, first)), *takers]
+        time.sleep(choose.uniform(0, 0.012))  # when to kill; nothing waits for it
+        for pid in choose.sample(pids, 3):
+            os.kill(pid, signal.SIGKILL)
+            reap(pid)
+        collect()
+        waiting = pipe.snapshot() - {BELL}
+        in_words = {words.values[word] for word in (FIRST, FIRST + 1)} - {0, BELL}
+        doubt = words.values[FIRST + 2]
+        seen = sorted(waiting | in_words | set(noted) & set(range(first, next_token)))
+        last = max(seen, default=first - 1)
+        assert set(range(first, last + 1)) <= set(seen), "a token is nowhere"
+        assert not waiting & set(noted), "a token was taken and is still there"
+        assert doubt in (0, last, last + 1)
+        in_doubt += doubt != 0
+        for word in range(FIRST, FIRST + 3):
+            words.values[word] = 0
+        while take(pipe, words, 64):
+            pass
+    assert set(noted.values()) <= {1}
+    assert len(noted) > 100
+    assert in_doubt < 60
+    os.close(notes_read)
+    os.close(notes)
+    pipe.close()

@@ -1,0 +1,56 @@
+"""After a death: is anything missing, or there twice?
+
+The tests of deaths at every step take every n-th of them where that is many, so that they end within minutes. With
+TENSORPIPE_IPC_STRIDE=1 in the environment they take all.
+"""
+
+import os
+
+import pytest
+
+from tensorpipe_ipc.errors import Empty, Full
+from tensorpipe_ipc.memory.arena import HOLDER, KEPT
+
+
+def drain(queue):
+    got = []
+    while True:
+        try:
+            got.append(bytes(queue.get(0).payload))
+        except Empty:
+            return got
+
+
+def check_whole(undertaker, queue, payload):
+    """Nothing is missing and nothing is there twice: places, credits, blocks."""
+    queue.leases.settle()
+    for i in range(queue.maxsize):
+        queue.put(payload(bytes([i & 255])), timeout=0)
+    if queue.maxsize:
+        with pytest.raises(Full):
+            queue.put(payload(b"one too many"), timeout=0)
+    assert drain(queue) == [bytes([i & 255]) for i in range(queue.maxsize)]
+    if queue.maxsize:
+        assert sorted(credit & 0xFFFFFF for credit in queue.credits.snapshot()) == list(range(queue.maxsize))
+    arena = undertaker.arena
+    steps = {
+        arena.words[block >> 3] & HOLDER
+        for start, kind, units, _ in arena._all_extents()
+        for block in arena._blocks(start, kind, units)
+    }
+    assert steps <= {0, KEPT}, f"blocks that nobody holds are not free: {sorted(map(hex, steps))}"
+
+
+def stride(usual):
+    """How many steps to go on by."""
+    return int(os.environ.get("TENSORPIPE_IPC_STRIDE", usual))
+
+
+def points(action_dies, first=1, stride=1, limit=20_000):
+    """Numbers of steps, up to the one at which the action was complete."""
+    for point in range(first, limit, stride):
+        if not action_dies(point):
+            assert point > 20, "nothing was traced"
+            return
+        yield point
+    raise AssertionError("the action never completes")

@@ -1,0 +1,29 @@
+"""The table of dtypes against torch itself."""
+
+from __future__ import annotations
+
+import torch
+
+from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_NUMPY, BY_TORCH
+
+
+def test_every_dtype_that_owns_whole_bytes_is_listed() -> None:
+    """What torch calls a dtype is in the table, but for quantized ones, bits without a type, and parts of bytes."""
+    known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    parts = {dtype for dtype in known if str(dtype).removeprefix("torch.").rstrip("1234567") in ("int", "uint")}
+    without_numbers = {
+        dtype for dtype in known if "bits" in str(dtype) or str(dtype).startswith(("torch.q", "torch.quint"))
+    }
+    assert known - parts - without_numbers - set(BY_TORCH) == set()
+    assert not set(BY_TORCH) & without_numbers
+
+
+def test_the_table_agrees_with_torch_and_numpy() -> None:
+    """Item sizes are torch's, codes are unique bytes, and each NumPy dtype is the one torch converts to."""
+    assert len(BY_CODE) == len(BY_TORCH)
+    for dtype, row in BY_TORCH.items():
+        assert 0 < row.code < 256
+        assert row.itemsize == torch.empty(1, dtype=dtype).element_size()
+        if row.numpy is not None:
+            assert torch.empty(1, dtype=dtype).numpy().dtype == row.numpy
+            assert BY_NUMPY[row.numpy] is row

@@ -1,0 +1,170 @@
+"""What cannot be sent: refused with its path, its type and what to do instead."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from exchange import round_trip, sent
+
+from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.wire.flatten import flatten, leaf_path
+from tensorpipe_ipc.wire.spec import MAX_DEPTH, MAX_NODES
+
+
+class Unregistered(NamedTuple):
+    field: int
+
+
+@dataclasses.dataclass
+class UnregisteredData:
+    field: int
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+def _in_itself() -> list[Any]:
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
+
+
+def _resized() -> torch.Tensor:
+    tensor = torch.ones(5)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+REFUSED = [
+    (object(), "builtins.object cannot travel .*nothing is pickled there.* use a Queue"),
+    (len, "builtin_function_or_method cannot travel"),
+    (
+        Unregistered(1),
+        r"Unregistered is not registered; call tensorpipe_ipc.register_type\(Unregistered\) on both ends",
+    ),
+    (UnregisteredData(1), "UnregisteredData is not registered"),
+    ({1, 2}, r"builtins.set has no place on the wire; send list\(\) of it"),
+    (frozenset(), "frozenset has no place"),
+    (range(3), "range has no place"),
+    (bytearray(b"x"), r"bytearray has no place on the wire; send bytes\(\)"),
+    (memoryview(b"x"), "memoryview has no place"),
+    (np.float32(1), r"NumPy scalar; send .item\(\)"),
+    (np.float64(1), r"NumPy scalar; send .item\(\)"),
+    (np.bool_(True), "NumPy scalar"),
+    (np.ma.masked_array([1.0]), r"array subclass; send np.asarray\(\)"),
+    (np.array(["2020-01-01"], "M8[D]"), r"datetime64\[D\], which torch does not have; send .view\('int64'\)"),
+    (np.array([1], "m8[s]"), r"timedelta64\[s\], which torch"),
+    (np.array([object()]), "holds Python objects"),
+    (np.array([1.0], ">f8"), r"foreign byte order; send .astype\('float64'\)"),
+    (np.zeros(2, [("a", "i4")]), "which torch does not have"),
+    (np.array(["text"]), "which torch does not have"),
+    (np.zeros(2, np.longdouble), "longdouble|float128"),
+    (collections.OrderedDict(), r"is a subclass of dict and would lose its type; send dict\(\) of it"),
+    (collections.defaultdict(list), "subclass of dict"),
+    (Colour.RED, "subclass of int"),
+    (type("Text", (str,), {})("x"), "subclass of str"),
+    (torch.nn.UninitializedParameter(), "has no shape yet"),
+    (
+        torch.ones(1).as_subclass(type("Mine", (torch.Tensor,), {})),
+        r"tensor subclass; send .as_subclass\(torch.Tensor\)",
+    ),
+    (torch.ones(2, requires_grad=True) * 2, r"requires_grad and has a history.*; send .detach\(\)"),
+    (torch.bits8, r"torch.bits8 has no code on the wire; send its name"),
+    (torch.empty(2, dtype=torch.uint4), "torch.uint4, which has no code"),
+    (torch.eye(2).to_sparse(), "layout torch.sparse_coo; send .to_dense"),
+    (torch.eye(2).to_sparse_csr(), "layout torch.sparse_csr; send .to_dense"),
+    (torch.ones(3).to_mkldnn(), r"mkldnn tensor, .*; send .to_dense\(\)"),
+    (torch.ones(3, device="meta"), "meta tensor, which has no items; send its shape and dtype"),
+    (torch.nested.nested_tensor([torch.ones(2)]), r"nested tensor; send .unbind\(\)"),
+    (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantized tensor; send .int_repr\(\)"),
+    (_resized(), r"shape \[5\] whose memory was let go"),
+    ({object(): 1}, "dict key <object .* is a object; keys may be str"),
+    ({1j: 1}, "is a complex; keys may be"),
+    ({(1, {2: 3}.keys().__class__): 1}, "is a type; keys may be"),
+    ({1 << 70: 1}, "cannot be written"),
+    ({"\ud800": 1}, "cannot be written"),
+    ({"k" * 70_000: 1}, "a dict key of 70,005 bytes, the limit is 65,535"),
+]
+
+
+@pytest.mark.parametrize(("leaf", "says"), REFUSED)
+def test_what_cannot_travel_is_named(leaf: Any, says: str) -> None:
+    """Alone or in a tree it is refused: where it stands, what it is, what to do. In a tree, others stand beside it."""
+    with pytest.raises(UnsupportedLeaf, match=f"^tree: .*{says}") as alone:
+        sent(leaf)
+    assert alone.value.path == ""
+    tree = {"image": torch.ones(2), "mask": [0, 1, 2, leaf], "again": torch.ones(3)}
+    with pytest.raises(UnsupportedLeaf, match=says) as inside:
+        sent(tree)
+    assert inside.value.path == "['mask'][3]"
+    assert str(inside.value).startswith("tree['mask'][3]: ")
+    assert isinstance(inside.value, TypeError)
+
+
+def test_paths_go_through_every_container() -> None:
+    """The path is what one would write in Python, through dicts, lists, tuples, NamedTuples and dataclasses."""
+    with pytest.raises(UnsupportedLeaf) as raised:
+        sent({"a": [(zoo.Sample(None, zoo.Batch({(1, "x"): object()}, 0.5)),)]})
+    assert raised.value.path == "['a'][0][0].label.samples[(1, 'x')]"
+
+
+def test_numpy_names_the_leaf_that_it_lacks() -> None:
+    """bfloat16 through ``numpy`` is refused with the path of the leaf and the serializer that takes it."""
+    with pytest.raises(UnsupportedLeaf, match=r"NumPy has no torch.bfloat16: use serializer='raw'") as raised:
+        sent({"x": torch.ones(2), "y": [torch.ones(2), torch.ones(2, dtype=torch.bfloat16)]}, "numpy")
+    assert raised.value.path == "['y'][1]"
+
+
+@pytest.mark.parametrize("pair", [1, 2])
+def test_a_tree_that_contains_itself_is_refused(pair: int) -> None:
+    """A list that contains itself, once or twice over, is refused at once instead of walked for ever."""
+    tree = _in_itself()
+    tree.extend([tree] * (pair - 1))
+    with pytest.raises(UnsupportedLeaf, match="nested deeper than 64 containers, or it contains itself"):
+        sent(tree)
+
+
+def test_depth_has_two_sides() -> None:
+    """64 containers within each other travel, 65 do not."""
+    zoo.same(zoo._nested(MAX_DEPTH), round_trip(zoo._nested(MAX_DEPTH)))
+    with pytest.raises(UnsupportedLeaf, match="nested deeper than 64"):
+        sent(zoo._nested(MAX_DEPTH + 1))
+
+
+def test_the_number_of_nodes_has_two_sides() -> None:
+    """As many nodes as the limit says travel, one more does not."""
+    assert round_trip([None] * (MAX_NODES - 1)) == [None] * (MAX_NODES - 1)
+    with pytest.raises(UnsupportedLeaf, match="131,073 nodes, the limit is 131,072; send numbers as a tensor"):
+        sent([None] * MAX_NODES)
+
+
+def test_keys_of_many_streams_do_not_pile_up() -> None:
+    """The table of written keys starts over instead of growing without end."""
+    from tensorpipe_ipc.wire import flatten as module
+
+    for index in range(20_000):
+        flatten({f"key {index}": None})
+    assert len(module._KEYS) <= 1 << 14
+
+
+def test_flatten_copies_nothing() -> None:
+    """Leaves are the caller's tensors, and tensors on the caller's arrays and storages."""
+    tensor, array, storage = torch.ones(3), np.ones(3), torch.ones(3).untyped_storage()
+    leaves = flatten([tensor, array, storage]).leaves
+    assert leaves[0] is tensor
+    assert leaves[1].data_ptr() == array.ctypes.data
+    assert leaves[2].data_ptr() == storage.data_ptr()
+
+
+def test_leaf_paths_are_in_the_order_of_flatten() -> None:
+    """``leaf_path`` finds the path of each leaf by its number."""
+    tree = {"a": [torch.ones(1), None, np.ones(1)], "b": zoo.Sample(b"x", torch.ones(1).untyped_storage())}
+    assert [leaf_path(tree, index) for index in range(5)] == ["['a'][0]", "['a'][2]", "['b'].image", "['b'].label", ""]

@@ -1,0 +1,178 @@
+"""What n received bytes can make their receiver allocate: n + 64 KiB, whatever they announce.
+
+Measured with tracemalloc from the first look at the frames to the refusal. Two costs are not in the promise, and are
+bounded by the limit on nodes: a *valid* tree's own Python objects (a list of 100,000 None takes 8 bytes for each), and
+what had been made of a message when its content turned out wrong at the very end: a dict key that stands twice, a value
+of the wrong type, a payload that its serializer cannot read. These cost at most what the valid tree would have.
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from exchange import forget_schemas, read_parts, sent
+
+from tensorpipe_ipc.errors import TensorPipeError
+from tensorpipe_ipc.wire import header
+from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.wire.metas import MAX_NBYTES
+
+MARGIN = 1 << 16
+MANY = 100_000
+
+
+def u32(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def meta(nbytes: int, dims: tuple[int, ...] = (), code: int = 2) -> bytes:
+    return struct.pack("<BBBBQ", code, 0, len(dims), 0, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
+
+
+def data(spec: bytes, spans: bytes = b"", metas: bytes = b"", counts: tuple[int, int] = (0, 0)) -> bytes:
+    return b"\x03raw" + u32(len(spec)) + spec + u32(counts[0]) + spans + u32(counts[1]) + metas
+
+
+def several(op: int, count: int = MANY) -> bytes:
+    return b"\x20" + u32(count) + bytes([op]) * count
+
+
+def message(schema: bytes, values: bytes = b"", *frames: bytes) -> list[bytes]:
+    return [header.pack(4, 1, schema, values), *frames]
+
+
+ZERO_VIEW = struct.pack("<BBBBQ", 2, 2, 0, 0, 0) + struct.pack("<Q", 0)
+HOSTILE: dict[str, Callable[[], list[bytes]]] = {
+    "a huge shape": lambda: message(data(b"\x10", metas=meta(1 << 47, (1 << 47,)), counts=(0, 1))),
+    "a huge shape, some bytes of it": lambda: message(
+        data(b"\x10", metas=meta(1 << 47, (1 << 47,)), counts=(0, 1)), b"", bytes(BULK)
+    ),
+    "a huge shape and a small payload": lambda: message(
+        data(b"\x10", metas=meta(4, (1 << 47,)), counts=(0, 1)), b"", bytes(4)
+    ),
+    "64 dimensions of one too many": lambda: message(data(b"\x10", metas=meta(4, (3,) * 64), counts=(0, 1))),
+    "a list of 2**32 nodes": lambda: message(data(b"\x20" + u32(0xFFFFFFFF))),
+    "a dict of 2**32 keys": lambda: message(data(b"\x22" + u32(0xFFFFFFFF) + bytes(1000))),
+    "a Size of 2**32 numbers": lambda: message(data(b"\x06" + u32(0xFFFFFFFF))),
+    "2**32 leaf metas": lambda: message(data(b"\x10", metas=meta(4), counts=(0, 0xFFFFFFFF))),
+    "2**32 spans": lambda: message(data(b"\x10", counts=(0xFFFFFFFF, 1))),
+    "spans of 2**48 bytes": lambda: message(
+        data(b"\x10", struct.pack("<QQ", MAX_NBYTES, 4) * MANY, ZERO_VIEW, counts=(MANY, 1)), b"", bytes(4)
+    ),
+    "many leaves that no frame brings": lambda: message(data(several(0x10), b"", meta(1) * MANY, counts=(0, MANY))),
+    "many large leaves, many empty frames": lambda: message(
+        data(several(0x10, 50_000), b"", meta(BULK, (BULK,)) * 50_000, counts=(0, 50_000)), b"", *[b""] * 50_000
+    ),
+    "many metas, then a bad one": lambda: message(
+        data(several(0x10), b"", meta(1) * (MANY - 1) + meta(1, code=99), counts=(0, MANY)), b"", bytes(MANY)
+    ),
+    "many metas and a small tree": lambda: message(data(b"\x10", b"", meta(0, (0,)) * MANY, counts=(0, MANY))),
+    "many nodes, then a bad one": lambda: message(data(several(0x00)[:-1] + b"\xff")),
+    "many lists, then a bad one": lambda: message(data(b"\x20" + u32(20_000) + (b"\x20" + u32(0)) * 19_999 + b"\xff")),
+    "many keys, then a bad one": lambda: message(
+        data(b"\x22" + u32(50_000) + b"\x01\0\x05" * 49_999 + b"\x01\0\xc1" * 2)
+    ),
+    "many names of a type that is unknown": lambda: message(
+        data(b"\x24\x01\0x" + u32(50_000) + b"\x01\0a" * 50_000 + bytes(50_000))
+    ),
+    "nested 10,000 deep": lambda: message(data((b"\x20" + u32(1)) * 10_000 + b"\0")),
+    "one key nested 60,000 deep": lambda: message(
+        data(b"\x22" + u32(1) + struct.pack("<H", 60_001) + b"\x91" * 60_000 + b"\1\0")
+    ),
+    "values: an array of 2**32": lambda: message(data(b"\x01"), b"\xdd\xff\xff\xff\xff"),
+    "values: more than the tree has": lambda: message(data(b"\x01"), b"\xdd" + struct.pack(">I", MANY) + bytes(MANY)),
+    "values: as many as the tree has, but cut short": lambda: message(
+        data(several(0x01)), b"\xdd" + struct.pack(">I", MANY) + b"\xa2ab" * (MANY - 1)
+    ),
+    "values: a text of 2**32 bytes": lambda: message(data(b"\x01"), b"\x91\xdb\xff\xff\xff\xff"),
+    "values: an array of arrays of 2**32": lambda: message(data(b"\x01"), b"\x91" + b"\xdd\xff\xff\xff\xff" * 5000),
+    "values: nested 100,000 deep": lambda: message(data(b"\x01"), b"\x91" * MANY + b"\1"),
+    "a header over its limit": lambda: message(bytes(1 << 23)),
+    "a HELLO over its limit": lambda: [header.pack(1, 0, bytes(1 << 20))],
+    "garbage": lambda: [b"GET / HTTP/1.1\r\n" * 10_000],
+}
+
+
+def peak(frames: list[bytes]) -> tuple[int, BaseException | None]:
+    """Bytes that Python asked for at most while it read the frames, and what it raised."""
+    first, *payloads = [memoryview(frame) for frame in frames]
+    forget_schemas()
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        read_parts(first, payloads)
+        raised = None
+    except TensorPipeError as error:
+        raised = error.with_traceback(None)
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        gc.enable()
+    return most, raised
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_refusal_asks_for_no_more_than_arrived(name: str) -> None:
+    """Whatever a message announces, refusing it takes at most its own length and 64 KiB."""
+    frames = HOSTILE[name]()
+    most, raised = peak(frames)
+    received = sum(map(len, frames))
+    assert raised is not None, "it was not refused"
+    assert most <= received + MARGIN, f"{most:,} bytes for {received:,} received ({raised})"
+
+
+@pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
+def test_a_tensor_asks_for_no_more_than_arrived(serializer: str) -> None:
+    """A valid tensor of 4 MB is read on its frame (writable) or copied once; nothing else of its size is made."""
+    frames = [bytearray(frame) for frame in sent(torch.zeros(1 << 20), serializer)]
+    most, raised = peak(frames)  # type: ignore[arg-type]
+    assert raised is None
+    assert most <= sum(map(len, frames)) + MARGIN
+
+
+def test_a_valid_tree_costs_its_own_objects() -> None:
+    """A list of 100,000 None: its list, and as much again for the plan of it, which is kept: 8 bytes a node each.
+
+    More than n + 64 KiB, for a valid tree of one byte a node cannot be had for less.
+    """
+    frames = message(data(several(0x00)))
+    most, raised = peak(frames)
+    assert raised is None
+    assert most <= sum(map(len, frames)) + 32 * MANY + MARGIN
+
+
+_BOUNDED = """
+import resource, sys
+sys.path[:0] = {path!r}
+from test_memory_asked_for import HOSTILE, read_parts
+from tensorpipe_ipc.errors import TensorPipeError
+hostile = [(name, make()) for name, make in HOSTILE.items()]
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)
+for name, frames in hostile:
+    try:
+        first, *payloads = [memoryview(frame) for frame in frames]
+        read_parts(first, payloads)
+    except TensorPipeError:
+        continue
+    raise SystemExit(name)
+print("all refused")
+"""
+
+
+def test_refusals_fit_into_a_bounded_address_space() -> None:
+    """All of it is refused, and nothing else raised, in a process that may map 32 MiB more than it has."""
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    done = subprocess.run(
+        [sys.executable, "-c", _BOUNDED.format(path=path)], capture_output=True, text=True, timeout=50
+    )
+    assert done.stdout == "all refused\n", done.stdout + done.stderr

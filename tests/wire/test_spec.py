@@ -1,0 +1,157 @@
+"""The spec of each kind of node as golden bytes, and the registry of types."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from exchange import join
+
+from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.wire.flatten import flatten
+from tensorpipe_ipc.wire.rebuild import Plan
+from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered, register_type
+
+ONE = torch.ones(1)
+# A change to any of these is a change of the format: it must change header.VERSION in the same commit.
+GOLDEN: dict[str, tuple[Any, bytes, list[Any]]] = {
+    "NONE": (None, b"\x00", []),
+    "VALUE, bool": (True, b"\x01", [True]),
+    "VALUE, int": (7, b"\x01", [7]),
+    "VALUE, float": (0.5, b"\x01", [0.5]),
+    "VALUE, str": ("é", b"\x01", ["é"]),
+    "INT": (1 << 64, b"\x02", ["0x10000000000000000"]),
+    "INT, negative": (-(1 << 64), b"\x02", ["-0x10000000000000000"]),
+    "COMPLEX": (1 - 2j, b"\x03", [1.0, -2.0]),
+    "STR": ("\ud800", b"\x04", ["\xed\xa0\x80"]),
+    "DTYPE": (torch.float32, b"\x05\x0b", []),
+    "SIZE": (torch.Size([2, 3]), join(["06 02000000 0200000000000000 0300000000000000"]), []),
+    "DEVICE": (torch.device("cuda", 1), join(["07 0600", b"cuda:1"]), []),
+    "TENSOR": (ONE, b"\x10", []),
+    "TENSOR_GRAD": (torch.ones(1, requires_grad=True), b"\x11", []),
+    "PARAMETER": (torch.nn.Parameter(ONE), b"\x12", []),
+    "FROZEN": (torch.nn.Parameter(ONE, requires_grad=False), b"\x13", []),
+    "NDARRAY": (np.ones(1), b"\x14", []),
+    "BYTES": (b"x", b"\x15", []),
+    "UNTYPED": (ONE.untyped_storage(), b"\x16", []),
+    "TYPED": (zoo._typed_storage(torch.float16), b"\x17\x0a", []),
+    "LIST": ([None, None], join(["20 02000000 00 00"]), []),
+    "TUPLE": ((None,), join(["21 01000000 00"]), []),
+    "DICT": (
+        {"a": None, 1: None, (b"k", None): None},
+        join(["22 03000000", "0200 a161", "0100 01", "0500 92c4016bc0", "00 00 00"]),
+        [],
+    ),
+    "NAMEDTUPLE": (
+        zoo.Sample(None, 1),
+        join(["23 0600", b"Sample", "02000000", "0500", b"image", "0500", b"label", "00 01"]),
+        [1],
+    ),
+    "DATACLASS": (
+        zoo.Batch(None, 0.5),
+        join(["24 0500", b"Batch", "03000000", "0700", b"samples", "0600", b"weight", "0700", b"history", "00 01 01"]),
+        [0.5, "made by __post_init__"],
+    ),
+}
+
+
+@pytest.mark.parametrize("node", GOLDEN)
+def test_nodes_are_these_bytes(node: str) -> None:
+    """A node of each kind has these bytes and values, and they are that node."""
+    tree, golden, values = GOLDEN[node]
+    flat = flatten(tree)
+    assert b"".join(flat.spec) == golden
+    assert flat.values == values
+    plan = Plan(golden)
+    assert (plan.leaves, plan.values) == (len(flat.leaves), len(values))
+    zoo.same(tree, plan.build([leaf.clone().detach() for leaf in flat.leaves], values))
+
+
+def test_every_kind_has_golden_bytes() -> None:
+    """No kind of node is missing above."""
+    kinds = {value for name, value in vars(Op).items() if name.isupper()}
+    assert {golden[0] for _, golden, _ in GOLDEN.values()} == kinds
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types that a test registers are forgotten after it."""
+    names, types = dict(BY_NAME), dict(BY_TYPE)
+    yield
+    for table, before in ((BY_NAME, names), (BY_TYPE, types)):
+        table.clear()
+        table.update(before)
+
+
+def test_registers_namedtuples_and_dataclasses(registry: None) -> None:
+    """Both kinds can be registered, under their own name or another, and the class comes back."""
+    assert register_type(Pair) is Pair
+    assert register_type(Point, name="geometry.Point") is Point
+    assert BY_NAME["Pair"] == Registered(Pair, Op.NAMEDTUPLE, "Pair", ("first", "second"))
+    assert BY_NAME["geometry.Point"] == Registered(Point, Op.DATACLASS, "geometry.Point", ("x", "y"))
+
+
+@pytest.mark.parametrize("cls", [int, dict, tuple, Pair(1, 2), Point(1, 2), None, type("Plain", (), {})])
+def test_refuses_other_classes(registry: None, cls: Any) -> None:
+    """Anything but the class of a NamedTuple or dataclass is a TypeError."""
+    with pytest.raises(TypeError, match="neither a NamedTuple nor a dataclass"):
+        register_type(cls)
+
+
+def test_a_name_belongs_to_one_class(registry: None) -> None:
+    """A second class of a name is refused with advice; the same class defined anew replaces its elder."""
+    register_type(Pair)
+    with pytest.raises(ValueError, match=r"registered as 'Pair' already; give .* another name="):
+        register_type(Point, name="Pair")
+    again = dataclasses.make_dataclass("Point", ["x", "y"])
+    again.__module__ = Point.__module__
+    register_type(Point)
+    register_type(again)
+    assert BY_NAME["Point"].cls is again
+
+
+def test_no_code_of_the_class_runs_on_arrival(registry: None) -> None:
+    """A dataclass arrives without ``__init__`` and ``__post_init__``, a NamedTuple without ``__new__``."""
+
+    @register_type
+    @dataclasses.dataclass
+    class Guarded:
+        value: Any
+
+        def __post_init__(self) -> None:
+            raise AssertionError("ran")
+
+    instance = object.__new__(Guarded)
+    instance.value = 5
+    flat = flatten(instance)
+    assert Plan(b"".join(flat.spec)).build([], flat.values).value == 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (join(["23 0400", b"Nope", "01000000 0100", b"a", "00"]), "'Nope', which is not registered here"),
+        (join(["23 0600", b"Sample", "01000000 0500", b"image", "00"]), "'Sample' has 1 fields"),
+        (join(["24 0600", b"Sample", "02000000 0500", b"image", "0500", b"label", "0000"]), "'Sample' has 2 fields"),
+        (join(["23 0600", b"Sample", "02000000 0500", b"label", "0500", b"image", "0000"]), "in the place of 'image'"),
+    ],
+)
+def test_types_that_differ_are_refused(spec: bytes, says: str) -> None:
+    """A type that is not registered here, or has other fields than there, is refused by name at once."""
+    with pytest.raises(UnsupportedLeaf, match=says):
+        Plan(spec)
