@@ -10,8 +10,9 @@ PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(P
 demo: $(VENV)/.demo
 	$(PY) -m tensorpipe_ipc demo
 
+# Two at a time: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -m kills $(TESTS)

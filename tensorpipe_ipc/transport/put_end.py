@@ -96,23 +96,28 @@ class PutEnd(QueueEnd):
             self.arena.in_flight(block, kind)  # first, so that an exception cannot make us lose sight of it
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
             block = 0  # from here on the word says what is to be done
-            if self._has_tasks:
-                tasks.count_put(words, operation.tally)  # J1
-            words[word] = generation << GENERATION_AT | self.arena.queued  # P5
-            if self.tickets.spills:
-                self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
-            else:
-                os.writev(self._write_end, operation.ticket_buffers)  # P6
-            if self._has_tasks:
-                tasks.settle_put(words, operation.tally, given=True)  # J2
-            words[operation.credit] = 0  # P7
-            words[operation.ticket] = 0  # P8
+            self._queue(operation, word, generation)
         except BaseException:
             self._abandon(operation, block, kind)
             raise
         operation.messages += 1
         operation.nbytes += nbytes
         self._putting.append(operation)
+
+    def _queue(self, operation: Operation, word: int, generation: int) -> None:
+        """The block is filled, and the operation's word names it: what remains, P5 to P8."""
+        words = self.words
+        if self._has_tasks:
+            tasks.count_put(words, operation.tally)  # J1
+        words[word] = generation << GENERATION_AT | self.arena.queued  # P5
+        if self.tickets.spills:
+            self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
+        else:
+            os.writev(self._write_end, operation.ticket_buffers)  # P6
+        if self._has_tasks:
+            tasks.settle_put(words, operation.tally, given=True)  # J2
+        words[operation.credit] = 0  # P7
+        words[operation.ticket] = 0  # P8
 
     def _fill(self, block: int, credit: int, payload: Payload, metadata: bytes) -> None:
         words, word, nbytes, length = self.words, block >> 3, payload.nbytes, len(metadata)
@@ -228,17 +233,7 @@ class PutEnd(QueueEnd):
             self.memory[at : at + length] = metadata
             generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
             words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
-            if self._has_tasks:
-                tasks.count_put(words, operation.tally)  # J1
-            words[word] = generation << GENERATION_AT | self.arena.queued  # P5
-            if self.tickets.spills:
-                self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
-            else:
-                os.writev(self._write_end, operation.ticket_buffers)  # P6
-            if self._has_tasks:
-                tasks.settle_put(words, operation.tally, given=True)  # J2
-            words[operation.credit] = 0  # P7
-            words[operation.ticket] = 0  # P8
+            self._queue(operation, word, generation)
             self._settle_handover(operation)
         except BaseException:
             self._abandon(operation, 0, 0)

@@ -30,11 +30,7 @@ def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
 
 def in_one_block(message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
     """What is to be written into a block: the payloads, and the metadata."""
-    schema = message.schema
-    return (
-        Block(message.payloads, message.nbytes, message.keep),
-        _HEAD.pack(flags, len(schema)) + schema + message.values,
-    )
+    return Block(message.payloads, message.nbytes, message.keep), metadata_of(flags, message.schema, message.values)
 
 
 def parts_of(metadata: bytes) -> tuple[int, bytes, bytes]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -101,9 +101,7 @@ class Pipeline:
             child.kill()
             child.join()
         if value is not None:
-            with suppress(
-                Refused
-            ):  # a worker that was killed leaves its socket: binding takes it over, closing removes it
+            with suppress(Refused):  # the worker's socket may be there still: binding takes it over, closing removes it
                 Consumer(self._job.frames).close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -137,19 +135,13 @@ def _end(status: int) -> str:
 
 
 def _run(stage: Callable[[Job, Connection], None], job: Job, end: Connection) -> None:
-    """A child's main function: a stage, which ends in order when it is told to, or when its parent is gone."""
-    signal.signal(signal.SIGTERM, _leave)
+    """A child's main function. SIGTERM ends it at once: what it leaves in the runtime folder, its parent takes away."""
     threading.Thread(target=_outlive, daemon=True).start()
     torch.set_num_threads(1)  # three processes that each take all cores get in each other's way
     try:
         stage(job, end)
     except (TensorPipeError, EOFError) as error:  # EOFError: the worker died before it told its address
         sys.exit(f"{multiprocessing.current_process().name}: {error or 'the worker is gone'}")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    del frame
-    sys.exit(128 + number)
 
 
 def _outlive() -> None:
