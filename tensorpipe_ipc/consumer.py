@@ -14,7 +14,7 @@ from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
-from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM
+from tensorpipe_ipc.transport.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import parts_of
 from tensorpipe_ipc.wire.layout import BULK
@@ -23,7 +23,6 @@ from tensorpipe_ipc.wire.schema import schema_of
 __all__ = ["Consumer", "ConsumerStatistics"]
 
 _EVERYTHING = 1 << 62
-_LEASE_FROM = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 _OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
 
 
@@ -84,9 +83,7 @@ class Consumer:
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         names = None if accept is None else tuple(serializer_named(name).name for name in accept)
-        if not isinstance(copy, (bool, str)) or copy not in _OWN:
-            raise ValueError(f"copy={copy!r}: give 'auto', True or False")
-        self._own, self._lease_from = _OWN[copy], _LEASE_FROM[copy]
+        self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._link = ReceiveLink(
             endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
         )

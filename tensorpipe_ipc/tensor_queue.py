@@ -24,7 +24,7 @@ from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, build, made, sp
 from tensorpipe_ipc.memory.rows import BATCH
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
-from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM, SharedMemoryQueue
+from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
@@ -35,7 +35,6 @@ from tensorpipe_ipc.wire.schema import schema_of
 __all__ = ["JoinableQueue", "Loan", "Queue", "SimpleQueue"]
 
 MOST_SPIN = 0.001
-_LEASE_FROM = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 _ALIAS = -1  # for Schema.tree: the payload is the receiver's own and aligned; lie on it
 
 
@@ -151,9 +150,7 @@ class Queue:
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        if copy not in _LEASE_FROM:
-            raise ValueError(f"copy must be 'auto', True or False, not {copy!r}")
-        return self._queue.get(_seconds(block, timeout), self._decode, _LEASE_FROM[copy])
+        return self._queue.get(_seconds(block, timeout), self._decode, lease_from(copy))
 
     def get_many(self, max_items: int, timeout: float | None = None) -> list[Any]:
         """Take the objects that are there, with one system call; wait where there is none.

@@ -151,13 +151,21 @@ def _shared_memory() -> set[str]:
 
 
 def _is_others(name: str) -> bool:
-    """Whether an entry of /dev/shm is in use by a process that is none of ours: another program on this machine."""
+    """Whether an entry of /dev/shm is in use by a process that is none of ours: another program on this machine.
+
+    It is known by its inode, as glibc maps a semaphore under another name than it gets in the end.
+    """
     ours = {os.getpid(), *_descendants(os.getpid())}
     path = str(SHM / name)
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return True
+    mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in ours:
             with contextlib.suppress(OSError):
-                if path in (process / "maps").read_text(errors="replace"):
+                if mapped in (process / "maps").read_text(errors="replace"):
                     return True
                 if any(os.readlink(link) == path for link in (process / "fd").iterdir()):
                     return True

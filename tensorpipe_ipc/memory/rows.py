@@ -47,7 +47,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.segment import Segment
@@ -76,7 +76,7 @@ ROW_BYTES = 1 << 18
 ROWS_END = ROWS_START + MAX_ROWS * ROW_BYTES
 
 # words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST, LOST_TICKET = range(6)
+INCARNATION, PID, STARTED, NAMESPACE, LOST = range(5)
 PURPOSES = 16
 SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
 BATCHES = 64
@@ -99,13 +99,18 @@ class Operation:
         tally_before: what it was when this process took the operation over.
         credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
         messages, nbytes: what this process did with it, for ``statistics()``.
+        kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
+            names; None: nothing.
+        before: of such a get, how many others go first.
     """
 
     __slots__ = (
+        "before",
         "credit",
         "credit_buffers",
         "given",
         "given_buffers",
+        "kept",
         "messages",
         "nbytes",
         "purpose",
@@ -119,7 +124,8 @@ class Operation:
     def __init__(self, segment: Segment, record: Record) -> None:
         self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = 0
+        self.messages = self.nbytes = self.tally_before = self.before = 0
+        self.kept: list[Any] | None = None
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (
             [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
@@ -403,12 +409,12 @@ class Rows:
                 yield _record(row, number)
 
 
-def _indexes(values: list[int], wanted: int) -> Iterator[int]:
-    start = 0
-    with contextlib.suppress(ValueError):
-        while True:
-            start = values.index(wanted, start) + 1
-            yield start - 1
+def _indexes(values: list[int], wanted: int) -> list[int]:
+    found, start = list[int](), 0
+    for _ in range(values.count(wanted)):
+        start = values.index(wanted, start) + 1
+        found.append(start - 1)
+    return found
 
 
 def read_lock(descriptor: int, byte: int) -> bool:

@@ -1,16 +1,19 @@
 """The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in undertaker.py.
 
-An exception (a signal handler's, at any point) leaves what was taken on record. It is set aside, for the next get.
+An exception (a signal handler's, at any point) leaves what was taken on record. It is set aside, for the next get: see
+queue_end.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import Empty, ProtocolError, SharedMemoryError, ShutDown
@@ -32,10 +35,11 @@ from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_A
 from tensorpipe_ipc.transport.token_pipe import BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message"]
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
+_BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 
 
 class Message(NamedTuple):
@@ -46,6 +50,17 @@ class Message(NamedTuple):
 
 
 Decode = Callable[[bytes, "bytearray | Octets"], Any]
+
+
+def lease_from(copy: Any) -> int:
+    """From how many bytes of payload on a message comes as a lease, by what users give as ``copy``.
+
+    Raises:
+        ValueError: it is not "auto", True or False.
+    """
+    if not isinstance(copy, (bool, str)) or copy not in _BY_WISH:
+        raise ValueError(f"copy={copy!r}: give 'auto', True or False")
+    return _BY_WISH[copy]
 
 
 class GetEnd(QueueEnd):
@@ -60,14 +75,14 @@ class GetEnd(QueueEnd):
     def _forget(self) -> None:
         super()._forget()
         self._getting: list[Operation] = []  # spare ones
+        self._ready: deque[Any] = deque()  # messages that only have to be returned
         self._aside: deque[_Aside] = deque()  # gets that are to be served before others
-        self._owed: list[_Aside] = []  # gets that were served, and are to be completed
         self._failed = 0  # the ticket whose get ended in an exception
 
     @property
     def holds_back(self) -> bool:
         """Whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
-        return bool(self._aside)
+        return bool(self._ready or self._aside or self._left)
 
     def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
         """Take the next message.
@@ -75,8 +90,8 @@ class GetEnd(QueueEnd):
         Args:
             timeout: seconds to wait for one; None: for ever; 0: not at all.
             decode: makes what is returned, of metadata and payload. It may be called again with the same message, after
-                an exception: that may have been a signal handler's, so the message is kept for the next get. When that
-                ends in an exception too, the message is dropped.
+                an exception: the message is kept for the next get. When that ends in one, too, which is not a signal
+                handler's, the message is dropped.
             lease_from: bytes of payload from which on it is a lease; or COPY, or LEASE.
 
         Raises:
@@ -87,17 +102,18 @@ class GetEnd(QueueEnd):
         """
         while True:
             try:
-                if self._aside:
-                    return self._get_aside(decode, lease_from)
+                if self._ready or self._aside or self._left:
+                    self._take_up()
+                    message = self._get_aside(decode, lease_from)
+                    if message is not _NOTHING:
+                        return message
                 return self._get(timeout, decode, lease_from)
             except _Again:
                 continue
-            except _NoLease:
-                self._failed = 0  # it is no fault of the message
-                raise
 
     def _get(self, timeout: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
         """G1 to G7, in one function, so that one handler sees every exception together with all that is known."""
+        operation: Operation | None
         try:
             operation = self._getting.pop()
         except IndexError:
@@ -129,10 +145,16 @@ class GetEnd(QueueEnd):
                 tasks.settle_taken(words, operation.tally)  # J4
             operation.messages += 1
             operation.nbytes += words[word + NBYTES]
-            self._getting.append(operation)
+            spare, operation = operation, None
+            self._getting.append(spare)
             return message
         except BaseException:
-            self._interrupted(operation, [message])
+            if operation is None:
+                self._ready.append(message)
+            else:
+                operation.kept = [message]
+                self._left.append(operation)
+            self._take_up()
             raise
 
     def get_many(self, most: int, timeout: float | None = None, decode: Decode = Message) -> list[Any]:
@@ -146,16 +168,17 @@ class GetEnd(QueueEnd):
         Raises:
             As ``get`` does.
         """
-        if self._aside or self._has_tasks or most == 1:
-            return [self.get(timeout, decode)]
         while True:
-            with contextlib.suppress(_Again):
-                return self._get_many(min(most, BATCH), timeout, decode)
-            if self._aside:
+            if self._has_tasks or most == 1 or self.holds_back:
                 return [self.get(timeout, decode)]
+            try:
+                return self._get_many(min(most, BATCH), timeout, decode)
+            except _Again:
+                continue
 
     def _get_many(self, most: int, timeout: float | None, decode: Decode) -> list[Any]:
-        operation = self._batch(GET)
+        operation: Operation | None = self._batch(GET)
+        assert operation is not None
         messages = list[Any]()
         try:
             words = self.words
@@ -183,15 +206,19 @@ class GetEnd(QueueEnd):
                     words[operation.given + i] = 0  # G7
             operation.messages += count
             operation.nbytes += sum(words[word + NBYTES] for word in blocks)
-            self._batches[GET].append(operation)
+            spare, operation = operation, None
+            self._batches[GET].append(spare)
             return messages
         except BaseException:
-            self._interrupted(operation, messages)
+            if operation is None:
+                self._ready.extend(messages)
+            else:
+                operation.kept = messages
+                self._left.append(operation)
+            self._take_up()
             raise
 
     def _wait(self, operation: Operation, buffers: Buffers, timeout: float | None, decode: Decode) -> int:
-        if self._owed:
-            self._pay()
         if timeout == _PIPED:
             taken = self.tickets.take_piped(buffers)
             if self.words[operation.ticket] == BELL:
@@ -200,8 +227,8 @@ class GetEnd(QueueEnd):
             taken = self._take_after_shutdown(operation, buffers, decode)
         else:
             taken = self.tickets.take(buffers, None if timeout is None else monotonic() + timeout)
-        if taken < 0:
-            self._set_aside(operation, [], self.tickets.unread())
+        if taken < 0:  # early: what is in the pipe goes first
+            operation.before = self.tickets.unread()
             raise _Again
         if not taken:
             raise Empty(f"no message within {timeout} seconds")
@@ -274,92 +301,102 @@ class GetEnd(QueueEnd):
         anchor = self.leases.live.get(word)
         self.words[word] = self.words[word] & ~HOLDER if anchor is None else anchor.held
 
-    def _interrupted(self, operation: Operation, messages: list[Any]) -> None:
-        """An exception ended a get: keep what it had. Nothing that was taken is lost."""
-        if not self._is_aside(operation):
-            self._set_aside(operation, messages)
-
-    def _set_aside(self, operation: Operation, messages: list[Any], before: int = 0) -> None:
-        """Have later gets serve what stands in an operation.
-
-        Args:
-            messages: those of its tickets that were decoded, from the first on.
-            before: how many others go first.
-        """
-        words, left = self.words, list[_Aside]()
+    def _set_aside(self, operation: Operation) -> bool:
+        """Have later gets serve what an exception left in an operation, before all others."""
+        words, left, kept = self.words, list[_Aside](), operation.kept
+        if kept is None:
+            return True
         for i in range(operation.size):
-            ticket, message = words[operation.ticket + i], messages[i] if i < len(messages) else _NOTHING
-            if ticket == BELL:
-                words[operation.ticket + i] = 0
+            message = kept[i] if i < len(kept) else _NOTHING
+            if words[operation.ticket + i] == BELL:
                 self._pass_on(self.tickets)
-            elif ticket:
-                left.append(_Aside(operation, i, message, 0))
-            elif message is not _NOTHING:
-                left.append(_Aside(None, 0, message, 0))
-        if before:
-            left[0].before = before
-            self._aside.extend(left)
+                words[operation.ticket + i] = 0
+            elif words[operation.ticket + i] or message is not _NOTHING:
+                left.append(_Aside(operation, i, message))
+        if operation.before:
+            left[0].before = operation.before
         else:
             for aside in left:
                 if aside.message is _NOTHING:  # the one that was being decoded
-                    aside.message = self._unless_again(words[operation.ticket + aside.index])
+                    self._drop_if_it_failed_before(aside)
                     break
-            self._aside.extendleft(reversed(left))
-        self._put_away(operation)
-
-    def _unless_again(self, ticket: int) -> Any:
-        """A get of this ticket ended in an exception; when that was so before, too, its message is dropped."""
-        before, self._failed = self._failed, ticket
-        return _DROPPED if ticket == before else _NOTHING
-
-    def _is_aside(self, operation: Operation) -> bool:
-        return any(operation is aside.operation for aside in (*self._aside, *self._owed))
-
-    def _put_away(self, operation: Operation) -> None:
-        """For the next get, unless something is left in it."""
-        spare = self._getting if operation.size == 1 else self._batches[GET]
-        if not self._is_aside(operation) and not any(operation is other for other in spare):
+        spare, backwards = self._getting if operation.size == 1 else self._batches[GET], left[::-1]
+        if not left:
+            operation.kept = None
             spare.append(operation)
+        elif operation.before:
+            operation.kept, operation.before = None, 0
+            self._aside.extend(left)
+        else:
+            operation.kept = None
+            self._aside.extendleft(backwards)
+        return True
+
+    def _drop_if_it_failed_before(self, aside: _Aside) -> None:
+        """Drop a message whose get ended in an exception of its own for the second time: it cannot be decoded."""
+        assert aside.operation is not None
+        _, error, trace = sys.exc_info()
+        if error is None or isinstance(error, _NoLease) or _is_a_signals(error, trace):
+            return
+        ticket = self.words[aside.operation.ticket + aside.index]
+        if ticket == self._failed:
+            aside.message = _DROPPED
+        self._failed = ticket
 
     def _get_aside(self, decode: Decode, lease_from: int) -> Any:
-        """Serve what an interrupted get left, or a ticket that came too early once it is due."""
+        """Serve what interrupted gets left, and tickets that came too early once they are due; else ``_NOTHING``."""
+        try:  # and not contextlib.suppress: a signal could come as it is left, when the message is nowhere
+            for message in iter(self._ready.popleft, _NOTHING):
+                return message
+        except IndexError:
+            pass
         for aside in list(self._aside)[:1]:
             if aside.before > 0:
                 aside.before -= 1
-                with contextlib.suppress(Empty, ShutDown):
-                    return self._get(_PIPED, decode, lease_from)
-                aside.before = 0
-        try:
-            for taken in iter(self._aside.popleft, None):  # noqa: B007, see Note [Taking from a list]
-                break
-        except IndexError:  # another thread serves it
-            raise _Again from None
-        return self._serve(taken, decode, lease_from)
-
-    def _serve(self, aside: _Aside, decode: Decode, lease_from: int) -> Any:
-        operation, message = aside.operation, aside.message
-        try:
-            if operation is not None:
-                ticket = self.words[operation.ticket + aside.index]
-                if ticket and message is _NOTHING:
-                    message = self._open(self._word_of(ticket), decode, lease_from)
                 try:
-                    self._complete(operation, aside.index)
-                except InDoubt:
-                    self._owed.append(_Aside(operation, aside.index, _DROPPED, 0))
-                self._put_away(operation)
-            if message is _DROPPED:
-                raise _Again
-            if operation is not None:
-                operation.messages += 1
-            return message
-        except _Again:
-            raise
-        except BaseException:
-            if operation is not None and message is _NOTHING:
-                message = self._unless_again(self.words[operation.ticket + aside.index])
-            self._aside.appendleft(_Aside(operation, aside.index, message, 0))
-            raise
+                    return self._get(_PIPED, decode, lease_from)
+                except (Empty, ShutDown):
+                    aside.before = 0
+        for _ in range(len(self._aside)):
+            try:
+                for aside in iter(self._aside.popleft, None):  # noqa: B007
+                    break
+            except IndexError:  # another thread serves it
+                break
+            try:
+                done = self._serve(aside, decode, lease_from)
+            except BaseException:
+                self._aside.appendleft(aside)
+                if aside.operation is not None and aside.message is _NOTHING:
+                    self._drop_if_it_failed_before(aside)
+                raise
+            if not done:
+                self._aside.append(aside)
+            message, aside.message = aside.message, _DROPPED
+            if message is not _DROPPED:
+                return message
+        return _NOTHING
+
+    def _serve(self, aside: _Aside, decode: Decode, lease_from: int) -> bool:
+        """Bring a get that was set aside to its end. False: whether its credit was given cannot be judged now."""
+        operation = aside.operation
+        if operation is None:
+            return True
+        ticket = self.words[operation.ticket + aside.index]
+        if ticket and aside.message is _NOTHING:
+            aside.message = self._open(self._word_of(ticket), decode, lease_from)
+        try:
+            self._complete(operation, aside.index)
+        except InDoubt:
+            return False
+        spare = self._getting if operation.size == 1 else self._batches[GET]
+        operation.messages += 1
+        if any(operation is other.operation for other in list(self._aside)):
+            aside.operation = None
+        else:
+            aside.operation = None
+            spare.append(operation)
+        return True
 
     def _complete(self, operation: Operation, index: int) -> None:
         """G2 to G7 of a ticket but for G4, whichever of them were done."""
@@ -378,16 +415,6 @@ class GetEnd(QueueEnd):
         words[given_word] = 0
         if self._has_tasks:
             tasks.settle_taken(words, operation.tally)
-
-    def _pay(self) -> None:
-        """Complete gets whose messages were delivered before it could be found out whether their credits were given."""
-        for aside in list(self._owed):
-            operation = aside.operation
-            assert operation is not None
-            with contextlib.suppress(InDoubt):
-                self._complete(operation, aside.index)
-                self._owed.remove(aside)
-                self._put_away(operation)
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
@@ -411,14 +438,29 @@ class _Again(Exception):
 
 
 class _Aside:
-    """A get that was not completed, to be served by a later one."""
+    """A ticket of a get that was not completed, to be served by a later one."""
 
     __slots__ = ("before", "index", "message", "operation")
 
-    def __init__(self, operation: Operation | None, index: int, message: Any, before: int) -> None:
-        self.operation, self.index = operation, index  # None: nothing is on record any more
-        self.message = message
-        self.before = before  # how many others go first
+    def __init__(self, operation: Operation, index: int, message: Any) -> None:
+        self.operation: Operation | None = operation  # None: nothing is on record any more
+        self.index, self.message = index, message
+        self.before = 0  # how many others go first
+
+
+def _is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an exception came from a signal's handler, and so says nothing about what it interrupted."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return not isinstance(error, Exception)
+
+
+def _code_of(handler: Any) -> Any:
+    function = getattr(handler, "__func__", handler)  # of a method
+    return getattr(function, "__code__", None) or getattr(vars(type(handler)).get("__call__"), "__code__", None)
 
 
 def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
@@ -427,7 +469,3 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
 
 _PIPED = -1.0  # a timeout: not at all, and from the pipe only, as something later in the log must not overtake
 _NOTHING, _DROPPED = object(), object()
-
-# Note [Taking from a list]: `for x in iter(values.pop, None): break` takes an element with no moment at which a signal
-# handler could raise between removal and assignment: CPython (3.11 on) looks for signals after calls, and this is none.
-# The ordinary `pop` on the way of every put and get may lose an operation so, but only one with no token in it.

@@ -1,7 +1,7 @@
 """The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in undertaker.py.
 
 An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
-as the undertaker would: ``_abandon``.
+as the undertaker would: ``_finish_put``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class PutEnd(QueueEnd):
     def _forget(self) -> None:
         super()._forget()
         self._putting: list[Operation] = []  # spare ones
-        self._unsettled: list[Operation] = []  # that exceptions ended, still in doubt
         self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
         self._backlog: deque[int] = deque()  # own tickets in the spill log
         self.waits, self.seconds_waited = 0, 0.0
@@ -74,6 +73,8 @@ class PutEnd(QueueEnd):
             Full: there was no room in time. The text says who holds what.
             SharedMemoryError: the message is larger than the arena's capacity, or the machine has no memory for it.
         """
+        if self._left:
+            self._take_up()
         try:
             operation = self._putting.pop()
         except IndexError:
@@ -98,7 +99,9 @@ class PutEnd(QueueEnd):
             block = 0  # from here on the word says what is to be done
             self._queue(operation, word, generation)
         except BaseException:
-            self._abandon(operation, block, kind)
+            operation.kept = [(block, kind)] if block else []
+            self._left.append(operation)
+            self._take_up()
             raise
         operation.messages += 1
         operation.nbytes += nbytes
@@ -147,11 +150,14 @@ class PutEnd(QueueEnd):
         if self._has_tasks:  # only single operations count
             self.put(*messages[0], timeout)
             return 1
+        if self._left:
+            self._take_up()
         if self.words[self._watch]:
             self._refuse_if_shut()
         deadline = None if timeout is None else monotonic() + timeout
         operation = self._batch(PUT)
         words, blocks, count = self.words, list[tuple[int, int]](), len(messages)
+        unnamed = blocks
         try:
             if self.credits is not None:
                 count = self._take_credits(operation, count, deadline)  # P1, P2
@@ -170,6 +176,7 @@ class PutEnd(QueueEnd):
             for (block, kind), i in zip(blocks, range(BATCH), strict=False):
                 self.arena.in_flight(block, kind)
                 words[operation.ticket + i] = tickets[i]  # P4
+            unnamed = []
             for ticket in tickets:
                 words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
             buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
@@ -181,14 +188,11 @@ class PutEnd(QueueEnd):
                 words[operation.credit + i] = 0  # P7
                 words[operation.ticket + i] = 0  # P8
             if len(tickets) < count:
-                self._finish(operation, len(tickets))  # the other credits go back
+                self._give_back(operation, len(tickets))
         except BaseException:
-            named = {ticket >> 32 << SMALLEST for ticket in words[operation.ticket : operation.ticket + BATCH]}
-            for block, kind in blocks:
-                if block not in named and words[block >> 3] & HOLDER == self.arena.writing:
-                    self.arena.discard(block, kind)
-            self._unsettled.append(operation)
-            self._settle()
+            operation.kept = unnamed
+            self._left.append(operation)
+            self._take_up()
             raise
         operation.messages += len(blocks)
         operation.nbytes += sum(payload.nbytes for payload, _ in messages[: len(blocks)])
@@ -209,6 +213,8 @@ class PutEnd(QueueEnd):
         Raises:
             Full: there was no room in time. The text says who holds what.
         """
+        if self._left:
+            self._take_up()
         at = _room(handover, len(metadata))
         if not at or self.words[handover.word] != handover.held:
             return False
@@ -236,7 +242,9 @@ class PutEnd(QueueEnd):
             self._queue(operation, word, generation)
             self._settle_handover(operation)
         except BaseException:
-            self._abandon(operation, 0, 0)
+            operation.kept = []
+            self._left.append(operation)
+            self._take_up()
             raise
         operation.messages += 1
         operation.nbytes += handover.nbytes
@@ -356,39 +364,32 @@ class PutEnd(QueueEnd):
 
     def _idle(self) -> None:
         self.undertaker.look()
-        self._settle()
+        self._take_up()
 
     def _why_full(self, what: str) -> str:
         waiting = f"the queue (maxsize {self.maxsize}, {self.qsize()} waiting)"
         return f"{waiting} {what}; {self.undertaker.describe_holders()}"
 
-    def _abandon(self, operation: Operation, block: int, kind: int) -> None:
-        """An exception ended a put: finish it as the undertaker would, now or when it can be judged."""
-        if block and not self.words[operation.ticket]:
-            self.arena.discard(block, kind)
-        self._unsettled.append(operation)
-        self._settle()
+    def _finish_put(self, operation: Operation) -> bool:
+        """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
+        spare = self._putting if operation.size == 1 else self._batches[PUT]
+        if operation.kept is None:
+            return True
+        named = {ticket >> 32 for ticket in self.words[operation.ticket : operation.ticket + operation.size]}
+        while operation.kept:
+            block, kind = operation.kept.pop()
+            if block >> SMALLEST not in named:
+                self.arena.discard(block, kind)
+        try:
+            self._give_back(operation)
+        except InDoubt:
+            return False
+        operation.kept = None
+        spare.append(operation)
+        return True
 
-    def _settle(self) -> None:
-        """Finish puts of this process that exceptions ended."""
-        while self._unsettled:
-            try:
-                for operation in iter(self._unsettled.pop, None):  # noqa: B007, see Note [Taking from a list]
-                    break
-            except IndexError:  # another thread settles it
-                return
-            try:
-                self._finish(operation)
-            except InDoubt:
-                self._unsettled.append(operation)
-                return
-            except BaseException:
-                self._unsettled.append(operation)
-                raise
-            (self._putting if operation.size == 1 else self._batches[PUT]).append(operation)
-
-    def _finish(self, operation: Operation, start: int = 0) -> None:
-        """Of a batch, the places from ``start`` on."""
+    def _give_back(self, operation: Operation, start: int = 0) -> None:
+        """Credits and tickets that stand in an operation, as far as they were not given. Of a batch, from ``start`` on."""
         record = Record(
             operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
         )

@@ -1,8 +1,23 @@
-"""What both ends of a queue in shared memory know, and the operations on record that they work with."""
+"""What both ends of a queue in shared memory know, and the operations on record that they work with.
+
+**Exceptions.** A signal's handler may raise wherever CPython looks for signals, that is after a call, on entering a
+function and on jumping back; and again while the first exception is on its way. What it ends is not lost, however often:
+
+* What put or get had begun stands in the operation's words, as for the undertaker. In its ``except`` clause an operation
+  is put into ``_left``, before any call at which another exception could come, and from there taken up, at once or by the
+  next put or get, whichever ends without an exception.
+* Whoever takes something out of such a list puts it back unless he has done all of it, and marks what is done in the
+  same breath as he hands it on: there is no call in between.
+
+``for x in iter(values.popleft, None): break`` takes an element with no moment at which an exception could come between
+removal and assignment. The ordinary ``pop`` on the way of every put and get may lose an operation so, but only one with
+nothing in it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 
 from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
@@ -46,6 +61,7 @@ class QueueEnd:
         """This process has done nothing with the queue yet."""
         self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
         self._operations: list[Operation] = []  # all of them
+        self._left: deque[Operation] = deque()  # those that exceptions ended
         self.tasks = Tasks(self.rows, self.number, self._operations)
 
     def _renew(self) -> None:
@@ -68,6 +84,26 @@ class QueueEnd:
         operation = self.rows.operation(self.number, direction, BATCH)
         self._operations.append(operation)
         return operation
+
+    def _take_up(self) -> None:
+        """Finish what exceptions ended, as far as it can be judged now."""
+        for _ in range(len(self._left)):
+            try:
+                for operation in iter(self._left.popleft, None):  # noqa: B007
+                    break
+            except IndexError:  # another thread takes it up
+                return
+            try:
+                done = self._finish(operation)
+            except BaseException:
+                self._left.append(operation)
+                raise
+            if not done:
+                self._left.append(operation)
+
+    def _finish(self, operation: Operation) -> bool:
+        """Finish a put, or have a get served later. Whether that could be done."""
+        raise NotImplementedError
 
     def qsize(self) -> int:
         """How many messages wait. Others may put and get meanwhile."""

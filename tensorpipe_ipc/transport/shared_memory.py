@@ -31,13 +31,14 @@ import contextlib
 from multiprocessing import context
 from typing import Any
 
-from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, GetEnd, Message
+from tensorpipe_ipc.memory.rows import PUT, Operation
+from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, GetEnd, Message, lease_from
 from tensorpipe_ipc.transport.put_end import Payload, PutEnd
 from tensorpipe_ipc.transport.queue_record import QueueRecord
 from tensorpipe_ipc.transport.token_pipe import TokenPipe
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, Undertaker
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Message", "Payload", "SharedMemoryQueue"]
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
 
 
 class SharedMemoryQueue(PutEnd, GetEnd):
@@ -92,9 +93,14 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         operations = [each for each in self._operations if self.words[each.purpose] & 0xFF == direction]
         return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
 
-    def is_shut(self) -> bool:
-        """Whether the queue was shut down."""
-        return bool(self.words[self._watch] and self.words[self.record.shut])
+    def _finish(self, operation: Operation) -> bool:
+        """See QueueEnd."""
+        is_put = self.words[operation.purpose] & 0xFF == PUT
+        return self._finish_put(operation) if is_put else self._set_aside(operation)
+
+    def qsize(self) -> int:
+        """How many messages wait, those among them that an interrupted get of this process had taken."""
+        return super().qsize() + len(self._ready) + len(self._aside)
 
     def fileno(self) -> int:
         """Readable while ``get`` would not wait; for an unbounded queue also now and then when it would."""

@@ -241,8 +241,7 @@ class TokenPipe:
                 try:
                     content = self._copied(*scratch)
                 finally:
-                    for each in scratch:
-                        os.close(each)
+                    list(map(os.close, scratch))  # without a moment between the two at which another could raise
         except OSError:
             return None
         return frozenset(memoryview(content + self._spilled_content()).cast("Q"))
