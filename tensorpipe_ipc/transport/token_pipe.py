@@ -235,13 +235,16 @@ class TokenPipe:
 
         ``tee`` copies the pipe's content under its mutex, if the scratch pipe has as many pages.
         """
+        # The pipe's descriptors are in ``scratch`` before a signal's handler can raise, and both are closed in one call.
+        scratch: list[int] = []
+        closing = map(os.close, scratch)
         try:
-            # Not an assignment: a signal handler that raised between call and assignment would leave two descriptors.
-            for scratch in map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,)):
-                try:
-                    content = self._copied(*scratch)
-                finally:
-                    list(map(os.close, scratch))  # without a moment between the two at which another could raise
+            try:
+                for ends in map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,)):
+                    scratch.extend(ends)
+                content = self._copied(*scratch)
+            finally:
+                list(closing)
         except OSError:
             return None
         return frozenset(memoryview(content + self._spilled_content()).cast("Q"))
