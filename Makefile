@@ -15,7 +15,7 @@ test: $(VENV)/.test
 	$(PY) -m pytest -n 2
 
 kills: $(VENV)/.test
-	$(PY) -m pytest -m kills $(TESTS)
+	$(PY) -m pytest -n 2 -m kills $(TESTS)
 
 lint: $(VENV)/.lint
 	$(PY) -m ruff check .

@@ -13,8 +13,6 @@ from arenas import CAPACITY, small_context
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
 
-pytestmark = pytest.mark.kills
-
 LIMIT = 20
 METHODS = ["fork", "spawn", "forkserver"]
 

@@ -14,8 +14,6 @@ from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
-pytestmark = pytest.mark.kills
-
 SIZE = 100_000
 LIMIT = 20
 

@@ -10,8 +10,6 @@ from arenas import CAPACITY, blocks_in_use, drained
 from tensorpipe_ipc.errors import Closed, SharedMemoryError
 from tensorpipe_ipc.memory.loans import TensorSpec
 
-pytestmark = pytest.mark.kills
-
 
 @pytest.mark.parametrize("shape", [(100, 200), torch.Size([100, 200]), [100, 200], 20_000])
 def test_a_shape_is_lent_and_arrives_where_it_was_filled(ctx, shape):

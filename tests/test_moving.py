@@ -14,8 +14,6 @@ from wholeness import stride
 
 from tensorpipe_ipc import moving
 
-pytestmark = pytest.mark.kills
-
 SIZE = 100_000  # items
 LIMIT = 20
 
@@ -284,6 +282,7 @@ def interrupt():
     raise Interrupt
 
 
+@pytest.mark.kills
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside a release
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("maxsize", [0, 2])

@@ -23,8 +23,6 @@ from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory import headroom
 from tensorpipe_ipc.tensor_queue import Queue
 
-pytestmark = pytest.mark.kills
-
 LIMIT = 20  # seconds
 MIB = 1 << 20
 LARGE = torch.ones(MIB, dtype=torch.uint8)  # a block of 2 MiB: there is metadata, too
@@ -90,6 +88,7 @@ print(len(held), leases, after[0] - before[0], after[1] - before[1] < 50)
 """
 
 
+@pytest.mark.kills
 def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors() -> None:
     """What is held costs no descriptor and no mapping."""
     done = ran("-c", FEW_DESCRIPTORS)
@@ -164,6 +163,7 @@ def test_a_message_larger_than_the_capacity_says_so_at_once() -> None:
     assert there.get(timeout=0) == "fits"
 
 
+@pytest.mark.kills
 def test_100_000_puts_before_anybody_gets_do_not_block_and_come_in_order() -> None:
     """An unbounded queue is one: far more than the pipe holds, for a consumer that starts later."""
     there, count = Queue(), int(os.environ.get("TENSORPIPE_IPC_PUTS", "100000"))
@@ -240,6 +240,7 @@ print("refused", refused > 0, queue.qsize() > 1)
 """
 
 
+@pytest.mark.kills
 def test_a_real_cgroup_does_not_kill() -> None:
     """A program in a cgroup of 512 MiB that puts 800 MiB nobody takes is refused, and lives."""
     groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
@@ -313,6 +314,7 @@ def test_a_lease_outlives_its_killed_producer() -> None:
     assert bool((tensor == 1).all())
 
 
+@pytest.mark.kills
 def test_survivors_descriptors_and_mappings_do_not_grow_with_the_dead() -> None:
     """30 processes come, put, get and are killed: the survivor holds what it held after the first."""
 
@@ -354,6 +356,7 @@ signal.pause()
 """
 
 
+@pytest.mark.kills
 def test_when_all_are_killed_nothing_is_left() -> None:
     """kill -9 of every process at once: /dev/shm is as it was, and the shared memory is the machine's again."""
 

@@ -17,8 +17,6 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.errors import Closed, Empty, Full, ShutDown
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 
-pytestmark = pytest.mark.kills
-
 LIMIT = 20
 
 

@@ -24,8 +24,6 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.errors import Closed, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import Queue, SimpleQueue
 
-pytestmark = pytest.mark.kills
-
 LIMIT = 20
 
 
@@ -252,7 +250,9 @@ def test_simple_queue() -> None:
     importlib.util.find_spec("test._test_multiprocessing") is None, reason="this Python came without its own tests"
 )
 @pytest.mark.limit(110)
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("spawn", "forkserver"))]
+)
 def test_cpythons_own_tests_pass(method: str) -> None:
     """Every case that has to do with a queue passes for every start method, but for those about a feeder thread."""
     only = ["WithProcessesTestQueue"] if method == "spawn" else []

@@ -7,8 +7,6 @@ from tensorpipe_ipc.memory.arena import FREE, HELD, HOLDER, QUEUED, UNIT, WRITIN
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
-pytestmark = pytest.mark.kills
-
 
 @pytest.fixture(autouse=True)
 def attached(arena):

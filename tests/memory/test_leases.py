@@ -12,8 +12,6 @@ import torch
 from tensorpipe_ipc.memory.arena import FREE, HELD
 from tensorpipe_ipc.memory.leases import Leases
 
-pytestmark = pytest.mark.kills
-
 NBYTES = 40_000
 
 

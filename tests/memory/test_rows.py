@@ -13,8 +13,6 @@ from tensorpipe_ipc.memory import rows as rows_module
 from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Rows
 from tensorpipe_ipc.memory.segment import Segment
 
-pytestmark = pytest.mark.kills
-
 
 @pytest.fixture
 def rows():

@@ -9,8 +9,6 @@ from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.rows import GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
-pytestmark = pytest.mark.kills
-
 STRIDE = stride(3)
 LARGE = 100_000
 
@@ -77,6 +75,7 @@ def test_more_than_the_pipe_holds_spill_and_stay_in_order(undertaker, payload):
     assert got == sent
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertaker, payload, maxsize, size):
@@ -104,6 +103,7 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertake
     drain(queue)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(undertaker, payload, maxsize, size):

@@ -10,8 +10,6 @@ from wholeness import points, stride
 from tensorpipe_ipc.memory.arena import HOLDER
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
-pytestmark = pytest.mark.kills
-
 
 def used(undertaker):
     """Blocks that are not free."""

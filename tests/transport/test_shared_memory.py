@@ -21,8 +21,6 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.undertaker import Undertaker
 
-pytestmark = pytest.mark.kills
-
 LARGE = 100_000
 STEPS = 150  # more moments at which a handler may run than a put or a get has
 
@@ -493,6 +491,7 @@ def consume(queue, log, until=None):
                 return
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 20])
 def test_random_kills_and_stops_of_producers_and_consumers(undertaker, payload, tmp_path, maxsize):
     """Journals are kept outside the killed processes; what was put and what was got is compared at the end."""

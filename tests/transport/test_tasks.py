@@ -11,8 +11,6 @@ from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.rows import DONE, GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
-pytestmark = pytest.mark.kills
-
 STRIDE = stride(5)
 
 
@@ -43,6 +41,7 @@ def test_puts_and_dones_are_summed_over_processes(undertaker, payload, queue):
         queue.tasks.done()
 
 
+@pytest.mark.kills
 def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(undertaker, payload, queue):
     seen = set()
 
@@ -62,6 +61,7 @@ def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_ther
     assert seen == {0, 1}
 
 
+@pytest.mark.kills
 def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(undertaker, payload, queue):
     seen = set()
 
@@ -99,6 +99,7 @@ def drain_done(queue):
         queue.tasks.done()
 
 
+@pytest.mark.kills
 def test_an_undertaker_killed_at_any_step_of_counting_is_followed_by_another(undertaker, payload, queue):
     def work():
         undertaker.attach()
@@ -158,6 +159,7 @@ def test_when_the_queue_is_gone_its_counts_go(undertaker, payload, queue):
     ] == []
 
 
+@pytest.mark.kills
 def test_generations_of_workers_take_no_more_records_than_one(undertaker, payload, queue):
     def work():
         queue.put(payload(b"x"))

@@ -12,8 +12,6 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport.token_pipe import BELL, CAPACITY, TokenPipe
 
-pytestmark = pytest.mark.kills
-
 FIRST = 1000  # of the words that a test uses
 
 
@@ -186,6 +184,7 @@ def test_a_snapshot_for_which_there_is_no_scratch_pipe_says_so(pipe, monkeypatch
     assert pipe.snapshot() is None
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("log", [False, True], ids=["pipe", "log"])
 def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, log):
     """Each token is, after any kill, in pipe or log, in one word, or was noted by a taker: exactly once."""
