@@ -13,7 +13,7 @@ from tensorpipe_ipc.errors import Full, PeerLost
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.transport.link import Peer
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.sending import SendLink
 from tensorpipe_ipc.wire.message import Outgoing, encode
 

@@ -12,7 +12,8 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import serializer_names
 from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
-from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.transport.link import Link
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack
 
 __all__ = ["NOTHING", "ReceiveLink"]
@@ -52,7 +53,7 @@ class ReceiveLink(Link):
             self.window,
             accepts=self._accepted(),
             sequence=taken,
-            shared_memory=self.terms(peer),
+            shared_memory=self.arrangement.terms(peer),
         )
 
     # -- queues

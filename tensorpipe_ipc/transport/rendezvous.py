@@ -2,7 +2,7 @@
 
 Each (producer, consumer) pair of peers has one queue (``transport.shared_memory``), whose ``maxsize`` is the smaller of
 their windows. The binder makes it, in memory that all ends which this process binds share, and the two arrange it in
-the conversation that they have anyway (``transport.link``)::
+the conversation that they have anyway (``transport.arrangement``)::
 
     connector                                        binder
        |  HELLO    wish, uid                            |     objection(): is anything in the way?
@@ -35,7 +35,7 @@ import weakref
 from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, METADATA, NBYTES, QUEUED, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.rows import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
@@ -74,10 +74,7 @@ class PairQueue(SharedMemoryQueue):
         length, nbytes = words[word + METADATA] >> 32, words[word + NBYTES]
         if HEADER + (length + 63 & -64) + nbytes > room:
             raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
-        state = words[word]
-        if state & 15 != QUEUED or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
-            raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
-        return word
+        return super()._word_of(ticket)
 
     def _renew(self) -> None:
         """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""

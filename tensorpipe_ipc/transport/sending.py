@@ -7,7 +7,8 @@ import time
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.credit_pipe import CreditPipe
-from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.transport.link import Link
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
@@ -51,7 +52,7 @@ class SendLink(Link):
             serializer=self._serializer,
             sequence=sent,
             credit_pipe=offer,
-            shared_memory=self.terms(peer),
+            shared_memory=self.arrangement.terms(peer),
         )
 
     @property
