@@ -316,6 +316,16 @@ def put_batches(ends: Ends, count: int) -> None:
         ends.producer.put(batch(step))
 
 
+def fill_loans(ends: Ends, shape: tuple[int, ...], count: int) -> int:
+    """Lend tensors and fill them with 0, 1, 2, .... Returns how many were still there when they had been sent."""
+    left = 0
+    for number in range(count):
+        with ends.producer.loan(shape, timeout=PATIENCE) as tensor:
+            tensor.fill_(number)
+        left += tensor.numel() > 0
+    return left
+
+
 def hold(ends: Ends, count: int) -> None:
     """Take messages and keep them."""
     ends.held += [ends.consumer.get(PATIENCE) for _ in range(count)]

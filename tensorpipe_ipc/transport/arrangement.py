@@ -49,7 +49,7 @@ class Arrangement:
 
     def terms(self, peer: Peer | None) -> SharedMemoryTerms | None:
         """What this end says of shared memory, to ``peer``."""
-        if self.wish == "off" or self._scheme == "inproc":
+        if self.never_shares:
             return None
         if peer is None:
             return SharedMemoryTerms(self.wish, os.geteuid())
@@ -57,6 +57,11 @@ class Arrangement:
         if self._binds:
             return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=peer.why_not)
         return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=peer.why_not)
+
+    @property
+    def never_shares(self) -> bool:
+        """Whether this end uses frames, whoever comes."""
+        return self.wish == "off" or self._scheme == "inproc"
 
     def unmet(self, theirs: Hello, why_not: str) -> str:
         """Why what one of the two ends requires cannot be; "" if it can."""

@@ -39,6 +39,7 @@ from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT
 from tensorpipe_ipc.memory.rows import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.queue_record import QueueRecord
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
@@ -72,7 +73,10 @@ class PairQueue(SharedMemoryQueue):
         if not extent or word << 3 & min(room, UNIT) - 1:
             raise ProtocolError(f"ticket {ticket:#x} names no block")
         length, nbytes = words[word + METADATA] >> 32, words[word + NBYTES]
-        if HEADER + (length + 63 & -64) + nbytes > room:
+        metadata_at, payload_at = HEADER, HEADER + (length + 63 & -64)
+        if length >= FORWARDED:
+            metadata_at, payload_at, length = words[word + METADATA_AT], words[word + PAYLOAD_AT], length - FORWARDED
+        if max(metadata_at + length, payload_at + nbytes) > room or min(metadata_at, payload_at) < HEADER:
             raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
         return super()._word_of(ticket)
 

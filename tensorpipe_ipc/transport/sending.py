@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from tensorpipe_ipc.errors import Full, ShutDown
+from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.credit_pipe import CreditPipe
 from tensorpipe_ipc.transport.link import Link
@@ -15,7 +16,9 @@ from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["SendLink"]
+__all__ = ["Held", "SendLink"]
+
+Held = tuple[Handover, bytes]
 
 
 class SendLink(Link):
@@ -123,14 +126,20 @@ class SendLink(Link):
             self.peers[best.routing] = self.peers.pop(best.routing)
         return best
 
-    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool) -> bool:
+    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or its queue finds no memory in a slice: nothing was sent.
+
+        Args:
+            timeout: seconds.
+            lend: in frames, whether ZeroMQ may read the caller's memory.
+            held: the block that the message lies in already, and the metadata that say so; it goes as it lies, if the
+                peer shares that memory.
 
         Raises:
             Full: no memory within ``timeout`` seconds, which are less than a slice.
         """
         if peer.queue is not None:
-            return self._put(peer, peer.queue, message, timeout)
+            return self._put(peer, peer.queue, message, timeout, held)
         peer.sent += 1
         self._framed += 1
         try:
@@ -143,10 +152,11 @@ class SendLink(Link):
         self._sent = peer.sent
         return True
 
-    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float) -> bool:
+    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
         peer.room -= 1
         try:
-            queue.put(*in_one_block(message), min(timeout, SLICE))
+            if held is None or held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
+                queue.put(*in_one_block(message), min(timeout, SLICE))
         except Full:
             if timeout < SLICE:
                 raise
@@ -157,6 +167,14 @@ class SendLink(Link):
             self._leaves(peer, "vanished")
             return False
         return True
+
+    def knows_the_way(self) -> bool:
+        """Whether it is known how messages go: somebody has come, or they go in frames in any case."""
+        return self.arrangement.never_shares or any(peer.settled for peer in self.peers.values())
+
+    def any_queue(self) -> PairQueue | None:
+        """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
+        return next((peer.queue for peer in self._sharing if peer.settled), None)
 
     def why_blocked(self) -> str:
         """Who or what keeps this producer from sending."""

@@ -22,6 +22,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.queue_end import FORWARDED
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
@@ -398,7 +399,12 @@ def _bad_blocks() -> dict[str, tuple[bytes, bytes, str]]:
     pickle = exchange.encoded([b"cos\nsystem\n.", []])
     return {
         "a pickle": (metadata_of(PICKLED, pickle.schema, pickle.values), b"", "flags 0x1"),
-        "by reference": (metadata_of(BY_REFERENCE, schema, b""), payload, "flags 0x2"),
+        "by reference to nowhere": (metadata_of(BY_REFERENCE, schema, b""), payload, "0 bytes that say where"),
+        "by reference beyond": (
+            metadata_of(BY_REFERENCE, schema, b"\0\0\0\0\4" + bytes(7)),
+            payload,
+            "a frame of 12 bytes at 4",
+        ),
         "nothing": (b"", b"", "metadata of 0 bytes"),
         "a schema cut short": (metadata_of(0, schema, b"")[:-5], payload, "left for it"),
         "no schema": (metadata_of(0, b"x" * 20, b""), payload, "schema"),
@@ -456,7 +462,9 @@ def test_lengths_beyond_the_block() -> None:
         producer.put("will be spoilt", PATIENCE)
         ticket = next(iter(queue.tickets.snapshot() or ()))
         word = ticket >> 32 << 6
-        for index, value in ((2, 1 << 40), (3, 1 << 62)):
+        forwarded = (FORWARDED | 8) << 32
+        for index, value in ((2, 1 << 40), (3, 1 << 62), (3, forwarded), (3, forwarded | 1)):
+            queue.words[word + 4], queue.words[word + 5] = (1 << 30, 64) if value == forwarded else (64, 1 << 30)
             before, queue.words[word + index] = queue.words[word + index], value
             with pytest.raises(ProtocolError, match="in a block of"):
                 queue._word_of(ticket)
