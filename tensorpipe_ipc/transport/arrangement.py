@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.process import Identity, is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms
 
 __all__ = ["Arrangement"]
+
+_DYING = 0.1  # seconds
 
 
 class Arrangement:
@@ -92,7 +96,8 @@ class Arrangement:
             else:
                 self._take(peer, ours, theirs.offer if theirs is not None else None)
         except SharedMemoryError as error:
-            peer.why_not = error.strerror or str(error)
+            if not _is_dying(peer.identity, error):  # else it will be seen to be gone, and another may come
+                peer.why_not = error.strerror or str(error)
 
     def _offer(self, peer: Peer, ours: Hello, theirs: SharedMemoryTerms | None) -> None:
         peer.why_not = rendezvous.objection(ours, peer.hello)
@@ -116,11 +121,28 @@ class Arrangement:
             return frames
         if self.wish == "off":
             return f"{frames}: shared memory is off here"
-        found = {
-            "shared memory" if peer.queue is not None else f"{frames}: {peer.why_not}"
-            for peer in peers
-            if peer.settled or peer.queue is not None
-        }
+        found = {self.way_of(peer) for peer in peers if peer.settled or peer.queue is not None}
         if found:
             self._transport = "; ".join(sorted(found, reverse=True))
         return self._transport
+
+    def way_of(self, peer: Peer) -> str:
+        """How messages travel between this end and one that is attached, and why so."""
+        if peer.queue is not None:
+            return "shared memory"
+        why_not = "shared memory is off here" if self.wish == "off" else peer.why_not
+        return f"frames over {self._scheme}" + (f": {why_not}" if why_not else "")
+
+    def is_wanted_with(self, peer: Peer) -> bool:
+        """Whether both ends want shared memory, if it can be had."""
+        return not self.never_shares and peer.hello.shared_memory is not None
+
+
+def _is_dying(other: Identity, error: SharedMemoryError) -> bool:
+    """Whether it is the other process's death that is in the way. Its descriptors go a moment before it does."""
+    deadline = time.monotonic() + (_DYING if error.errno in (errno.ENOENT, errno.ESRCH) else 0)
+    while is_alive(other):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_DYING / 20)
+    return True

@@ -32,10 +32,11 @@ import time
 from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, VersionMismatch
-from tensorpipe_ipc.process import is_alive
+from tensorpipe_ipc.process import identity, is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
@@ -82,6 +83,8 @@ class Link:
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self.socket = FrameSocket(address, bind=bind, receives=self.role == "consumer")
+        self._board = NoticeBoard()
+        self._post()
 
     @property
     def endpoint(self) -> str:
@@ -195,6 +198,7 @@ class Link:
             self._greet()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
+            self._post()
         return None
 
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
@@ -267,6 +271,7 @@ class Link:
         peer.heard = time.monotonic()
         self._arrange(peer)
         self.stands_at(peer, hello.sequence)
+        self._post()
         return peer
 
     def _arrange(self, peer: Peer) -> None:
@@ -291,6 +296,19 @@ class Link:
             self.last_left = peer
             self.parted(peer)
             del self.peers[peer.routing]
+            self._post()
+
+    def _post(self) -> None:
+        """Tell whoever may look who is attached, and how."""
+        way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
+        peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
+        refusal = str(self._refusal or "")
+        self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
+
+    def disconnect(self, linger: float) -> None:
+        """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
+        self._board.close()
+        self.socket.close(linger)
 
     def transport(self) -> str:
         """How messages travel, and why so."""

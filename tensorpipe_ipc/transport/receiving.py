@@ -204,7 +204,7 @@ class ReceiveLink(Link):
         """Close the socket, and let go of the queues and of the producers' credit pipes."""
         for peer in list(self._sharing.values()):
             self.unshare(peer)
-        self.socket.close(linger)
+        self.disconnect(linger)
         for peer in self.peers.values():
             self._let_go(peer)
 

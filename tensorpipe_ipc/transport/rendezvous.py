@@ -94,7 +94,10 @@ def objection(ours: Hello, theirs: Hello) -> str:
     assert ours.shared_memory is not None
     assert theirs.shared_memory is not None
     one, other = ours.identity, theirs.identity
-    if not one.boot or one.boot != other.boot:
+    for hello in (ours, theirs):
+        if not hello.identity.boot:
+            return f"/proc cannot be read at the {hello.role}"
+    if one.boot != other.boot:
         return f"the other end is on another host ({one.host}, {other.host})"
     if one.namespace != other.namespace:
         return f"the other end is in another pid namespace ({one.namespace}, {other.namespace})"

@@ -96,7 +96,7 @@ class SendLink(Link):
         self._framed = self.in_flight
         for peer in list(self._sharing):
             self.unshare(peer)
-        self.socket.close(linger)
+        self.disconnect(linger)
         self._credit_pipe.close()
 
     def _read_credit(self) -> None:

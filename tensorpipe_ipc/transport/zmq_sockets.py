@@ -35,7 +35,7 @@ from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
 from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.wire.layout import BULK
 
-__all__ = ["FrameSocket", "Unreachable"]
+__all__ = ["FrameSocket", "Unreachable", "library"]
 
 SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a port or name some time after close
@@ -368,6 +368,11 @@ def _until_read(tracker: Any) -> None:
     for event in tracker.events:
         while not event.wait(SLICE):
             pass
+
+
+def library() -> tuple[str, str, bool]:
+    """The versions of pyzmq and libzmq, and whether that has CURVE."""
+    return zmq.__version__, zmq.zmq_version(), bool(zmq.has("curve"))
 
 
 # -- one context a process, for as long as it has an end open

@@ -24,7 +24,7 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.queue_end import FORWARDED
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
-from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
+from tensorpipe_ipc.wire.header import Hello, Kind, QueueOffer, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
 
 pytestmark = pytest.mark.limit(20)
@@ -42,7 +42,10 @@ ELSEWHERE = {
         _hello("producer", who=msgspec.structs.replace(HERE, host="far", boot="another")),
         rf"on another host \({HERE.host}, far\)",
     ),
-    "no boot id": (_hello("producer", who=msgspec.structs.replace(HERE, boot="")), "another host"),
+    "no boot id": (
+        _hello("producer", who=msgspec.structs.replace(HERE, boot="")),
+        "/proc cannot be read at the producer",
+    ),
     "another pid namespace": (
         _hello("producer", who=msgspec.structs.replace(HERE, namespace=7)),
         rf"in another pid namespace \({HERE.namespace}, 7\)",
@@ -278,6 +281,25 @@ def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: A
                 consumer.get(1)
             with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
                 putting()
+
+
+def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
+    """What it offered is gone with it: that is no reason not to share memory with the next one."""
+    with Child() as child:
+        dead = child.call(children.own_identity)
+        child.kill()
+    offer = QueueOffer(1, 1, 64, (3, 1), (4, 2), (5, 3))
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
+        with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            raw.say(
+                hello(
+                    "producer", Kind.WELCOME, identity=dead, shared_memory=msgspec.structs.replace(TERMS, offer=offer)
+                )
+            )
+            with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
+                getting()
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
