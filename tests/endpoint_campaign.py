@@ -182,9 +182,9 @@ class Round:
             if killed < kills:
                 killed += self.strike()
             got, now = self.got(), time.monotonic()
-            self.figures.silence = max(self.figures.silence, now - since if not self.stopped else 0)
             if got != last or self.stopped:
                 last, since = got, now
+            self.figures.silence = max(self.figures.silence, now - since)
             assert now - since < HANG, f"nothing came for {HANG} seconds: {self.states()}"
 
     def await_somebody_begun(self) -> None:
