@@ -211,6 +211,45 @@ def take(ends: Ends, count: int = 1, timeout: float | None = PATIENCE) -> list[A
     return [ends.consumer.get(timeout) for _ in range(count)]
 
 
+def take_numbers_until(ends: Ends, last: int) -> list[int]:
+    """Take (name, number) until that number, whatever ends meanwhile. Returns the numbers before it."""
+    got: list[int] = []
+    while True:
+        try:
+            number = ends.consumer.get(PATIENCE)[1]
+        except (tp.PeerLost, tp.EndOfStream):
+            continue
+        if number == last:
+            return got
+        got.append(number)
+
+
+def put_from_many(ends: Ends, endpoint: str, count: int, messages: int, name: str) -> None:
+    """Put (name, number) from many producers, in turns, and close them."""
+    with contextlib.ExitStack() as stack:
+        producers = [stack.enter_context(tp.Producer(endpoint)) for _ in range(count)]
+        for number in range(messages):
+            for end, producer in enumerate(producers):
+                producer.put((f"{name}-{end}", number), 2 * PATIENCE)
+
+
+def take_by_many(ends: Ends, endpoint: str, count: int) -> list[list[Any]]:
+    """Take by many consumers until each one's stream has ended. Returns what each took."""
+    with contextlib.ExitStack() as stack:
+        consumers = [stack.enter_context(tp.Consumer(endpoint, bind=False)) for _ in range(count)]
+        got: list[list[Any]] = [[] for _ in consumers]
+        left = set(range(count))
+        while left:
+            for end in list(left):
+                try:
+                    got[end].append(consumers[end].get(0.002))
+                except tp.Empty:
+                    continue
+                except tp.EndOfStream:
+                    left.discard(end)
+        return got
+
+
 def take_all(ends: Ends) -> list[Any]:
     """Take messages until every producer said goodbye."""
     return list(ends.consumer)

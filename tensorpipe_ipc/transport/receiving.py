@@ -216,6 +216,8 @@ class ReceiveLink(Link):
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
         self.met_any = self.met_any or peer.settled
+        if peer.hello.credit_pipe is not None:  # by another connection it may call us by another number
+            peer.number = peer.hello.credit_pipe[2]
         if sequence > peer.taken:
             self.lost += sequence - peer.taken
             peer.taken = sequence

@@ -19,6 +19,7 @@ from tensorpipe_ipc.wire.message import Outgoing
 __all__ = ["Held", "SendLink"]
 
 Held = tuple[Handover, bytes]
+_REMEMBERED = 1000  # peers that vanished
 
 
 class SendLink(Link):
@@ -34,6 +35,7 @@ class SendLink(Link):
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
         self._framed = 0  # in flight, in frames
+        self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
         self._sharing: list[Peer] = []  # those with a queue
         self._numbers = 0
         self._credit_pipe = CreditPipe()
@@ -192,8 +194,8 @@ class SendLink(Link):
         """See Link."""
         self._numbers += 1
         peer.number = self._numbers if self.socket.binds else 1
-        if not self.socket.binds:
-            peer.sent = peer.taken = self._sent
+        # It counts on where the last connection ended, which the other end may not have noticed.
+        peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
@@ -216,6 +218,10 @@ class SendLink(Link):
         untaken = _load(peer)
         if peer.queue is None:
             self._framed -= untaken
+            if self.socket.binds and peer.left == "vanished":
+                self._vanished[peer.routing] = peer.sent
+                while len(self._vanished) > _REMEMBERED:
+                    del self._vanished[next(iter(self._vanished))]
         else:
             if peer.left == "vanished":
                 peer.queue.undertaker.look()
