@@ -19,6 +19,7 @@ from children import PATIENCE, Child, in_thread
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
@@ -155,6 +156,11 @@ def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.Pa
 # -- between ends
 
 
+def _doctor_says(binder: Any) -> list[str]:
+    """What the doctor says of each who is attached."""
+    return [str(found.text).partition("): ")[2] for found in [*attached.findings(binder.endpoint)][1:]]
+
+
 def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
     raw.say(hello("producer", identity=theirs.identity, shared_memory=theirs.shared_memory))
     with pytest.raises(tp.Empty):
@@ -175,6 +181,7 @@ def test_who_cannot_share_uses_frames_and_says_why(name: str) -> None:
         said = consumer.statistics().transport
         assert said == f"frames over ipc: {terms.why_not}"
         assert re.search(words, said)
+        assert _doctor_says(consumer) == [said]
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -250,6 +257,7 @@ def test_a_binder_that_cannot_make_a_queue(monkeypatch: pytest.MonkeyPatch, prod
         putting()
         for end in (producer, consumer):
             assert end.statistics().transport == "frames over ipc: no descriptor is left"
+        assert _doctor_says(consumer) == ["frames over ipc: no descriptor is left"]
 
 
 @pytest.mark.parametrize("producer_binds", [False, True])
@@ -271,6 +279,7 @@ def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: A
             putting()
             for end in (producer, consumer):
                 assert end.statistics().transport == "frames over ipc: no permission"
+            assert _doctor_says(consumer) == ["frames over ipc: no permission"]
         elif producer_binds:
             with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
                 consumer.get(PATIENCE)
@@ -318,6 +327,7 @@ def test_one_side_is_enough_to_want_none(which: str) -> None:
             "frames over ipc: shared memory is off here",
             f"frames over ipc: it is off at the {which}",
         }
+        assert _doctor_says(consumer)[0] in said
 
 
 def test_it_is_found_over_tcp_and_between_processes() -> None:
