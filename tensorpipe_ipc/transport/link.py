@@ -292,6 +292,7 @@ class Link:
     def _leaves(self, peer: Peer, how: str) -> None:
         self.settle()
         if peer.routing in self.peers:
+            self.transport()  # it is told as it last was
             peer.leave(how)
             self.last_left = peer
             self.parted(peer)

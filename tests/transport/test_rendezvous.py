@@ -345,6 +345,18 @@ def test_it_is_found_over_tcp_and_between_processes() -> None:
         assert child.call(children.producer_statistics).transport == "shared memory"
 
 
+def test_which_way_it_was_is_told_when_all_have_left() -> None:
+    """Also where nobody asked while they were there."""
+    with tp.Consumer("left") as consumer:
+        with tp.Producer("left") as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().transport == "shared memory"
+
+
 def test_options() -> None:
     """What is none of the three is named; inproc is frames, and so cannot be required to be anything else."""
     for end in (tp.Producer, tp.Consumer):
