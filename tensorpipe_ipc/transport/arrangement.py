@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterable
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.process import is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms
 
 __all__ = ["Arrangement"]
-
-_DYING = 0.1  # seconds
 
 
 class Arrangement:
@@ -96,7 +93,7 @@ class Arrangement:
             else:
                 self._take(peer, ours, theirs.offer if theirs is not None else None)
         except SharedMemoryError as error:
-            if not _is_dying(peer.identity, error):  # else it will be seen to be gone, and another may come
+            if self._binds or not _is_passing(peer, error):
                 peer.why_not = error.strerror or str(error)
 
     def _offer(self, peer: Peer, ours: Hello, theirs: SharedMemoryTerms | None) -> None:
@@ -138,11 +135,12 @@ class Arrangement:
         return not self.never_shares and peer.hello.shared_memory is not None
 
 
-def _is_dying(other: Identity, error: SharedMemoryError) -> bool:
-    """Whether it is the other process's death that is in the way. Its descriptors go a moment before it does."""
-    deadline = time.monotonic() + (_DYING if error.errno in (errno.ENOENT, errno.ESRCH) else 0)
-    while is_alive(other):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_DYING / 20)
-    return True
+def _is_passing(binder: Peer, error: SharedMemoryError) -> bool:
+    """Whether what a connector could not open may be gone because its binder is just dying, or closing.
+
+    Then it will be seen to be gone, or say goodbye; another may come. If it offers the same once more, it is not.
+    """
+    assert binder.hello.shared_memory is not None
+    assert binder.hello.shared_memory.offer is not None
+    before, binder.missed = binder.missed, binder.hello.shared_memory.offer.token
+    return not is_alive(binder.identity) or (error.errno in (errno.ENOENT, errno.ESRCH) and binder.missed != before)

@@ -27,6 +27,7 @@ class Peer:
         queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
         settled: whether both ends know which of the two it is. It stays so.
         why_not: why there is no queue.
+        missed: the token of an offer whose queue was not to be found.
         room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
             be more, as nobody else takes them.
     """
@@ -38,6 +39,7 @@ class Peer:
         "hello",
         "left",
         "left_at",
+        "missed",
         "number",
         "queue",
         "room",
@@ -62,6 +64,7 @@ class Peer:
         self.queue: PairQueue | None = None
         self.settled = False
         self.why_not = ""
+        self.missed = 0
         self.room = 0
 
     @property

@@ -311,6 +311,23 @@ def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
                 getting()
 
 
+def test_an_offer_whose_queue_is_gone_is_believed_when_it_is_repeated() -> None:
+    """Its binder may just be closing, which is no refusal; one that lives on says the same again, and means it."""
+    offer = QueueOffer(1, 1, 64, (9999, 1), (9998, 2), (9997, 3))
+    welcome = hello("producer", Kind.WELCOME, shared_memory=msgspec.structs.replace(TERMS, offer=offer))
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
+        with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            raw.say(welcome)
+            again = hello_of(raw.hear_of(Kind.HELLO)).shared_memory
+            assert again is not None
+            assert (again.attached, again.why_not) == (0, "")
+            raw.say(welcome)
+            with pytest.raises(tp.Refused, match="the consumer requires shared memory, but the descriptors of pid"):
+                getting()
+
+
 @pytest.mark.parametrize("which", ["producer", "consumer"])
 def test_one_side_is_enough_to_want_none(which: str) -> None:
     """Both then say whose wish it was."""
