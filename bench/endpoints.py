@@ -1,6 +1,7 @@
 """Producer and Consumer beside the barest loop that pyzmq allows: one-way time and throughput, over ipc and tcp.
 
 Ours are there twice: as they are by default, which is through shared memory, and with ``shared_memory="off"``, in frames.
+And beside our Queue, whose one-way times they are to keep to within 1.3.
 
 The bare loop is PUSH/PULL with two frames a message, a header of 40 bytes and the tensor's memory, ``copy=False`` both
 ways, and the tensor made with torch.frombuffer over the frame. It has no metadata, no limit of what is in flight, no
@@ -37,9 +38,10 @@ from bench.measure import machine
 
 __all__ = ["add_arguments", "run"]
 
-SIZES = {400: "400 B", 4_000_000: "4 MB"}
-ECHOES = {400: 600, 4_000_000: 60}  # a round
-STREAM = {400: 4000, 4_000_000: 120}
+SIZES = {400: "400 B", 4_000_000: "4 MB", 100_000_000: "100 MB"}
+ECHOES = {400: 600, 4_000_000: 60, 100_000_000: 4}  # a round
+STREAM = {400: 4000, 4_000_000: 120, 100_000_000: 4}
+FEWEST = {400: 10, 4_000_000: 10, 100_000_000: 2}
 ROUNDS = 9
 _CORES = os.sched_getaffinity(0)
 _MACHINE = machine()  # before this process pins itself to one of its cores
@@ -108,8 +110,25 @@ class Bare:
         self._context.term()
 
 
-RIVALS: dict[str, Callable[[str, str, bool], End]] = {"ours": Ours, "in frames": InFrames, "bare pyzmq": Bare}
-OURS, BARE = ("ours", "in frames"), "bare pyzmq"
+class Queues:
+    """Two of our queues, one each way."""
+
+    def __init__(self, there: Any, back: Any, server: bool) -> None:
+        out, into = (back, there) if server else (there, back)
+        self.send, self.receive = out.put, into.get
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+RIVALS: dict[str, Callable[[Any, Any, bool], End]] = {
+    "ours": Ours,
+    "in frames": InFrames,
+    "Queue": Queues,
+    "bare pyzmq": Bare,
+}
+OURS, QUEUE, BARE = ("ours", "in frames"), "Queue", "bare pyzmq"
+MOST = 1.3  # of the Queue's one-way time
 
 
 class Client(NamedTuple):
@@ -132,6 +151,7 @@ class Row(NamedTuple):
         str, tuple[float, float, float]
     ]  # to bare: under 1 is faster; and the lowest and highest round's
     rate_ratio: dict[str, tuple[float, float, float]]  # to bare: over 1 is faster; and the lowest and highest round's
+    queue_ratio: tuple[float, float, float]  # ours to the Queue, one way; and the lowest and highest round's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,10 +195,13 @@ def _start(name: str, transport: str, folder: str) -> Client:
     return Client(RIVALS[name](there, back, False), tell, process)
 
 
-def _endpoints(name: str, transport: str, folder: str) -> tuple[str, str]:
+def _endpoints(name: str, transport: str, folder: str) -> tuple[Any, Any]:
+    if name == QUEUE:
+        context = multiprocessing.get_context("spawn")
+        return tp.Queue(64, ctx=context), tp.Queue(64, ctx=context)
     if transport == "ipc":
         return f"ipc://{folder}/{name[:4].strip()}-there", f"ipc://{folder}/{name[:4].strip()}-back"
-    return tuple(f"tcp://127.0.0.1:{_free_port()}" for _ in range(2))  # type: ignore[return-value]
+    return f"tcp://127.0.0.1:{_free_port()}", f"tcp://127.0.0.1:{_free_port()}"
 
 
 def _free_port() -> int:
@@ -200,7 +223,7 @@ def _pin(index: int) -> None:
     os.sched_setaffinity(0, {sorted(_CORES)[index]})
 
 
-def _serve(name: str, there: str, back: str, told: Connection, core: int) -> None:
+def _serve(name: str, there: Any, back: Any, told: Connection, core: int) -> None:
     """The other process: echo, or take a stream and answer its last message."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {core})
@@ -232,8 +255,8 @@ def _row(clients: dict[str, Client], transport: str, size: int, scale: float) ->
     rates: dict[str, list[float]] = {name: [] for name in clients}
     for _ in range(rounds):
         for name, client in clients.items():
-            times[name].append(_echoes(client, tensors, max(10, round(ECHOES[size] * scale))))
-            rates[name].append(_stream(client, tensors, max(10, round(STREAM[size] * scale))))
+            times[name].append(_echoes(client, tensors, max(FEWEST[size], round(ECHOES[size] * scale))))
+            rates[name].append(_stream(client, tensors, max(FEWEST[size], round(STREAM[size] * scale))))
     p50 = {name: [statistics.median(found) for found in all_] for name, all_ in times.items()}
     return Row(
         transport,
@@ -243,6 +266,7 @@ def _row(clients: dict[str, Client], transport: str, size: int, scale: float) ->
         {name: statistics.median(found) for name, found in rates.items()},
         {name: _ratio(p50[name], p50[BARE]) for name in OURS},
         {name: _ratio(rates[name], rates[BARE]) for name in OURS},
+        _ratio(p50["ours"], p50[QUEUE]),
     )
 
 
@@ -292,7 +316,10 @@ def _show(rows: list[Row]) -> None:
             label = ""
         for name in OURS:
             one_way, rate = _spread(*row.one_way_ratio[name]), _spread(*row.rate_ratio[name])
-            table.add_row("", f"{name} / bare", one_way, "", rate, style="bold", end_section=name == OURS[-1])
+            table.add_row("", f"{name} / bare", one_way, "", rate, style="bold")
+        found = _spread(*row.queue_ratio)
+        kept = "" if row.queue_ratio[0] <= MOST else f"over {MOST}"
+        table.add_row("", "ours / Queue", found, kept, "", style="bold", end_section=True)
     console.print(table)
     console.print(
         "one way: half an echo's round trip, a process on each of two cores; ratios: the\n"

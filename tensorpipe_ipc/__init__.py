@@ -8,6 +8,7 @@ The map of the house, bottom up; imports point down only:
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
 * ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
   pipes of tickets, and what finishes what the dead began.
+* ``moving``, ``loan``: trees that are handed on by reference, and tensors that are made where they will be read.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
 * ``tensor_queue``, ``context``: multiprocessing's queues and contexts, over shared memory.
 * ``cli``: the command line, one file per command.

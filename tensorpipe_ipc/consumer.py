@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Literal
 
+from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, UnknownSerializer, UnsupportedLeaf
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
@@ -16,9 +17,9 @@ from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
-from tensorpipe_ipc.wire.in_block import parts_of
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
-from tensorpipe_ipc.wire.schema import schema_of
+from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Consumer", "ConsumerStatistics"]
 
@@ -233,21 +234,24 @@ class Consumer:
             if metadata != self._last_metadata:
                 self._last_metadata, self._last_parts = b"", self._parts(metadata)
                 self._last_metadata = metadata
-            schema, values, serializer = self._last_parts
+            how, schema, values, serializer = self._last_parts
+            if how:
+                said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+                return schema.tree(said, frames, serializer, ALIAS), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer), schema.nbytes
         except (ProtocolError, UnknownSerializer, UnsupportedLeaf) as error:
             return error
 
-    def _parts(self, metadata: bytes) -> tuple[Any, bytes, Serializer]:
-        """Schema, values and serializer."""
-        flags, read, values = parts_of(metadata)
-        if flags:
-            raise ProtocolError(f"a message with flags {flags:#x} in a block; endpoints take none")
+    def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
+        """Whether it goes by reference; schema, values and serializer."""
+        how, read, values = parts_of(metadata)
+        if how & ~BY_REFERENCE:
+            raise ProtocolError(f"a message with flags {how:#x} in a block; endpoints take {BY_REFERENCE:#x} only")
         schema = schema_of(read)
         if not self._link.accepts(schema.serializer):
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
-        return schema, values, serializer_named(schema.serializer)
+        return how, schema, values, serializer_named(schema.serializer)
 
     def _accounted(self, taken: Any) -> Any:
         """The tree of what ``_decode_block`` made; NOTHING, if that was no message."""

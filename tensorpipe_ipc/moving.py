@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.memory.leases import Handover, Leases
 from tensorpipe_ipc.wire.flatten import Flat
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
@@ -210,11 +211,21 @@ def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple
         said: what it returned.
         sizes: of the frames.
         payload: of the block.
+
+    Raises:
+        ProtocolError: it did not write that, or not of these.
     """
-    (length,) = _LENGTH.unpack_from(said)
-    start = _LENGTH.size + length
+    start = _LENGTH.size + (_LENGTH.unpack_from(said)[0] if len(said) >= _LENGTH.size else 0)
+    end = start + 8 * len(sizes)
+    if not sizes or end > len(said):
+        raise ProtocolError(f"{len(said)} bytes that say where {len(sizes)} frames lie, and up to {end} are announced")
     places = struct.unpack_from(f"<{len(sizes)}Q", said, start)
-    inline = said[start + 8 * len(sizes) :]
+    inline = said[end:]
+    if len(inline) != (sizes[0] if places[0] == INLINE else 0) or INLINE in places[1:]:
+        raise ProtocolError(f"{len(inline)} bytes behind the places of frames of {sizes}")
+    for place, size in zip(places, sizes, strict=True):
+        if place != INLINE and place + size > len(payload):
+            raise ProtocolError(f"a frame of {size} bytes at {place} in a payload of {len(payload)}")
     frames = [
         memoryview(bytearray(inline)) if place == INLINE else Frame(payload, place, size)
         for place, size in zip(places, sizes, strict=True)

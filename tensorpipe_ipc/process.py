@@ -23,10 +23,12 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         host: the host's name, for people.
-        boot: the kernel's boot id; two processes share a kernel exactly when it is equal. Empty where there is none.
+        boot: the kernel's boot id; two processes share a kernel exactly when it is equal. Empty where there is none, and
+            where /proc cannot be read.
         namespace: inode of the pid namespace, 0 where there is none.
         pid: process id within that namespace.
-        started: when it started, in clock ticks since boot on Linux, else in seconds since the epoch.
+        started: when it started, in clock ticks since boot on Linux, else in seconds since the epoch; 0 where it is not
+            to be found out, which is on Linux without /proc.
     """
 
     host: str
@@ -40,7 +42,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def same_namespace(self, other: Identity) -> bool:
         """Whether the two can see each other's process ids."""
-        return (self.boot, self.namespace) == (other.boot, other.namespace)
+        return (self.boot or self.host, self.namespace) == (other.boot or other.host, other.namespace)
 
 
 class Memory(NamedTuple):
@@ -115,7 +117,7 @@ def _started(pid: int) -> float:
     except FileNotFoundError:
         if os.path.exists("/proc/self/stat"):
             raise psutil.NoSuchProcess(pid) from None
-        return float(psutil.Process(pid).create_time())
+        return _exists(pid) if psutil.LINUX else float(psutil.Process(pid).create_time())
     except ProcessLookupError:  # it went while we read
         raise psutil.NoSuchProcess(pid) from None
 
@@ -124,7 +126,18 @@ def _is_zombie(pid: int) -> bool:
     try:
         return _stat_fields(pid)[0] in "ZX"
     except OSError:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        return not psutil.LINUX and bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def _exists(pid: int) -> float:
+    """0, where the kernel knows the process: without /proc it tells no more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        raise psutil.NoSuchProcess(pid) from None
+    except PermissionError:
+        pass
+    return 0.0
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -9,12 +9,23 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
+from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Full, PeerLost
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.loan import Loan
+from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.transport.link import Peer
-from tensorpipe_ipc.transport.sending import SendLink
+from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.sending import Held, SendLink
+from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
+from tensorpipe_ipc.transport.zmq_sockets import SLICE
+from tensorpipe_ipc.wire.flatten import flatten
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
 from tensorpipe_ipc.wire.message import Outgoing, encode
 
 __all__ = ["Producer", "ProducerStatistics"]
@@ -99,7 +110,7 @@ class Producer:
         """The address in full, with the port that was chosen if it was left open."""
         return self._link.endpoint
 
-    def put(self, tree: Any, timeout: float | None = None) -> None:
+    def put(self, tree: Any, timeout: float | None = None, *, move: bool = False) -> None:
         """Send one message. When this returns, the tree has been read: it may be changed or dropped.
 
         Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned; without
@@ -110,6 +121,10 @@ class Producer:
             tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
                 and dataclasses of them.
             timeout: seconds to wait for a consumer with room; None for as long as it takes, 0 for not at all.
+            move: give the tensors away, by reference where that is possible: where the large ones lie in one block that
+                this end lent (``loan``), the consumer shares that memory, and no view, array, storage or DLPack capsule of
+                it, nor a child forked since, is left besides the tensors in the tree. These are then *empty*, of shape
+                (0,). Otherwise the tree is copied, and stays as it was.
 
         Raises:
             Full: no consumer had room in time. Who holds what is named; nothing was sent.
@@ -120,10 +135,49 @@ class Producer:
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
+        handover = self._handover_of(tree) if move else None
         message = encode(tree, self._serializer)
+        said = None if handover is None else moving.placed(message, handover)
+        held = None if handover is None or said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
         deadline = deadline_of(timeout)
         with self._guard:
-            self._send(message, deadline, lend=timeout is None)
+            self._send(message, deadline, lend=timeout is None, held=held)
+
+    def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
+        """Tensors that lie where the consumer will read them, to be filled, and sent without a copy::
+
+            with producer.loan((3, 1080, 1920), torch.uint8) as frame:
+                camera.read_into(frame)
+
+        On leaving the block they are put as ``put(..., move=True)`` does: no alias of them should be left (else they are
+        copied), and they are empty then. On an exception they are not put; their memory is free when they are gone. Where
+        there is no room in time, Full is raised, and they stay the caller's. Where messages go in frames, they lie in
+        memory of torch's own, and stay as they are.
+
+        Args:
+            tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples, to be sent as it is
+                when the block is left.
+            dtype: with a shape.
+            timeout: seconds to wait on entering for a consumer, as it decides where the tensors lie, and for memory; and on
+                leaving for room; None: for ever.
+        """
+        return Loan(self, tensors, dtype, timeout)
+
+    def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
+        """What ``loan`` does on entering: tensors in one block where that is possible, not initialised."""
+        nbytes, deadline = block_bytes(specs), deadline_of(timeout)
+        with self._guard:
+            while nbytes:
+                queue, left = self._place(deadline), remaining(deadline)
+                if queue is None:
+                    break
+                try:
+                    return made(specs, queue.leases, queue.block_for(nbytes, min(left, SLICE)))
+                except Full:  # who keeps the memory may have died, and its death is seen to here
+                    if left < SLICE:
+                        raise
+                self._link.look_around()
+        return made(specs, None, 0)
 
     def put_nowait(self, tree: Any) -> None:
         """``put(tree, timeout=0)``."""
@@ -187,11 +241,31 @@ class Producer:
         state = "closed" if self._guard.closed else "open"
         return f"<Producer {self.endpoint} {state} put={self._messages} in_flight={self._link.in_flight}>"
 
-    def _send(self, message: Outgoing, deadline: float | None, *, lend: bool) -> None:
+    def _handover_of(self, tree: Any) -> Handover | None:
+        """The block that the tree's tensors lie in and may leave with, if they do."""
+        with self._guard:
+            queue = self._link.any_queue()
+        if queue is None:
+            return None
+        flat = flatten(tree)
+        return (
+            moving.handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
+        )
+
+    def _place(self, deadline: float | None) -> PairQueue | None:
+        """A queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
+        link = self._link
+        link.drain()
+        link.raise_refusal()
+        while not link.knows_the_way():
+            self._wait(deadline, "no consumer")
+        return link.any_queue()
+
+    def _send(self, message: Outgoing, deadline: float | None, *, lend: bool, held: Held | None) -> None:
         link = self._link
         while True:
             peer = self._reserve(deadline)
-            if link.send(peer, message, remaining(deadline), lend=lend):
+            if link.send(peer, message, remaining(deadline), lend=lend, held=held):
                 break
         self._messages += 1
         self._bytes += message.nbytes

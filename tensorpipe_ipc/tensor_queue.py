@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Iterable
 from multiprocessing import context
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -19,8 +18,9 @@ import torch
 from tensorpipe_ipc import moving, pickling
 from tensorpipe_ipc.errors import Closed, Full, UnsupportedLeaf
 from tensorpipe_ipc.limits import check_timeout
+from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Octets
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, build, made, specs_of
+from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.rows import BATCH
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
@@ -30,12 +30,11 @@ from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
-from tensorpipe_ipc.wire.schema import schema_of
+from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
-__all__ = ["JoinableQueue", "Loan", "Queue", "SimpleQueue"]
+__all__ = ["JoinableQueue", "Queue", "SimpleQueue"]
 
 MOST_SPIN = 0.001
-_ALIAS = -1  # for Schema.tree: the payload is the receiver's own and aligned; lie on it
 
 
 class Queue:
@@ -189,10 +188,15 @@ class Queue:
             dtype: with a shape.
             timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
         """
-        shape = (tensors,) if type(tensors) is int else tensors
-        if isinstance(shape, (tuple, list)) and all(type(size) is int for size in shape):
-            tensors = TensorSpec(tuple(shape), dtype)
-        return Loan(self, tensors, timeout)
+        return Loan(self, tensors, dtype, timeout)
+
+    def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
+        """What ``loan`` does on entering: tensors in one block of shared memory, not initialised."""
+        if self._closed:
+            raise Closed(f"Queue {self!r} is closed")
+        nbytes = block_bytes(specs)
+        block = self._queue.block_for(nbytes, _seconds(True, timeout)) if nbytes else 0
+        return made(specs, self._queue.leases, block)
 
     def put_nowait(self, obj: Any) -> None:
         """``put(obj, block=False)``."""
@@ -290,7 +294,7 @@ class Queue:
         schema = schema_of(read)
         if how & BY_REFERENCE:
             said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-            tree = schema.tree(said, frames, self._serializer, _ALIAS)
+            tree = schema.tree(said, frames, self._serializer, ALIAS)
         else:
             # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
@@ -334,42 +338,6 @@ class JoinableQueue(Queue):
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()
         self._queue.tasks.wait(self._queue.undertaker.look)
-
-
-class Loan:
-    """What ``Queue.loan`` returns: to be used with ``with``, once."""
-
-    def __init__(self, queue: Queue, tree: Any, timeout: float | None) -> None:
-        self._queue, self._specs, self._timeout = queue, tree, timeout
-        self._tree: Any = None
-
-    def __enter__(self) -> Any:
-        """The tensors, not initialised.
-
-        Raises:
-            Full: there was no memory in time.
-            SharedMemoryError: there can never be so much.
-            Closed: the queue is closed here.
-        """
-        if self._queue._closed:
-            raise Closed(f"Queue {self._queue!r} is closed")
-        queue, specs = self._queue._queue, specs_of(self._specs)
-        nbytes = block_bytes(specs)
-        block = queue.block_for(nbytes, _seconds(True, self._timeout)) if nbytes else 0
-        self._tree = build(self._specs, iter(made(specs, queue.leases, block)))
-        return self._tree
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Put them, unless there was an exception.
-
-        Raises:
-            Full: there was no room in time. The tensors stay as they are.
-        """
-        tree, self._tree = self._tree, None
-        if kind is None:
-            self._queue.put(tree, timeout=self._timeout, move=True)
 
 
 class SimpleQueue:

@@ -1,6 +1,7 @@
 """The kill campaign: a Queue under random SIGKILL and SIGSTOP, and a judge that knows what it has promised.
 
-``python -m tests.campaign --kills 1000 --messages 1000000 --seed 7``
+``python -m tests.campaign --kills 1000 --messages 1000000 --seed 7``; with ``--endpoints``, over Producer and Consumer
+(``endpoint_campaign``).
 
 One process, the supervisor, makes a queue, forks producers and consumers (some come from a fork server instead, and get
 the queue as a spawned process does), stops, continues and kills them at random moments, and starts others in their
@@ -535,12 +536,16 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", type=int, default=300, help="kills in one campaign")
+    parser.add_argument("--endpoints", action="store_true", help="over Producer and Consumer in unrelated programs")
     arguments = parser.parse_args()
+    run = campaign
+    if arguments.endpoints:
+        from tests.endpoint_campaign import campaign as run
     total, seed = Figures(), arguments.seed
     while total.kills < arguments.kills or total.put < arguments.messages:
         parts = max(1, (arguments.kills - total.kills) // arguments.part)
         kills = min(arguments.part, max(0, arguments.kills - total.kills))
-        done = campaign(kills, max(0, arguments.messages - total.got) // parts, seed)
+        done = run(kills, max(0, arguments.messages - total.got) // parts, seed)
         silence = max(total.silence, done.silence)
         for field in dataclasses.fields(Figures):
             setattr(total, field.name, getattr(total, field.name) + getattr(done, field.name))

@@ -24,10 +24,12 @@ from multiprocessing import forkserver
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import containers
 import torch
 import zoo
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import Identity, identity
 
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
 _context = multiprocessing.get_context("forkserver")
@@ -209,6 +211,45 @@ def take(ends: Ends, count: int = 1, timeout: float | None = PATIENCE) -> list[A
     return [ends.consumer.get(timeout) for _ in range(count)]
 
 
+def take_numbers_until(ends: Ends, last: int) -> list[int]:
+    """Take (name, number) until that number, whatever ends meanwhile. Returns the numbers before it."""
+    got: list[int] = []
+    while True:
+        try:
+            number = ends.consumer.get(PATIENCE)[1]
+        except (tp.PeerLost, tp.EndOfStream):
+            continue
+        if number == last:
+            return got
+        got.append(number)
+
+
+def put_from_many(ends: Ends, endpoint: str, count: int, messages: int, name: str) -> None:
+    """Put (name, number) from many producers, in turns, and close them."""
+    with contextlib.ExitStack() as stack:
+        producers = [stack.enter_context(tp.Producer(endpoint)) for _ in range(count)]
+        for number in range(messages):
+            for end, producer in enumerate(producers):
+                producer.put((f"{name}-{end}", number), 2 * PATIENCE)
+
+
+def take_by_many(ends: Ends, endpoint: str, count: int) -> list[list[Any]]:
+    """Take by many consumers until each one's stream has ended. Returns what each took."""
+    with contextlib.ExitStack() as stack:
+        consumers = [stack.enter_context(tp.Consumer(endpoint, bind=False)) for _ in range(count)]
+        got: list[list[Any]] = [[] for _ in consumers]
+        left = set(range(count))
+        while left:
+            for end in list(left):
+                try:
+                    got[end].append(consumers[end].get(0.002))
+                except tp.Empty:
+                    continue
+                except tp.EndOfStream:
+                    left.discard(end)
+        return got
+
+
 def take_all(ends: Ends) -> list[Any]:
     """Take messages until every producer said goodbye."""
     return list(ends.consumer)
@@ -222,6 +263,35 @@ def take_and_check(ends: Ends, shape: tuple[int, ...], count: int) -> list[float
 def _only_value(tensor: torch.Tensor) -> float:
     first = tensor.flatten()[0]
     return float(first) if bool((tensor == first).all()) else float("nan")
+
+
+def own_identity(ends: Ends) -> Identity:
+    """Who the child is."""
+    return identity()
+
+
+def put_from_there(ends: Ends, way: str, endpoint: str, **options: Any) -> str:
+    """Put 0 to 9 from a process in other circumstances (``containers``), if need be. Returns how they went, or the error."""
+    reader, writer = os.pipe()
+
+    def run() -> None:
+        said = ""
+        try:
+            with tp.Producer(endpoint, **options) as producer:
+                for number in range(10):
+                    producer.put(number, PATIENCE)
+                producer.flush(PATIENCE)
+                said = producer.statistics().transport
+        except tp.TensorPipeError as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+
+    status = containers.run_there(way, run) if way in containers.WAYS else run()
+    os.close(writer)
+    with open(reader, "rb") as file:
+        said = file.read().decode()
+    assert not status, said
+    return said
 
 
 def producer_statistics(ends: Ends) -> Any:
@@ -314,6 +384,16 @@ def put_batches(ends: Ends, count: int) -> None:
     """Put batches of the steps."""
     for step in range(count):
         ends.producer.put(batch(step))
+
+
+def fill_loans(ends: Ends, shape: tuple[int, ...], count: int) -> int:
+    """Lend tensors and fill them with 0, 1, 2, .... Returns how many were still there when they had been sent."""
+    left = 0
+    for number in range(count):
+        with ends.producer.loan(shape, timeout=PATIENCE) as tensor:
+            tensor.fill_(number)
+        left += tensor.numel() > 0
+    return left
 
 
 def hold(ends: Ends, count: int) -> None:

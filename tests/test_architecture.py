@@ -27,6 +27,7 @@ FLOORS = {
     "pickling": 2,
     "transport": 3,
     "moving": 3,
+    "loan": 3,
     "producer": 4,
     "consumer": 4,
     "tensor_queue": 4,

@@ -9,6 +9,8 @@ import campaign
 import pytest
 from programs import ran
 
+from tests.endpoint_campaign import Fate
+
 pytestmark = pytest.mark.kills
 
 
@@ -31,6 +33,35 @@ def test_without_deaths_every_message_comes_exactly_once() -> None:
     assert done.status == 0, done.err
     put, got = re.search(r"([\d,]+) messages put, ([\d,]+) got, 0 missing, 0 counted", done.out).groups()
     assert put == got
+
+
+@pytest.mark.limit(110)
+def test_random_kills_of_unrelated_programs_lose_nothing_that_was_promised() -> None:
+    """Programs at an endpoint that share nothing but its name, the binder killed as well as the others."""
+    done = ran("-m", "tests.campaign", "--endpoints", "--kills", "12", "--messages", "8000")
+    assert done.status == 0, done.err
+    assert int(re.search(r"(\d+) kills", done.out)[1]) >= 12
+
+
+@pytest.mark.parametrize(
+    ("fate", "complaint"),
+    [
+        (Fate(10, 0, 0, killed=True, dead_consumers=0), None),
+        (Fate(10, 1, 0, killed=True, dead_consumers=0), "missing"),
+        (Fate(10, 4, 0, killed=True, dead_consumers=1), None),
+        (Fate(10, 5, 0, killed=True, dead_consumers=1), "missing"),
+        (Fate(10, 3, 2, killed=False, dead_consumers=1), None),
+        (Fate(10, 4, 2, killed=False, dead_consumers=1), "missing"),
+        (Fate(10, 1, 2, killed=False, dead_consumers=1), "missing"),
+    ],
+)
+def test_the_judge_of_endpoints_finds_what_is_missing(fate: Fate, complaint: str | None) -> None:
+    """More than was in flight towards the dead, more than was counted, or less than was counted: each is found."""
+    if complaint is None:
+        fate.check(3)
+    else:
+        with pytest.raises(AssertionError, match=complaint):
+            fate.check(3)
 
 
 def words(tmp_path: Path, name: str, *values: int) -> memoryview:

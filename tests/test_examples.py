@@ -25,12 +25,14 @@ PROMISED = {
     r"back from 2 processes, every item times 4, at the same address: True\n",
 }
 PAIR = ("across_unrelated_programs/producer.py", "across_unrelated_programs/consumer.py")
+TWO = ("two_programs/reader.py", "two_programs/writer.py")
+CAMERA = ("camera_to_model/model.py", "camera_to_model/camera.py")
 
 
 def test_every_example_is_listed() -> None:
     """No example goes without a test, each has less than 60 lines, and each says what it is for."""
     found = {path.relative_to(EXAMPLES).as_posix(): path.read_text() for path in EXAMPLES.rglob("*.py")}
-    assert set(found) == {*PROMISED, *PAIR}
+    assert set(found) == {*PROMISED, *PAIR, *TWO, *CAMERA}
     for name, text in found.items():
         assert len(text.splitlines()) < 60, name
         assert text.startswith('"""'), name
@@ -61,3 +63,30 @@ def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> N
         r"producer \(pid \d+\): 20 tensors put, and all taken\n",
         said,
     )
+
+
+def _both(one: list[str], other: list[str]) -> str:
+    """What two programs print that run at one time, the first one's first."""
+    with started(str(EXAMPLES / one[0]), *one[1:]) as first, started(str(EXAMPLES / other[0]), *other[1:]) as second:
+        done = [ended(first), ended(second)]
+    assert [(each.status, each.err) for each in done] == [(0, "")] * 2
+    return done[0].out + done[1].out
+
+
+@pytest.mark.limit(110)
+def test_two_programs() -> None:
+    """They find shared memory by themselves, and say so."""
+    reader, writer = _both([TWO[0]], [TWO[1]]).splitlines()
+    assert reader == "reader: 40,000,000 bytes in 10 messages, by way of shared memory"
+    assert writer == "writer: 40,000,000 bytes in 10 messages, by way of shared memory"
+
+
+@pytest.mark.limit(110)
+def test_camera_to_model() -> None:
+    """Every frame comes, as it was filled."""
+    said = _both([CAMERA[0]], [CAMERA[1], "30"])
+    assert re.fullmatch(
+        r"model: 29 frames of 6.2 MB, from taken to had: p50 [\d.]+ ms, p99 [\d.]+ ms\n"
+        r"camera: 30 frames at 60 Hz, by way of shared memory\n",
+        said,
+    ), said

@@ -239,7 +239,8 @@ class Arena:
             if nbytes > self.capacity:
                 raise SharedMemoryError(
                     errno.ENOSPC,
-                    f"a message of {nbytes} bytes can never fit: the arena's capacity is {self.capacity} bytes",
+                    f"a message of {nbytes} bytes can never fit: the arena's capacity is {self.capacity} bytes; "
+                    "send it in parts",
                 )
             allowance = min(max(ALLOWANCE, nbytes), self.capacity - self.segment.resident(), headroom())
             if allowance < nbytes:

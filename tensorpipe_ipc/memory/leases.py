@@ -192,6 +192,11 @@ class Handover:
         self.word, self.held = held.anchor.word, held.anchor.held
         self.start = held.address - held.anchor.leases._address
 
+    @property
+    def leases(self) -> Leases:
+        """Whose it is: a queue takes it if its own are these."""
+        return self._anchor.leases
+
     def begin(self) -> None:
         """From now on the block may be the receiver's, which may be this process, too."""
         self._anchor.leases.live.pop(self.word, None)

@@ -78,10 +78,10 @@ def block_bytes(specs: list[TensorSpec]) -> int:
     return ROOM + nbytes if nbytes else 0
 
 
-def made(specs: list[TensorSpec], leases: Leases, block: int) -> list[torch.Tensor]:
-    """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts."""
+def made(specs: list[TensorSpec], leases: Leases | None, block: int) -> list[torch.Tensor]:
+    """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts; 0: in none."""
     places, nbytes = _places(specs)
-    array = leases.hold(block, kind_of(ROOM + nbytes), block + HEADER + ROOM, nbytes) if nbytes else None
+    array = leases.hold(block, kind_of(ROOM + nbytes), block + HEADER + ROOM, nbytes) if leases and block else None
     return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
 
 

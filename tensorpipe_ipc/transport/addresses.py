@@ -115,6 +115,7 @@ def _make(folder: str) -> None:
     for path in reversed(missing):
         try:
             os.mkdir(path, 0o700)
+            os.chmod(path, 0o700)  # whatever the umask took from it
         except FileExistsError:  # somebody else was as quick; it is looked at next
             continue
 

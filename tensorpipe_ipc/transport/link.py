@@ -21,111 +21,39 @@ WELCOME: a binder that was restarted in between does not know the connector, and
 peer is gone when its connection is.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``rendezvous``. What waits in a queue outlives the talk.
+How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk.
 
 There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from typing import Any
 
-from tensorpipe_ipc.errors import ProtocolError, Refused, SharedMemoryError, VersionMismatch
-from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.errors import ProtocolError, Refused, VersionMismatch
+from tensorpipe_ipc.process import identity, is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
-from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
     Header,
     Hello,
     Kind,
-    QueueOffer,
     Refusal,
-    SharedMemoryTerms,
     pack,
     pack_control,
     unpack,
     unpack_control,
 )
 
-__all__ = ["Link", "Peer"]
+__all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _REPEAT = 0.5  # seconds between a waiting connector's HELLOs
-
-
-class Peer:
-    """One other end, as this end knows it.
-
-    Attributes:
-        routing: its routing id.
-        hello: what it said of itself.
-        number: what a producer calls it in its credit pipe.
-        credit_fd: the producer's credit pipe, opened by a consumer; -1 if it has none.
-        sent: sequence of the last message sent to it (by a producer).
-        taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
-        heard: when something last came from it, by time.monotonic().
-        dead_at: when its process was first seen dead.
-        left: how it left, "" while it is there: "said goodbye", "vanished".
-        queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
-        settled: whether both ends know which of the two it is. It stays so.
-        why_not: why there is no queue.
-        room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
-            be more, as nobody else takes them.
-    """
-
-    __slots__ = (
-        "credit_fd",
-        "dead_at",
-        "heard",
-        "hello",
-        "left",
-        "left_at",
-        "number",
-        "queue",
-        "room",
-        "routing",
-        "sent",
-        "settled",
-        "taken",
-        "why_not",
-    )
-
-    def __init__(self, routing: bytes, hello: Hello) -> None:
-        self.routing = routing
-        self.hello = hello
-        self.number = 0
-        self.credit_fd = -1
-        self.sent = 0
-        self.taken = 0
-        self.heard = time.monotonic()
-        self.dead_at = 0.0
-        self.left = ""
-        self.left_at = 0.0
-        self.queue: PairQueue | None = None
-        self.settled = False
-        self.why_not = ""
-        self.room = 0
-
-    @property
-    def identity(self) -> Identity:
-        """The process it is in."""
-        return self.hello.identity
-
-    def leave(self, how: str) -> None:
-        """Note that it left, and when."""
-        self.left, self.left_at = how, time.monotonic()
-
-    def __str__(self) -> str:
-        now = time.monotonic()
-        if self.left:
-            return f"{self.hello.role} {self.identity} {self.left} {now - self.left_at:.1f} s ago"
-        state = "alive" if is_alive(self.identity) else "dead"
-        return f"{self.hello.role} {self.identity} ({state}, last heard from {now - self.heard:.1f} s ago)"
 
 
 class Link:
@@ -143,25 +71,20 @@ class Link:
 
     def __init__(self, endpoint: str, *, bind: bool, window: int, shared_memory: str = "auto") -> None:
         address = parse(endpoint)
-        if shared_memory not in rendezvous.WISHES:
-            raise ValueError(f"shared_memory={shared_memory!r}: give 'auto', 'off' or 'require'")
-        if shared_memory == "require" and address.scheme == "inproc":
-            raise SharedMemoryError(
-                errno.EINVAL, f"{endpoint}: shared_memory='require', but inproc is within one process and uses frames"
-            )
-        self.wish = shared_memory
+        self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
         self.peers: dict[bytes, Peer] = {}
         self.last_left: Peer | None = None
         self.lost = 0
         self.rejected = 0
         self.last_rejection = ""
-        self._transport = "not known before another end comes"
         self._refusal: Exception | None = None
         self._greeted = 0.0  # when a connector last said HELLO
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self.socket = FrameSocket(address, bind=bind, receives=self.role == "consumer")
+        self._board = NoticeBoard()
+        self._post()
 
     @property
     def endpoint(self) -> str:
@@ -173,17 +96,6 @@ class Link:
     def own_hello(self, peer: Peer | None) -> Hello:
         """What this end says of itself, to ``peer``."""
         raise NotImplementedError
-
-    def terms(self, peer: Peer | None) -> SharedMemoryTerms | None:
-        """What this end says of shared memory, to ``peer``."""
-        if self.wish == "off" or self.socket.address.scheme == "inproc":
-            return None
-        if peer is None:
-            return SharedMemoryTerms(self.wish, os.geteuid())
-        offer = peer.queue.offer if peer.queue is not None else None
-        if self.socket.binds:
-            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=peer.why_not)
-        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=peer.why_not)
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
@@ -286,6 +198,7 @@ class Link:
             self._greet()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
+            self._post()
         return None
 
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
@@ -317,10 +230,12 @@ class Link:
             self._greet()
             return
         hello = unpack_control(header, Hello)
-        reason = self._objection(hello) or self._unmet(hello, rendezvous.objection(self.own_hello(None), hello))
+        reason = self._objection(hello) or self.arrangement.unmet(
+            hello, rendezvous.objection(self.own_hello(None), hello)
+        )
         if not reason:
             peer = self._admit(routing, hello)
-            reason = self._unmet(hello, peer.why_not)
+            reason = self.arrangement.unmet(hello, peer.why_not)
         if reason:
             self.reject(Refused(reason))
             if routing in self.peers:
@@ -328,14 +243,6 @@ class Link:
             self._say(routing, pack_control(Kind.REFUSED, Refusal(reason)))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
-
-    def _unmet(self, hello: Hello, why_not: str) -> str:
-        """Why what one of the two ends requires cannot be; "" if it can."""
-        theirs = hello.shared_memory.wish if hello.shared_memory is not None else "off"
-        if not why_not or "require" not in (self.wish, theirs):
-            return ""
-        who = self.role if self.wish == "require" else hello.role
-        return f"the {who} requires shared memory, but {why_not}"
 
     def _objection(self, hello: Hello) -> str:
         """Why the two ends do not go together; "" if they do."""
@@ -354,7 +261,7 @@ class Link:
         if hello.role == self.role:
             raise ProtocolError(f"a WELCOME from another {self.role}")
         peer = self.peers.get(routing)
-        if peer is None or peer.identity != hello.identity or self._begins_anew(peer, hello):
+        if peer is None or peer.identity != hello.identity or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
                 self._leaves(peer, "vanished")
             peer = self.peers[routing] = Peer(routing, hello)
@@ -364,74 +271,49 @@ class Link:
         peer.heard = time.monotonic()
         self._arrange(peer)
         self.stands_at(peer, hello.sequence)
+        self._post()
         return peer
-
-    def _begins_anew(self, peer: Peer, hello: Hello) -> bool:
-        """Whether the other end has forgotten the queue that the two had: its connection was gone for a while."""
-        if peer.queue is None or not peer.settled or hello.shared_memory is None:
-            return False
-        if self.socket.binds:
-            return not hello.shared_memory.attached and not hello.shared_memory.why_not
-        return hello.shared_memory.offer is not None and hello.shared_memory.offer.token != peer.queue.offer.token
 
     def _arrange(self, peer: Peer) -> None:
         """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
-        theirs = peer.hello.shared_memory
         if not peer.settled:
-            try:
-                if self.socket.binds:
-                    self._offer_queue(peer, theirs)
-                else:
-                    self._take_queue(peer, theirs.offer if theirs is not None else None)
-            except SharedMemoryError as error:
-                peer.why_not = error.strerror or str(error)
+            theirs = peer.hello.shared_memory
+            if not self.socket.binds and theirs is not None and theirs.offer is not None:
+                self._greeted = 0.0  # what becomes of the offer, the binder is to know at once
+            self.arrangement.settle(peer, self.own_hello(None))
             if peer.why_not:
                 self.unshare(peer)
-                unmet = "" if self.socket.binds else self._unmet(peer.hello, peer.why_not)
+                unmet = "" if self.socket.binds else self.arrangement.unmet(peer.hello, peer.why_not)
                 peer.settled = not unmet
                 self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
         if peer.queue is not None:
             self.shares(peer)
 
-    def _offer_queue(self, peer: Peer, theirs: SharedMemoryTerms | None) -> None:
-        peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
-        if not peer.why_not and theirs is not None:
-            if peer.queue is None:
-                peer.queue = rendezvous.make(min(self.window, peer.hello.window))
-            peer.settled = theirs.attached == peer.queue.offer.token
-
-    def _take_queue(self, peer: Peer, offer: QueueOffer | None) -> None:
-        peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
-        if not peer.why_not and offer is None:
-            peer.why_not = "the other end offers none"
-        if not peer.why_not and offer is not None:
-            self._greeted = 0.0  # it is to know at once
-            peer.queue = rendezvous.reach(peer.identity, offer, min(self.window, peer.hello.window))
-        peer.settled = True
-
     def _leaves(self, peer: Peer, how: str) -> None:
         self.settle()
         if peer.routing in self.peers:
+            self.transport()  # it is told as it last was
             peer.leave(how)
             self.last_left = peer
             self.parted(peer)
             del self.peers[peer.routing]
+            self._post()
+
+    def _post(self) -> None:
+        """Tell whoever may look who is attached, and how."""
+        way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
+        peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
+        refusal = str(self._refusal or "")
+        self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
+
+    def disconnect(self, linger: float) -> None:
+        """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
+        self._board.close()
+        self.socket.close(linger)
 
     def transport(self) -> str:
         """How messages travel, and why so."""
-        frames = f"frames over {self.socket.address.scheme}"
-        if self.socket.address.scheme == "inproc":
-            return frames
-        if self.wish == "off":
-            return f"{frames}: shared memory is off here"
-        found = {
-            "shared memory" if peer.queue is not None else f"{frames}: {peer.why_not}"
-            for peer in self.peers.values()
-            if peer.settled or peer.queue is not None
-        }
-        if found:
-            self._transport = "; ".join(sorted(found, reverse=True))
-        return self._transport
+        return self.arrangement.transport(self.peers.values())
 
     def look_around(self) -> None:
         """See who is still there. Called when a slice of waiting went by in silence."""

@@ -12,7 +12,8 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import serializer_names
 from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
-from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.transport.link import Link
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack
 
 __all__ = ["NOTHING", "ReceiveLink"]
@@ -52,7 +53,7 @@ class ReceiveLink(Link):
             self.window,
             accepts=self._accepted(),
             sequence=taken,
-            shared_memory=self.terms(peer),
+            shared_memory=self.arrangement.terms(peer),
         )
 
     # -- queues
@@ -203,7 +204,7 @@ class ReceiveLink(Link):
         """Close the socket, and let go of the queues and of the producers' credit pipes."""
         for peer in list(self._sharing.values()):
             self.unshare(peer)
-        self.socket.close(linger)
+        self.disconnect(linger)
         for peer in self.peers.values():
             self._let_go(peer)
 
@@ -215,6 +216,8 @@ class ReceiveLink(Link):
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
         self.met_any = self.met_any or peer.settled
+        if peer.hello.credit_pipe is not None:  # by another connection it may call us by another number
+            peer.number = peer.hello.credit_pipe[2]
         if sequence > peer.taken:
             self.lost += sequence - peer.taken
             peer.taken = sequence

@@ -2,7 +2,7 @@
 
 Each (producer, consumer) pair of peers has one queue (``transport.shared_memory``), whose ``maxsize`` is the smaller of
 their windows. The binder makes it, in memory that all ends which this process binds share, and the two arrange it in
-the conversation that they have anyway (``transport.link``)::
+the conversation that they have anyway (``transport.arrangement``)::
 
     connector                                        binder
        |  HELLO    wish, uid                            |     objection(): is anything in the way?
@@ -35,10 +35,11 @@ import weakref
 from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, METADATA, NBYTES, QUEUED, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.rows import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.queue_record import QueueRecord
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
@@ -72,12 +73,12 @@ class PairQueue(SharedMemoryQueue):
         if not extent or word << 3 & min(room, UNIT) - 1:
             raise ProtocolError(f"ticket {ticket:#x} names no block")
         length, nbytes = words[word + METADATA] >> 32, words[word + NBYTES]
-        if HEADER + (length + 63 & -64) + nbytes > room:
+        metadata_at, payload_at = HEADER, HEADER + (length + 63 & -64)
+        if length >= FORWARDED:
+            metadata_at, payload_at, length = words[word + METADATA_AT], words[word + PAYLOAD_AT], length - FORWARDED
+        if max(metadata_at + length, payload_at + nbytes) > room or min(metadata_at, payload_at) < HEADER:
             raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
-        state = words[word]
-        if state & 15 != QUEUED or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
-            raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
-        return word
+        return super()._word_of(ticket)
 
     def _renew(self) -> None:
         """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""
@@ -93,7 +94,10 @@ def objection(ours: Hello, theirs: Hello) -> str:
     assert ours.shared_memory is not None
     assert theirs.shared_memory is not None
     one, other = ours.identity, theirs.identity
-    if not one.boot or one.boot != other.boot:
+    for hello in (ours, theirs):
+        if not hello.identity.boot:
+            return f"/proc cannot be read at the {hello.role}"
+    if one.boot != other.boot:
         return f"the other end is on another host ({one.host}, {other.host})"
     if one.namespace != other.namespace:
         return f"the other end is in another pid namespace ({one.namespace}, {other.namespace})"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 
 from tensorpipe_ipc.errors import Full, ShutDown
+from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.credit_pipe import CreditPipe
-from tensorpipe_ipc.transport.link import Link, Peer
+from tensorpipe_ipc.transport.link import Link
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["SendLink"]
+__all__ = ["Held", "SendLink"]
+
+Held = tuple[Handover, bytes]
+_REMEMBERED = 1000  # peers that vanished
 
 
 class SendLink(Link):
@@ -30,6 +35,7 @@ class SendLink(Link):
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
         self._framed = 0  # in flight, in frames
+        self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
         self._sharing: list[Peer] = []  # those with a queue
         self._numbers = 0
         self._credit_pipe = CreditPipe()
@@ -51,7 +57,7 @@ class SendLink(Link):
             serializer=self._serializer,
             sequence=sent,
             credit_pipe=offer,
-            shared_memory=self.terms(peer),
+            shared_memory=self.arrangement.terms(peer),
         )
 
     @property
@@ -92,7 +98,7 @@ class SendLink(Link):
         self._framed = self.in_flight
         for peer in list(self._sharing):
             self.unshare(peer)
-        self.socket.close(linger)
+        self.disconnect(linger)
         self._credit_pipe.close()
 
     def _read_credit(self) -> None:
@@ -122,14 +128,20 @@ class SendLink(Link):
             self.peers[best.routing] = self.peers.pop(best.routing)
         return best
 
-    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool) -> bool:
+    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or its queue finds no memory in a slice: nothing was sent.
+
+        Args:
+            timeout: seconds.
+            lend: in frames, whether ZeroMQ may read the caller's memory.
+            held: the block that the message lies in already, and the metadata that say so; it goes as it lies, if the
+                peer shares that memory.
 
         Raises:
             Full: no memory within ``timeout`` seconds, which are less than a slice.
         """
         if peer.queue is not None:
-            return self._put(peer, peer.queue, message, timeout)
+            return self._put(peer, peer.queue, message, timeout, held)
         peer.sent += 1
         self._framed += 1
         try:
@@ -142,10 +154,11 @@ class SendLink(Link):
         self._sent = peer.sent
         return True
 
-    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float) -> bool:
+    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
         peer.room -= 1
         try:
-            queue.put(*in_one_block(message), min(timeout, SLICE))
+            if held is None or held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
+                queue.put(*in_one_block(message), min(timeout, SLICE))
         except Full:
             if timeout < SLICE:
                 raise
@@ -156,6 +169,14 @@ class SendLink(Link):
             self._leaves(peer, "vanished")
             return False
         return True
+
+    def knows_the_way(self) -> bool:
+        """Whether it is known how messages go: somebody has come, or they go in frames in any case."""
+        return self.arrangement.never_shares or any(peer.settled for peer in self.peers.values())
+
+    def any_queue(self) -> PairQueue | None:
+        """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
+        return next((peer.queue for peer in self._sharing if peer.settled), None)
 
     def why_blocked(self) -> str:
         """Who or what keeps this producer from sending."""
@@ -173,8 +194,8 @@ class SendLink(Link):
         """See Link."""
         self._numbers += 1
         peer.number = self._numbers if self.socket.binds else 1
-        if not self.socket.binds:
-            peer.sent = peer.taken = self._sent
+        # It counts on where the last connection ended, which the other end may not have noticed.
+        peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
@@ -197,6 +218,10 @@ class SendLink(Link):
         untaken = _load(peer)
         if peer.queue is None:
             self._framed -= untaken
+            if self.socket.binds and peer.left == "vanished":
+                self._vanished[peer.routing] = peer.sent
+                while len(self._vanished) > _REMEMBERED:
+                    del self._vanished[next(iter(self._vanished))]
         else:
             if peer.left == "vanished":
                 peer.queue.undertaker.look()

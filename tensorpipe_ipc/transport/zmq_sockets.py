@@ -7,7 +7,7 @@ nothing waits in ZeroMQ beyond them.
   nothing that was meant for a binder that died reaches the one after it. When the connection ends, libzmq drops with
   the pipe what had come in and was not read yet. So a DEALER that receives has it off, keeps what came, and learns
   from a monitor whether it is connected.
-* A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word.
+* A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
 * Memory of the caller is lent to ZeroMQ only by ``send(lend=True)``, and is back when that returns. pyzmq does this with
@@ -17,26 +17,25 @@ nothing waits in ZeroMQ beyond them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import select
-import socket as sockets
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.transport.address_claim import claimed, unclaim
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.wire.layout import BULK
 
-__all__ = ["FrameSocket", "Unreachable"]
+__all__ = ["FrameSocket", "Unreachable", "library"]
 
 SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a port or name some time after close
@@ -78,7 +77,7 @@ class FrameSocket:
         self.address = address
         self.binds = bind
         self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
-        self._poll_fd: _PollFd | None = None
+        self._poll_fd: PollFd | None = None
         self._fd = self._monitor_fd = -1  # once there is an epoll
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
         self._is_shown = False  # whether anybody has asked for fileno
@@ -125,7 +124,7 @@ class FrameSocket:
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         if self.binds:
-            with _claimed(address):
+            with claimed(address):
                 self._bind(address)
             if address.scheme == "tcp":  # the port that was chosen; of 127.0.0.1 libzmq says [::ffff:127.0.0.1]
                 port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
@@ -321,14 +320,14 @@ class FrameSocket:
         """Whether nothing has come, for ``wait_any``'s sake; without a look where that would have told."""
         return self._is_silent or not self.has_incoming()
 
-    def _polling(self) -> _PollFd:
+    def _polling(self) -> PollFd:
         if self._poll_fd is None:
             self._fd = int(self._socket.getsockopt(zmq.FD))
             watched = [self._fd]
             if self._monitor is not None:
                 self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
                 watched.append(self._monitor_fd)
-            self._poll_fd = _PollFd(watched)
+            self._poll_fd = PollFd(watched)
         return self._poll_fd
 
     def fileno(self, ready: bool = False) -> int:
@@ -353,8 +352,7 @@ class FrameSocket:
         if self._poll_fd is not None:
             self._poll_fd.close()
         if self.binds and self.address.path:
-            with _umask_and_lock(self.address.path), suppress(FileNotFoundError):
-                os.unlink(self.address.path)  # libzmq leaves it
+            unclaim(self.address.path)  # libzmq leaves the file
         self._close_sockets(linger)
         _release()
 
@@ -365,52 +363,6 @@ class FrameSocket:
         self._socket.close(linger=int(linger * 1000))
 
 
-class _PollFd:
-    """An epoll descriptor over ZeroMQ's own and one of ours.
-
-    ZeroMQ's is readable when it has work to do, and falls silent once it has looked, though messages may be left. So
-    ours speaks for those: it is readable while there are some.
-    """
-
-    def __init__(self, zmq_fds: list[int]) -> None:
-        self._epoll = select.epoll()
-        self._watched: set[int] = set()
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._shown = False
-        for zmq_fd in zmq_fds:
-            self._epoll.register(zmq_fd, select.EPOLLIN)
-        self._epoll.register(self._read, select.EPOLLIN)
-        self.fd = self._epoll.fileno()
-
-    def watch(self, fd: int, edge: bool) -> None:
-        if fd not in self._watched:
-            with suppress(FileExistsError):  # an exception came between these two, the last time
-                self._epoll.register(fd, select.EPOLLIN | select.EPOLLET if edge else select.EPOLLIN)
-            self._watched.add(fd)
-
-    def unwatch(self, fd: int) -> None:
-        self._watched.discard(fd)
-        with suppress(FileNotFoundError, OSError):
-            self._epoll.unregister(fd)
-
-    def wait(self, timeout: float) -> list[int]:
-        if self._shown:  # what is to be shown is found out anew after this
-            self.show(False)
-        return [fd for fd, _ in self._epoll.poll(timeout)]
-
-    def show(self, ready: bool) -> None:
-        if ready and not self._shown:
-            os.write(self._write, b"\0")
-        elif self._shown and not ready:
-            os.read(self._read, 1)
-        self._shown = ready
-
-    def close(self) -> None:
-        self._epoll.close()
-        os.close(self._read)
-        os.close(self._write)
-
-
 def _until_read(tracker: Any) -> None:
     """Wait until ZeroMQ has read what was lent. Slices, so that a signal's handler can run."""
     for event in tracker.events:
@@ -418,72 +370,9 @@ def _until_read(tracker: Any) -> None:
             pass
 
 
-# -- whose address it is
-
-
-@contextmanager
-def _claimed(address: Address) -> Iterator[None]:
-    """Hold an ipc path for a bind: its folder and itself are safe, and nobody who lives is bound to it.
-
-    Raises:
-        Refused: a live process has it, or it is not safe.
-    """
-    if not address.path:
-        yield
-        return
-    check_folder(address.path)
-    with _umask_and_lock(address.path):
-        if check_socket_file(address.path):
-            owner = _listener(address.path)
-            if owner is not None:
-                raise Refused(
-                    f"{address.text} belongs to pid {owner}, which is alive; close it or use another endpoint"
-                )
-            os.unlink(address.path)
-        yield
-        os.chmod(address.path, 0o600)
-
-
-@contextmanager
-def _umask_and_lock(path: str) -> Iterator[None]:
-    """A lock on the folder (flock, which a killed process lets go of), and 0077 as umask for what is made meanwhile.
-
-    The umask is the process's: a file that another thread makes in this millisecond is private too.
-    """
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        before = os.umask(0o077)
-        try:
-            yield
-        finally:
-            os.umask(before)
-    finally:
-        os.close(folder)
-
-
-def _listener(path: str) -> int | None:
-    """The process that listens at a unix socket, None if nobody does or it is dead.
-
-    A child that was forked from the owner may hold the listening socket long after the owner died: the kernel says who
-    called listen(), and that one must live.
-    """
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return None
-        except OSError:
-            return -1  # it listens and does not answer: somebody is there
-        pid, _, _ = struct.unpack("3i", probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return int(pid)
+def library() -> tuple[str, str, bool]:
+    """The versions of pyzmq and libzmq, and whether that has CURVE."""
+    return zmq.__version__, zmq.zmq_version(), bool(zmq.has("curve"))
 
 
 # -- one context a process, for as long as it has an end open

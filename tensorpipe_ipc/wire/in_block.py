@@ -6,7 +6,7 @@
     payload    the small payloads as behind a header, then each large one, at multiples of 64 (``layout``)
 
 PICKLED is said by queues only, whose ends are one family of processes; BY_REFERENCE of what lay in its block before it was
-put: then the metadata say where, in the place of the values. Endpoints take neither.
+put: then the metadata say where, in the place of the values.
 """
 
 from __future__ import annotations

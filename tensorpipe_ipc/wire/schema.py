@@ -31,8 +31,9 @@ from tensorpipe_ipc.wire.metas import MAX_NBYTES, LeafMeta, TensorMeta, meta_of,
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.spec import MAX_NODES
 
-__all__ = ["Decoder", "Schema", "schema_of"]
+__all__ = ["ALIAS", "Decoder", "Schema", "schema_of"]
 
+ALIAS = -1  # as ``own`` of Schema.tree: the payload is the receiver's own and aligned; lie on it, however small
 SPAN = struct.Struct("<QQ")
 _U32 = struct.Struct("<I")
 _LEAST_META = 12

@@ -19,11 +19,13 @@ from children import PATIENCE, Child, in_thread
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.queue_end import FORWARDED
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
-from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
+from tensorpipe_ipc.wire.header import Hello, Kind, QueueOffer, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
 
 pytestmark = pytest.mark.limit(20)
@@ -41,7 +43,10 @@ ELSEWHERE = {
         _hello("producer", who=msgspec.structs.replace(HERE, host="far", boot="another")),
         rf"on another host \({HERE.host}, far\)",
     ),
-    "no boot id": (_hello("producer", who=msgspec.structs.replace(HERE, boot="")), "another host"),
+    "no boot id": (
+        _hello("producer", who=msgspec.structs.replace(HERE, boot="")),
+        "/proc cannot be read at the producer",
+    ),
     "another pid namespace": (
         _hello("producer", who=msgspec.structs.replace(HERE, namespace=7)),
         rf"in another pid namespace \({HERE.namespace}, 7\)",
@@ -151,6 +156,11 @@ def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.Pa
 # -- between ends
 
 
+def _doctor_says(binder: Any) -> list[str]:
+    """What the doctor says of each who is attached."""
+    return [str(found.text).partition("): ")[2] for found in [*attached.findings(binder.endpoint)][1:]]
+
+
 def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
     raw.say(hello("producer", identity=theirs.identity, shared_memory=theirs.shared_memory))
     with pytest.raises(tp.Empty):
@@ -171,6 +181,7 @@ def test_who_cannot_share_uses_frames_and_says_why(name: str) -> None:
         said = consumer.statistics().transport
         assert said == f"frames over ipc: {terms.why_not}"
         assert re.search(words, said)
+        assert _doctor_says(consumer) == [said]
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -246,6 +257,7 @@ def test_a_binder_that_cannot_make_a_queue(monkeypatch: pytest.MonkeyPatch, prod
         putting()
         for end in (producer, consumer):
             assert end.statistics().transport == "frames over ipc: no descriptor is left"
+        assert _doctor_says(consumer) == ["frames over ipc: no descriptor is left"]
 
 
 @pytest.mark.parametrize("producer_binds", [False, True])
@@ -267,6 +279,7 @@ def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: A
             putting()
             for end in (producer, consumer):
                 assert end.statistics().transport == "frames over ipc: no permission"
+            assert _doctor_says(consumer) == ["frames over ipc: no permission"]
         elif producer_binds:
             with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
                 consumer.get(PATIENCE)
@@ -277,6 +290,42 @@ def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: A
                 consumer.get(1)
             with pytest.raises(tp.Refused, match="the producer requires shared memory, but no permission"):
                 putting()
+
+
+def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
+    """What it offered is gone with it: that is no reason not to share memory with the next one."""
+    with Child() as child:
+        dead = child.call(children.own_identity)
+        child.kill()
+    offer = QueueOffer(1, 1, 64, (3, 1), (4, 2), (5, 3))
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
+        with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            raw.say(
+                hello(
+                    "producer", Kind.WELCOME, identity=dead, shared_memory=msgspec.structs.replace(TERMS, offer=offer)
+                )
+            )
+            with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
+                getting()
+
+
+def test_an_offer_whose_queue_is_gone_is_believed_when_it_is_repeated() -> None:
+    """Its binder may just be closing, which is no refusal; one that lives on says the same again, and means it."""
+    offer = QueueOffer(1, 1, 64, (9999, 1), (9998, 2), (9997, 3))
+    welcome = hello("producer", Kind.WELCOME, shared_memory=msgspec.structs.replace(TERMS, offer=offer))
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
+        with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            raw.hear_of(Kind.HELLO)
+            raw.say(welcome)
+            again = hello_of(raw.hear_of(Kind.HELLO)).shared_memory
+            assert again is not None
+            assert (again.attached, again.why_not) == (0, "")
+            raw.say(welcome)
+            with pytest.raises(tp.Refused, match="the consumer requires shared memory, but the descriptors of pid"):
+                getting()
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
@@ -295,6 +344,7 @@ def test_one_side_is_enough_to_want_none(which: str) -> None:
             "frames over ipc: shared memory is off here",
             f"frames over ipc: it is off at the {which}",
         }
+        assert _doctor_says(consumer)[0] in said
 
 
 def test_it_is_found_over_tcp_and_between_processes() -> None:
@@ -310,6 +360,18 @@ def test_it_is_found_over_tcp_and_between_processes() -> None:
         child.result()
         assert consumer.statistics().transport == "shared memory"
         assert child.call(children.producer_statistics).transport == "shared memory"
+
+
+def test_which_way_it_was_is_told_when_all_have_left() -> None:
+    """Also where nobody asked while they were there."""
+    with tp.Consumer("left") as consumer:
+        with tp.Producer("left") as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().transport == "shared memory"
 
 
 def test_options() -> None:
@@ -398,7 +460,12 @@ def _bad_blocks() -> dict[str, tuple[bytes, bytes, str]]:
     pickle = exchange.encoded([b"cos\nsystem\n.", []])
     return {
         "a pickle": (metadata_of(PICKLED, pickle.schema, pickle.values), b"", "flags 0x1"),
-        "by reference": (metadata_of(BY_REFERENCE, schema, b""), payload, "flags 0x2"),
+        "by reference to nowhere": (metadata_of(BY_REFERENCE, schema, b""), payload, "0 bytes that say where"),
+        "by reference beyond": (
+            metadata_of(BY_REFERENCE, schema, b"\0\0\0\0\4" + bytes(7)),
+            payload,
+            "a frame of 12 bytes at 4",
+        ),
         "nothing": (b"", b"", "metadata of 0 bytes"),
         "a schema cut short": (metadata_of(0, schema, b"")[:-5], payload, "left for it"),
         "no schema": (metadata_of(0, b"x" * 20, b""), payload, "schema"),
@@ -456,7 +523,9 @@ def test_lengths_beyond_the_block() -> None:
         producer.put("will be spoilt", PATIENCE)
         ticket = next(iter(queue.tickets.snapshot() or ()))
         word = ticket >> 32 << 6
-        for index, value in ((2, 1 << 40), (3, 1 << 62)):
+        forwarded = (FORWARDED | 8) << 32
+        for index, value in ((2, 1 << 40), (3, 1 << 62), (3, forwarded), (3, forwarded | 1)):
+            queue.words[word + 4], queue.words[word + 5] = (1 << 30, 64) if value == forwarded else (64, 1 << 30)
             before, queue.words[word + index] = queue.words[word + index], value
             with pytest.raises(ProtocolError, match="in a block of"):
                 queue._word_of(ticket)

@@ -31,7 +31,7 @@ def _mode(path: str | Path) -> int:
     return stat.S_IMODE(os.lstat(path).st_mode)
 
 
-@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+@pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)
 def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     """The user's umask."""
     before = os.umask(request.param)

@@ -1,0 +1,74 @@
+"""Who is attached to an endpoint, by which transport, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from tensorpipe_ipc.cli.doctor.finding import Finding, State
+from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.transport.address_claim import owner_of
+from tensorpipe_ipc.transport.addresses import Address, check_socket_file, parse
+from tensorpipe_ipc.transport.notice import Attached, Notice, notices
+
+__all__ = ["findings"]
+
+
+def findings(endpoint: str) -> Iterator[Finding]:
+    """What its ends have written down, and the kernel knows of its socket.
+
+    Raises:
+        ValueError: it is no endpoint, or one within a process.
+        Refused: its address is not one that may be used, or what lies there is not this user's.
+    """
+    address = parse(endpoint)
+    if address.scheme == "inproc":
+        raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
+    ends = [notice for notice in notices() if notice.endpoint == address.text]
+    binders = [notice for notice in ends if notice.binds]
+    if not binders:
+        yield _unbound(address)
+    for binder in binders:
+        yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}")
+        if not binder.peers:
+            yield Finding("attached", State.NOTE, "nobody")
+        yield from map(_attached, binder.peers)
+    known = {peer.identity for binder in binders for peer in binder.peers}
+    yield from (_waiting(end) for end in ends if not end.binds and end.identity not in known)
+
+
+def _unbound(address: Address) -> Finding:
+    owner = owner_of(address.path) if address.path and check_socket_file(address.path) else None
+    if owner is None:
+        return Finding("bound by", State.NO, f"nobody: no program has {address.text} open for others to connect to")
+    who = f"pid {owner}" if owner > 0 else "a process that does not answer"
+    return Finding(
+        "bound by", State.NO, f"{who}, which is no end of ours, or in another container or user's: ask there"
+    )
+
+
+def _attached(peer: Attached) -> Finding:
+    shares = peer.transport == "shared memory"
+    state = State.OK if shares else State.NO if peer.wanted else State.NOTE
+    return Finding(f"  {peer.role}", state, f"{_process(peer.identity)}: {peer.transport}")
+
+
+def _waiting(end: Notice) -> Finding:
+    why = end.refusal or "the binder has not let it in yet: it does so inside get, put and flush"
+    return Finding(f"  {end.role}", State.NO if end.refusal else State.NOTE, f"{_process(end.identity)}, waits: {why}")
+
+
+def _process(identity: Identity) -> str:
+    state = "" if is_alive(identity) else ", dead"
+    command = _command(identity.pid)
+    return f"{identity}{f' ({command})' if command else ''}{state}"
+
+
+def _command(pid: int) -> str:
+    """What it runs, without folders: for people."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            words = file.read().split("\0")
+    except OSError:
+        return ""
+    return " ".join(os.path.basename(word) for word in words[:2] if word)[:30]

@@ -1,0 +1,146 @@
+"""Arrangement: how one end and each of its peers come to share a queue, or to know why not.
+
+The conversation carries what is said here (``link``); what may be shared, and how it is opened, stands in ``rendezvous``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.process import is_alive
+from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.addresses import Address
+from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms
+
+__all__ = ["Arrangement"]
+
+
+class Arrangement:
+    """One end's side of it.
+
+    Attributes:
+        wish: "auto", "off" or "require".
+    """
+
+    def __init__(self, address: Address, wish: str, role: str, *, binds: bool) -> None:
+        """
+        Args:
+            address: of the endpoint.
+            role: of this end.
+            binds: whether it has the address, and so makes the queues.
+
+        Raises:
+            ValueError: no such wish.
+            SharedMemoryError: shared memory is required, and the endpoint is inproc.
+        """
+        if wish not in rendezvous.WISHES:
+            raise ValueError(f"shared_memory={wish!r}: give 'auto', 'off' or 'require'")
+        if wish == "require" and address.scheme == "inproc":
+            raise SharedMemoryError(
+                errno.EINVAL,
+                f"{address.text}: shared_memory='require', but inproc is within one process and uses frames",
+            )
+        self.wish = wish
+        self._scheme, self._role, self._binds = address.scheme, role, binds
+        self._transport = "not known before another end comes"
+
+    def terms(self, peer: Peer | None) -> SharedMemoryTerms | None:
+        """What this end says of shared memory, to ``peer``."""
+        if self.never_shares:
+            return None
+        if peer is None:
+            return SharedMemoryTerms(self.wish, os.geteuid())
+        offer = peer.queue.offer if peer.queue is not None else None
+        if self._binds:
+            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=peer.why_not)
+        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=peer.why_not)
+
+    @property
+    def never_shares(self) -> bool:
+        """Whether this end uses frames, whoever comes."""
+        return self.wish == "off" or self._scheme == "inproc"
+
+    def unmet(self, theirs: Hello, why_not: str) -> str:
+        """Why what one of the two ends requires cannot be; "" if it can."""
+        wish = theirs.shared_memory.wish if theirs.shared_memory is not None else "off"
+        if not why_not or "require" not in (self.wish, wish):
+            return ""
+        who = self._role if self.wish == "require" else theirs.role
+        return f"the {who} requires shared memory, but {why_not}"
+
+    def begins_anew(self, peer: Peer, theirs: Hello) -> bool:
+        """Whether the other end has forgotten the queue that the two had: its connection was gone for a while."""
+        if peer.queue is None or not peer.settled or theirs.shared_memory is None:
+            return False
+        if self._binds:
+            return not theirs.shared_memory.attached and not theirs.shared_memory.why_not
+        return theirs.shared_memory.offer is not None and theirs.shared_memory.offer.token != peer.queue.offer.token
+
+    def settle(self, peer: Peer, ours: Hello) -> None:
+        """Go a step towards a queue, or find out why there is to be none. May be cut short anywhere, and called again.
+
+        Args:
+            ours: what this end says of itself.
+        """
+        theirs = peer.hello.shared_memory
+        try:
+            if self._binds:
+                self._offer(peer, ours, theirs)
+            else:
+                self._take(peer, ours, theirs.offer if theirs is not None else None)
+        except SharedMemoryError as error:
+            if self._binds or not _is_passing(peer, error):
+                peer.why_not = error.strerror or str(error)
+
+    def _offer(self, peer: Peer, ours: Hello, theirs: SharedMemoryTerms | None) -> None:
+        peer.why_not = rendezvous.objection(ours, peer.hello)
+        if not peer.why_not and theirs is not None:
+            if peer.queue is None:
+                peer.queue = rendezvous.make(min(ours.window, peer.hello.window))
+            peer.settled = theirs.attached == peer.queue.offer.token
+
+    def _take(self, peer: Peer, ours: Hello, offer: QueueOffer | None) -> None:
+        peer.why_not = rendezvous.objection(ours, peer.hello)
+        if not peer.why_not and offer is None:
+            peer.why_not = "the other end offers none"
+        if not peer.why_not and offer is not None:
+            peer.queue = rendezvous.reach(peer.identity, offer, min(ours.window, peer.hello.window))
+        peer.settled = True
+
+    def transport(self, peers: Iterable[Peer]) -> str:
+        """How messages travel, and why so; as it last was, where nobody is there."""
+        frames = f"frames over {self._scheme}"
+        if self._scheme == "inproc":
+            return frames
+        if self.wish == "off":
+            return f"{frames}: shared memory is off here"
+        found = {self.way_of(peer) for peer in peers if peer.settled or peer.queue is not None}
+        if found:
+            self._transport = "; ".join(sorted(found, reverse=True))
+        return self._transport
+
+    def way_of(self, peer: Peer) -> str:
+        """How messages travel between this end and one that is attached, and why so."""
+        if peer.queue is not None:
+            return "shared memory"
+        why_not = "shared memory is off here" if self.wish == "off" else peer.why_not
+        return f"frames over {self._scheme}" + (f": {why_not}" if why_not else "")
+
+    def is_wanted_with(self, peer: Peer) -> bool:
+        """Whether both ends want shared memory, if it can be had."""
+        return not self.never_shares and peer.hello.shared_memory is not None
+
+
+def _is_passing(binder: Peer, error: SharedMemoryError) -> bool:
+    """Whether what a connector could not open may be gone because its binder is just dying, or closing.
+
+    Then it will be seen to be gone, or say goodbye; another may come. If it offers the same once more, it is not.
+    """
+    assert binder.hello.shared_memory is not None
+    assert binder.hello.shared_memory.offer is not None
+    before, binder.missed = binder.missed, binder.hello.shared_memory.offer.token
+    return not is_alive(binder.identity) or (error.errno in (errno.ENOENT, errno.ESRCH) and binder.missed != before)

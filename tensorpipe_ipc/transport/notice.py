@@ -1,0 +1,125 @@
+"""Notices: what every open end tells whoever looks for it: who is attached to it, how messages travel, and why so.
+
+An end is a library without a thread: while its program computes, or is stopped, it answers nobody. So it writes down
+beforehand what there is to tell, whenever that changes, in a memfd of its own. Whoever may look at the process's
+descriptors, which is its user, finds that by its name under /proc. No other name is made, so none can be left behind.
+
+::
+
+    u32 crc32 of the rest | u32 n | JSON (n bytes)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+
+from tensorpipe_ipc.process import Identity
+
+__all__ = ["Attached", "Notice", "NoticeBoard", "notices"]
+
+_NAME = "tensorpipe_ipc notice"
+_HEAD = struct.Struct("<II")
+_TRIES = 20  # of reading what is just being written anew
+
+
+class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One peer of an end.
+
+    Attributes:
+        role: "producer" or "consumer".
+        identity: its process.
+        transport: how messages travel between the two, and why so.
+        wanted: whether both ends want shared memory.
+    """
+
+    role: str
+    identity: Identity
+    transport: str
+    wanted: bool
+
+
+class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One end.
+
+    Attributes:
+        endpoint: in full.
+        role: "producer" or "consumer".
+        binds: whether it has the address.
+        identity: its process.
+        peers: those who are attached.
+        refusal: why the binder does not take it in; "" if it does.
+    """
+
+    endpoint: str
+    role: str
+    binds: bool
+    identity: Identity
+    peers: tuple[Attached, ...] = ()
+    refusal: str = ""
+
+
+class NoticeBoard:
+    """Where one end's notice hangs."""
+
+    def __init__(self) -> None:
+        self._last = b""
+        self._descriptor = -1
+        with contextlib.suppress(AttributeError, OSError):  # where there is none, an end works all the same
+            self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+
+    def post(self, notice: Notice) -> None:
+        """Hang it up, in the place of the last one."""
+        if self._descriptor < 0:
+            return
+        text = msgspec.json.encode(notice)
+        if text != self._last:
+            with contextlib.suppress(OSError):  # no memory: it is no reason to fail
+                os.pwrite(self._descriptor, _HEAD.pack(zlib.crc32(text), len(text)) + text, 0)
+                self._last = text
+
+    def close(self) -> None:
+        """The end is closed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def notices() -> Iterator[Notice]:
+    """Those of all processes that this one may look at."""
+    for process in glob.glob("/proc/[0-9]*"):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"{process}/fd"):
+                path = f"{process}/fd/{name}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                        found = _read(path)
+                        if found is not None and _is_of(process, found.identity):
+                            yield found
+
+
+def _read(path: str) -> Notice | None:
+    for _ in range(_TRIES):
+        with open(path, "rb") as file:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                continue
+            crc, length = _HEAD.unpack(head)
+            text = file.read(min(length, 1 << 20))
+        if zlib.crc32(text) == crc:
+            with contextlib.suppress(msgspec.DecodeError):
+                return msgspec.json.decode(text, type=Notice)
+    return None
+
+
+def _is_of(process: str, identity: Identity) -> bool:
+    """Whether it is that process's own, and no copy that a fork inherited. In its own namespace it has another number."""
+    with open(f"{process}/status", encoding="utf-8", errors="replace") as lines:
+        numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return bool(numbers) and int(numbers[-1]) == identity.pid

@@ -1,0 +1,67 @@
+"""One descriptor that tells of several: an end's ZeroMQ socket, its queues, and what it knows itself."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+
+__all__ = ["PollFd"]
+
+
+class PollFd:
+    """An epoll descriptor over ZeroMQ's own and one of ours.
+
+    ZeroMQ's is readable when it has work to do, and falls silent once it has looked, though messages may be left. So
+    ours speaks for those: it is readable while there are some.
+
+    Attributes:
+        fd: the epoll descriptor.
+    """
+
+    def __init__(self, zmq_fds: list[int]) -> None:
+        """
+        Args:
+            zmq_fds: ZeroMQ's.
+        """
+        self._epoll = select.epoll()
+        self._watched: set[int] = set()
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._shown = False
+        for zmq_fd in zmq_fds:
+            self._epoll.register(zmq_fd, select.EPOLLIN)
+        self._epoll.register(self._read, select.EPOLLIN)
+        self.fd = self._epoll.fileno()
+
+    def watch(self, fd: int, edge: bool) -> None:
+        """Tell of another one, too; with ``edge``, when something is added. Again: nothing."""
+        if fd not in self._watched:
+            with suppress(FileExistsError):  # an exception came between these two, the last time
+                self._epoll.register(fd, select.EPOLLIN | select.EPOLLET if edge else select.EPOLLIN)
+            self._watched.add(fd)
+
+    def unwatch(self, fd: int) -> None:
+        """The end of that."""
+        self._watched.discard(fd)
+        with suppress(FileNotFoundError, OSError):
+            self._epoll.unregister(fd)
+
+    def wait(self, timeout: float) -> list[int]:
+        """Those that tell of something, within ``timeout`` seconds."""
+        if self._shown:  # what is to be shown is found out anew after this
+            self.show(False)
+        return [fd for fd, _ in self._epoll.poll(timeout)]
+
+    def show(self, ready: bool) -> None:
+        """Be readable, or not, as far as ours is concerned."""
+        if ready and not self._shown:
+            os.write(self._write, b"\0")
+        elif self._shown and not ready:
+            os.read(self._read, 1)
+        self._shown = ready
+
+    def close(self) -> None:
+        """Close it, and ours."""
+        self._epoll.close()
+        os.close(self._read)
+        os.close(self._write)

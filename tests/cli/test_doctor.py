@@ -1,0 +1,174 @@
+"""``tensorpipe-ipc doctor``: what it says of the machine and of an endpoint is so, and its exit status tells."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import children
+import containers
+import pytest
+from children import PATIENCE, Child, in_thread
+from programs import ran
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import cli
+from tensorpipe_ipc.cli.doctor import attached, machine
+from tensorpipe_ipc.cli.doctor.finding import Finding, State
+from tensorpipe_ipc.transport.notice import NoticeBoard, notices
+
+pytestmark = pytest.mark.limit(30)
+
+
+def _in_child(action: Callable[[], Any]) -> str:
+    """What an action returns in a forked process."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(writer, repr(action()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        found = file.read().decode()
+    os.waitpid(pid, 0)
+    return found
+
+
+def _of(endpoint: str) -> list[Finding]:
+    return list(attached.findings(endpoint))
+
+
+def test_on_this_machine_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each thing has its line, none is wider than 80 columns, and the status is 0."""
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    named = [finding.what for finding in machine.findings()]
+    assert named == [
+        *("system", "memfd", "seals", "/proc", "pipes", "descriptors", "memory", "/dev/shm", "ZeroMQ", "CURVE"),
+        *("GPU", "page-locking"),
+    ]
+    said = [line.split() for line in lines]
+    assert [words[0] for words in said if len(words) > 1 and words[1] in ("ok", "--", "NO")] == named
+
+
+def test_as_a_program_it_says_who_is_attached() -> None:
+    """Another process, over the command line: the binder, its peers, the way between them; status 0."""
+    with tp.Consumer("looked-at") as consumer, tp.Producer("looked-at") as producer:
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        consumer.get(PATIENCE)
+        putting()
+        done = ran("-m", "tensorpipe_ipc", "doctor", "looked-at")
+    assert (done.status, done.err) == (0, "")
+    said = " ".join(done.out.rpartition("looked-at")[2].split())
+    assert f"bound by ok a consumer, pid {os.getpid()} on " in said
+    assert f"producer ok pid {os.getpid()} on " in said
+    assert said.endswith(": shared memory")
+
+
+def test_nobody_has_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1, and the address in full; a name that is none, and one within a process, are told so."""
+    assert cli.main(["doctor", "nowhere"]) == 1
+    assert "NO   nobody" in capsys.readouterr().out
+    for wrong, words in (("a b", "write ipc:///path"), ("inproc://x", "within one process")):
+        assert cli.main(["doctor", wrong]) == 1
+        assert words in capsys.readouterr().err
+
+
+def test_a_stopped_owner_is_told_of_all_the_same() -> None:
+    """Nobody asks it: what there is to tell it has written down before."""
+    with Child() as child, tp.Producer("stopped", linger=0) as producer:
+        child.call(children.open_consumer, "stopped")
+        child.begin(children.take)
+        producer.put("met", PATIENCE)
+        child.result()
+        child.signal(signal.SIGSTOP)
+        try:
+            binder, peer = _of("stopped")
+        finally:
+            child.signal(signal.SIGCONT)
+        assert binder.text.startswith(f"a consumer, pid {child.pid} on ")
+        assert peer.text.startswith(f"pid {os.getpid()} on ")
+        assert (binder.state, peer.state) == (State.OK, State.OK)
+
+
+def test_who_waits_to_be_let_in() -> None:
+    """A binder that is busy elsewhere lets nobody in; one that refuses says why."""
+    with tp.Consumer("busy", accept=["numpy"]) as consumer, tp.Producer("busy", linger=0) as producer:
+        with pytest.raises(tp.Full):
+            producer.put(1, 0.1)
+        waiting = _of("busy")[-1]
+        assert (waiting.what, waiting.state) == ("  producer", State.NOTE)
+        assert "has not let it in yet" in waiting.text
+        with pytest.raises(tp.Empty):
+            consumer.get(0.2)
+        with pytest.raises(tp.Refused):
+            producer.put(1, PATIENCE)
+        refused = _of("busy")[-1]
+        assert refused.state is State.NO
+        assert "does not accept" in refused.text
+    assert _of("busy")[0].state is State.NO
+
+
+def test_who_left_is_not_told_of_any_more() -> None:
+    """Nor are the copies of a notice that forked children have."""
+    with tp.Consumer("left") as consumer:
+        with tp.Producer("left") as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            consumer.get(PATIENCE)
+            putting()
+            assert "2 ends" in _in_child(lambda: f"{len([each for each in notices() if 'left' in each.endpoint])} ends")
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert [finding.text for finding in _of("left")][1:] == ["nobody"]
+
+
+def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
+    """A socket somebody else listens at is not called nobody's."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen()
+        (found,) = _of(f"ipc://{tmp_path}/s")
+        assert found.text.startswith(f"pid {os.getpid()}, which is no end of ours")
+        assert found.state is State.NO
+    os.unlink(tmp_path / "s")
+
+
+def test_without_memfd_an_end_works_and_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not told of, and that is all."""
+    monkeypatch.delattr(os, "memfd_create")
+    board = NoticeBoard()
+    board.post(next(iter(()), None))  # type: ignore[arg-type]
+    board.close()
+    assert [each.what for each in machine.findings() if each.state is State.NO][:2] == ["memfd", "seals"]
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way == "no /proc"])
+def test_without_proc(way: str) -> None:
+    """Only what does not work is marked."""
+
+    def look() -> None:
+        found = {each.what for each in machine.findings() if each.state is State.NO}
+        assert found == {"/proc", "pipes"}, found
+
+    assert containers.run_there(way, look) == 0
+
+
+def test_few_descriptors() -> None:
+    """A low limit is pointed out, and none at all is in the way."""
+
+    def look(more: int) -> list[str]:
+        soft = len(os.listdir("/proc/self/fd")) + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return [f"{each.what} {each.state.value}" for each in machine.findings() if each.what != "system"]
+
+    assert "'descriptors --'" in _in_child(lambda: look(20))
+    assert "'memfd NO'" in _in_child(lambda: look(-1))

@@ -1,0 +1,79 @@
+"""Ends that cannot share memory: a container's, another user's. Messages come in frames, and one line says why."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import children
+import containers
+import pytest
+from children import PATIENCE, Child
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.cli.doctor import attached
+from tensorpipe_ipc.cli.doctor.finding import State
+
+pytestmark = pytest.mark.limit(20)
+SAID = {
+    "no /proc": r"frames over tcp: /proc cannot be read at the producer",
+    "read-only /dev/shm": r"shared memory",
+    "other pids": r"frames over tcp: the other end is in another pid namespace \(\d+, \d+\)",
+    "another user": rf"frames over tcp: the other end is another user's \(uid {os.geteuid()}, uid {containers.NOBODY}\)",
+    "a long queue": r"frames over tcp: a maxsize of 6401 is more than 6400",
+    "off": r"frames over tcp: it is off at the producer",
+}
+
+
+@pytest.mark.parametrize("way", [*containers.WAYS, "a long queue", "off"])
+def test_what_is_in_the_way_is_told_on_both_ends_and_by_the_doctor(way: str) -> None:
+    """A producer there: its messages arrive, in order, and all three say the same reason."""
+    maxsize = 6401 if way == "a long queue" else 64
+    with Child() as child, tp.Consumer("tcp://127.0.0.1:0", maxsize=maxsize) as consumer:
+        child.begin(
+            children.put_from_there,
+            way,
+            consumer.endpoint,
+            maxsize=maxsize,
+            shared_memory="off" if way == "off" else "auto",
+        )
+        assert consumer.get(PATIENCE) == 0
+        said = consumer.statistics().transport
+        assert re.fullmatch(SAID[way], said), said
+        (found,) = [each for each in attached.findings(consumer.endpoint) if each.what == "  producer"]
+        assert found.text.endswith(f": {said}")
+        assert found.state is {"off": State.NOTE, "read-only /dev/shm": State.OK}.get(way, State.NO)
+        assert [consumer.get(PATIENCE) for _ in range(9)] == list(range(1, 10))
+        theirs = child.result()
+        assert theirs.partition(":")[0] == said.partition(":")[0]
+        assert (
+            re.sub(r"\(.*|here|it is|shared memory| is off|at the \w+", "", theirs.partition(": ")[2]).strip() in said
+        )
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way != "read-only /dev/shm"])
+def test_who_requires_shared_memory_refuses_them(way: str) -> None:
+    """The reason is told to both."""
+    with Child() as child, tp.Consumer("tcp://127.0.0.1:0", shared_memory="require") as consumer:
+        child.begin(children.put_from_there, way, consumer.endpoint, linger=0.0)
+        with pytest.raises(tp.Empty):
+            consumer.get(1)
+        reason = SAID[way].partition(": ")[2]
+        assert re.search(reason, consumer.statistics().last_rejection)
+        assert re.search(f"Refused: .*the consumer requires shared memory, but {reason}", child.result())
+
+
+def test_what_this_machine_lets_us_try() -> None:
+    """Where not all can be tried, it is because the kernel refuses to; then this says which are left out."""
+    missing = set(SAID) - {"a long queue", "off"} - set(containers.WAYS)
+    if missing:
+        restricted = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+        no_namespaces = Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0"
+        assert os.geteuid() or no_namespaces or restricted.exists() or not _has_all_capabilities(), missing
+        print("not to be tried here:", *sorted(missing))
+
+
+def _has_all_capabilities() -> bool:
+    found = re.search(r"^CapEff:\s+(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> 21 & 1)  # CAP_SYS_ADMIN
