@@ -9,7 +9,8 @@ The map of the house, bottom up; imports point down only:
 * ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
   pipes of tickets, and what finishes what the dead began.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
-* ``tensor_queue``, ``context``: multiprocessing's queues and contexts, over shared memory.
+* ``tensor_queue``, ``collate``, ``context``: multiprocessing's queues and contexts, over shared memory; batches of PyTorch's
+  DataLoader, made there.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.

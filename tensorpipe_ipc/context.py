@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tensorpipe_ipc.collate import CollateMap, collate
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.segment import Segment
@@ -63,6 +64,25 @@ class _WithOurQueues(context.BaseContext):
         nbytes = block_bytes([spec])
         (tensor,) = made([spec], undertaker.leases, undertaker.allocate(nbytes) if nbytes else 0)
         return tensor
+
+    def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
+        """For a DataLoader: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
+
+        It makes what ``torch.utils.data.default_collate`` makes. In a worker, the tensors of a batch are stacked straight
+        into one block of the context's memory, which the result queue sends by reference: so they are written once, by the
+        worker, and read there. Outside a worker (``num_workers=0``) it *is* default_collate. May be called by a collate
+        function of one's own, for the part of a sample that can be stacked.
+
+        The batch belongs to the worker's next put of it. Whoever else keeps it, or a part, has it copied instead.
+
+        Args:
+            batch: the samples.
+            collate_fn_map: what torch's ``collate`` takes, instead of torch's own. What such a function makes is copied.
+
+        Raises:
+            TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
+        """
+        return collate(batch, self.tensorpipe_undertaker, collate_fn_map)
 
     def Pool(self, *args: Any, **kwargs: Any) -> Any:
         """multiprocessing's own pool."""

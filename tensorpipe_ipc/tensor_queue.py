@@ -98,7 +98,8 @@ class Queue:
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
-        if not (move and self._moved(obj, _seconds(block, timeout))):
+        offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
+        if not ((move or offered) and self._moved(obj, _seconds(block, timeout), offered)):
             self._queue.put(*self._encode(obj), _seconds(block, timeout))
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
@@ -268,8 +269,8 @@ class Queue:
         except UnsupportedLeaf:
             raise refused from None
 
-    def _moved(self, obj: Any, timeout: float | None) -> bool:
-        """Put a tree by reference, if it can be done."""
+    def _moved(self, obj: Any, timeout: float | None, offered: bool) -> bool:
+        """Put a tree by reference, if it can be done; or only if its block was offered for that."""
         try:
             tree, pickled = obj, 0
             flat = flatten(obj)
@@ -279,7 +280,7 @@ class Queue:
                 flat = flatten(tree)
             except UnsupportedLeaf:
                 return False  # the usual way says what is wrong
-        handover = moving.handover_of(flat, self._queue.leases)
+        handover = moving.handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return False
         message = encode(tree, self._serializer)

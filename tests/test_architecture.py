@@ -30,6 +30,7 @@ FLOORS = {
     "producer": 4,
     "consumer": 4,
     "tensor_queue": 4,
+    "collate": 4,
     "context": 5,
     "tracking": 6,
     "__init__": 7,
