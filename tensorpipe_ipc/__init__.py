@@ -9,8 +9,9 @@ The map of the house, bottom up; imports point down only:
 * ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
   pipes of tickets, and what finishes what the dead began.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
-* ``tensor_queue``, ``collate``, ``context``: multiprocessing's queues and contexts, over shared memory; batches of PyTorch's
-  DataLoader, made there.
+* ``tensor_queue``, ``collate``: multiprocessing's queues over shared memory; batches of PyTorch's DataLoader, made there.
+* ``simple_queue``, ``call_queue``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's contexts.
+* ``multiprocessing``: the module of that name, with these queues.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.
@@ -40,7 +41,8 @@ from tensorpipe_ipc.producer import Producer, ProducerStatistics
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
-from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.simple_queue import SimpleQueue
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type

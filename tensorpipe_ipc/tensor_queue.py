@@ -1,8 +1,8 @@
-"""Queue, JoinableQueue and SimpleQueue: multiprocessing's contract, over shared memory.
+"""Queue and JoinableQueue: multiprocessing's contract, over shared memory.
 
 A message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
-[pickle, [leaves]]. What goes by reference lies in its block already; where, its metadata say in the place of the values
-(``moving``).
+[pickle, [leaves]], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
+where, its metadata say in the place of the values (``moving``).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistic
 from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM, SharedMemoryQueue
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.flatten import flatten
-from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.in_block import A_PICKLE, BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
 from tensorpipe_ipc.wire.schema import schema_of
 
-__all__ = ["JoinableQueue", "Loan", "Queue", "SimpleQueue"]
+__all__ = ["JoinableQueue", "Loan", "Queue"]
 
 MOST_SPIN = 0.001
 _LEASE_FROM = {"auto": LEASE_FROM, True: COPY, False: LEASE}
+_A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 _ALIAS = -1  # for Schema.tree: the payload is the receiver's own and aligned; lie on it
 
 
@@ -45,7 +46,7 @@ class Queue:
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
     """
 
-    _has_tasks = False
+    _has_tasks = _without_leaves = False
 
     def __init__(
         self,
@@ -255,12 +256,20 @@ class Queue:
         return statistics_of(self._queue)
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
-        pickled = False
-        try:
-            message = encode(obj, self._serializer)
-        except UnsupportedLeaf as refused:
-            message, pickled = self._pickled(obj, refused), True
-        return in_one_block(message, PICKLED if pickled else 0)
+        # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
+        data = _without_leaves(obj) if self._without_leaves else None
+        pickled = 0
+        if data is None:
+            try:
+                message = encode(obj, self._serializer)
+            except UnsupportedLeaf as refused:
+                pickled, data = PICKLED, _without_leaves(obj)
+                if data is None:
+                    message = self._pickled(obj, refused)
+        self._without_leaves = data is not None or not message.payloads
+        if data is not None:
+            return Block([data], len(data), None), _A_PICKLE
+        return in_one_block(message, pickled)
 
     def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
         data, leaves = pickling.dump(obj)
@@ -290,6 +299,8 @@ class Queue:
         return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
 
     def _decode(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        if metadata == _A_PICKLE:
+            return pickling.load_without_leaves(payload)
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
         if how & BY_REFERENCE:
@@ -376,36 +387,12 @@ class Loan:
             self._queue.put(tree, timeout=self._timeout, move=True)
 
 
-class SimpleQueue:
-    """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
-
-    def __init__(self, *, ctx: Any = None, serializer: str = "raw") -> None:
-        """A new, empty queue of no bound. See ``Queue``."""
-        self._closed = False
-        self._queue = Queue(ctx=ctx, serializer=serializer)
-
-    def put(self, obj: Any) -> None:
-        """See ``Queue.put``."""
-        self._queue.put(obj)
-
-    def get(self) -> Any:
-        """See ``Queue.get``."""
-        return self._queue.get()
-
-    def empty(self) -> bool:
-        """Whether nothing is in it, at this moment.
-
-        Raises:
-            OSError: the queue is closed here.
-        """
-        if self._closed:
-            raise OSError("the handle is closed")
-        return self._queue.empty()
-
-    def close(self) -> None:
-        """Use it no more in this process."""
-        self._closed = True
-        self._queue.close()
+def _without_leaves(obj: Any) -> bytes | None:
+    """An object's pickle; None where it has tensors, or cannot be pickled: it may still be a tree."""
+    try:
+        return pickling.dump_without_leaves(obj)
+    except Exception:
+        return None
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:
