@@ -2,7 +2,8 @@
 
 The map of the house, bottom up; imports point down only:
 
-* ``errors``, ``process``: what went wrong; who a process is, whether it lives, what memory it holds.
+* ``errors``, ``process``, ``parent``: what went wrong; who a process is, whether it lives, what memory it holds; a worker's
+  wait that ends with its parent.
 * ``wire``: what goes over the wire, as pure functions of bytes.
 * ``serializers``: what the bytes of a tensor are.
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.

@@ -8,17 +8,16 @@ memory (``adopt``). That is all that is done to it; another executor's is left a
 
 from __future__ import annotations
 
-import multiprocessing
 from concurrent.futures import process
 from types import SimpleNamespace
 from typing import Any
 
 from tensorpipe_ipc.errors import Empty
+from tensorpipe_ipc.parent import ends_with_parent
 from tensorpipe_ipc.tensor_queue import Queue
 
 __all__ = ["CallQueue", "adopt"]
 
-LOOK_AT_PARENT = 1.0  # seconds between two looks whether the executor's process lives
 PATIENCE = (
     10.0  # seconds for which a call waits for memory. Meanwhile no results are read, which may be what has it all.
 )
@@ -39,16 +38,14 @@ class CallQueue(process._SafeQueue):
             self._on_queue_feeder_error(error, obj)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Take a call. None, which tells a worker to end, once the executor's process is gone."""
-        if not block or timeout is not None:
-            return self._calls.get(block, timeout)
-        while True:
-            try:
-                return self._calls.get(timeout=LOOK_AT_PARENT)
-            except Empty:
-                parent = multiprocessing.parent_process()
-                if parent is not None and not parent.is_alive():
-                    return None
+        """Take a call. A worker ends if the executor's process dies while it waits."""
+        try:
+            return self._calls.get(False)
+        except Empty:
+            if not block:
+                raise
+            with ends_with_parent():
+                return self._calls.get(block, timeout)
 
     def qsize(self) -> int:
         """How many calls wait."""

@@ -6,17 +6,15 @@ They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, 
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 from multiprocessing import connection
 from typing import Any
 
 from tensorpipe_ipc.errors import Empty
+from tensorpipe_ipc.parent import ends_with_parent
 from tensorpipe_ipc.tensor_queue import Queue
 
-__all__ = ["LOOK_AT_PARENT", "SimpleQueue"]
-
-LOOK_AT_PARENT = 1.0  # seconds between two looks whether the parent lives, where nothing else tells
+__all__ = ["SimpleQueue"]
 
 
 class SimpleQueue:
@@ -34,18 +32,15 @@ class SimpleQueue:
     def get(self) -> Any:
         """See ``Queue.get``.
 
-        Raises:
-            EOFError: this process closed ``_writer``, as Pool's workers do, and its parent is gone: nothing more comes.
+        A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits.
         """
         if not self._writer_closed:
             return self._queue.get()
-        while True:
-            try:
-                return self._queue.get(timeout=LOOK_AT_PARENT)
-            except Empty:
-                parent = multiprocessing.parent_process()
-                if parent is not None and not parent.is_alive():
-                    raise EOFError from None
+        try:
+            return self._queue.get(False)
+        except Empty:
+            with ends_with_parent():
+                return self._queue.get()
 
     def empty(self) -> bool:
         """Whether nothing is in it, at this moment.

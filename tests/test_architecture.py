@@ -20,6 +20,7 @@ FLOORS = {
     "errors": 0,
     "process": 0,
     "limits": 0,
+    "parent": 0,
     "guard": 1,
     "wire": 1,
     "serializers": 2,

@@ -109,8 +109,10 @@ class GetEnd(QueueEnd):
                 pass
             elif timeout is None and not words[self._watch]:
                 os.readv(self._read_end, operation.ticket_buffers)  # G1
-            else:
-                self._wait(operation, operation.ticket_buffers, timeout, decode)
+            elif words[self._watch] or timeout == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
+                self._wait(
+                    operation, operation.ticket_buffers, timeout, decode
+                )  # no log yet: one call looks, not three
             ticket = words[operation.ticket]
             if ticket == BELL:
                 words[operation.ticket] = 0
