@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -74,6 +75,7 @@ held = []
 def run(how, line):
     """The program."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tracebacks are expected
+    warnings.simplefilter("ignore")  # torch's, that there is no GPU to page-lock for
     torch.set_num_threads(1)
     ctx = small_context("fork")
     loader = DataLoader(
