@@ -11,7 +11,8 @@ The map of the house, bottom up; imports point down only:
   pipes of tickets, and what finishes what the dead began.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
 * ``tensor_queue``, ``collate``: multiprocessing's queues over shared memory; batches of PyTorch's DataLoader, made there.
-* ``simple_queue``, ``call_queue``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's contexts.
+* ``simple_queue``, ``call_queue``, ``pool``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's
+  contexts.
 * ``multiprocessing``: the module of that name, with these queues.
 * ``cli``: the command line, one file per command.
 

@@ -8,6 +8,7 @@ memory (``adopt``). That is all that is done to it; another executor's is left a
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import process
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ class CallQueue(process._SafeQueue):
     """An executor's queue of calls. Its pipe is not used."""
 
     _calls: Queue
+    _maxsize: int
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         """Put a call. What cannot be sent, or finds no memory, becomes the outcome of its future."""
@@ -34,18 +36,18 @@ class CallQueue(process._SafeQueue):
             self._calls.put(obj, block, min(PATIENCE, timeout or PATIENCE))
         except Exception as error:
             if obj is None:
-                raise  # Full, as is expected
+                raise
             self._on_queue_feeder_error(error, obj)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take a call. A worker ends if the executor's process dies while it waits."""
-        try:
+        if not block:
             return self._calls.get(False)
-        except Empty:
-            if not block:
-                raise
-            with ends_with_parent():
-                return self._calls.get(block, timeout)
+        if not self._calls.empty():
+            with contextlib.suppress(Empty):  # another worker may be faster
+                return self._calls.get(False)
+        with ends_with_parent():
+            return self._calls.get(True, timeout)
 
     def qsize(self) -> int:
         """How many calls wait."""
@@ -57,7 +59,7 @@ class CallQueue(process._SafeQueue):
 
     def full(self) -> bool:
         """Whether as many wait as may."""
-        return self._calls.full()
+        return self._calls.qsize() >= self._maxsize
 
     def close(self) -> None:
         """Put no more."""
@@ -79,5 +81,5 @@ def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
         inside = getattr(results, "_queue", None)
         if isinstance(inside, Queue):
             same_memory = SimpleNamespace(tensorpipe_undertaker=lambda: inside._queue.undertaker)
-            calls._calls = Queue(calls._maxsize, ctx=same_memory)
+            calls._calls = Queue(ctx=same_memory)  # of no bound: the executor asks whether it is full before it puts
             calls.__class__ = CallQueue

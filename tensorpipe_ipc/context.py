@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import weakref
+from collections.abc import Callable, Iterable
 from multiprocessing import context
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -95,6 +96,18 @@ class _WithOurQueues(context.BaseContext):
             TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
         """
         return collate(batch, self.tensorpipe_undertaker, collate_fn_map)
+
+    def Pool(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+    ) -> Any:
+        """multiprocessing.pool.Pool, which sends tensors through the context's memory, to its workers and back."""
+        from tensorpipe_ipc.pool import Pool  # when it is asked for, as multiprocessing does
+
+        return Pool(processes, initializer, initargs, maxtasksperchild, context=self)
 
     def get_context(self, method: str | None = None) -> Any:
         """This one, or ``tensorpipe_ipc.get_context(method)``."""

@@ -6,6 +6,7 @@ They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from multiprocessing import connection
 from typing import Any
@@ -36,11 +37,11 @@ class SimpleQueue:
         """
         if not self._writer_closed:
             return self._queue.get()
-        try:
-            return self._queue.get(False)
-        except Empty:
-            with ends_with_parent():
-                return self._queue.get()
+        if not self._queue.empty():
+            with contextlib.suppress(Empty):  # another worker may be faster
+                return self._queue.get(False)
+        with ends_with_parent():
+            return self._queue.get()
 
     def empty(self) -> bool:
         """Whether nothing is in it, at this moment.

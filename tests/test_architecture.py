@@ -34,6 +34,7 @@ FLOORS = {
     "collate": 4,
     "simple_queue": 5,
     "call_queue": 5,
+    "pool": 5,
     "context": 6,
     "tracking": 6,
     "multiprocessing": 7,

@@ -65,7 +65,7 @@ def unpicklable(x):
 def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
     with context_of(method) as ctx:
         with ctx.Pool(2) as pool:
-            assert type(pool) is multiprocessing.pool.Pool
+            assert isinstance(pool, multiprocessing.pool.Pool)
             sent = [torch.full((SIZE,), float(i)) for i in range(8)]
             # all at once, and all kept: torch's way takes a descriptor for each
             results = pool.map(double, sent, chunksize=1)

@@ -96,7 +96,7 @@ def measure(name: str, scale: float) -> list[Row]:
     for works in (False, True):
         for workers in WORKERS:
             with both(lambda ctx, works=works, workers=workers: _Loading(name, works, workers, scale, ctx)) as lines:  # type: ignore[misc]
-                turns = rounds(lines, max(2, round(ROUNDS * scale)))
+                turns = rounds(lines, max(2, round(ROUNDS * scale)) + 1)
             looked = {rival: each[-1] for rival, each in turns.items()}
             counted = {
                 rival: [turn._replace(uss=looked[rival].uss, pss=looked[rival].pss) for turn in each[:-1]]
