@@ -2,7 +2,8 @@
 
 The map of the house, bottom up; imports point down only:
 
-* ``errors``, ``process``: what went wrong; who a process is, whether it lives, what memory it holds.
+* ``errors``, ``process``, ``parent``: what went wrong; who a process is, whether it lives, what memory it holds; a worker's
+  wait that ends with its parent.
 * ``wire``: what goes over the wire, as pure functions of bytes.
 * ``serializers``: what the bytes of a tensor are.
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
@@ -10,7 +11,10 @@ The map of the house, bottom up; imports point down only:
   pipes of tickets, and what finishes what the dead began.
 * ``moving``, ``loan``: trees that are handed on by reference, and tensors that are made where they will be read.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
-* ``tensor_queue``, ``context``: multiprocessing's queues and contexts, over shared memory.
+* ``tensor_queue``, ``collate``: multiprocessing's queues over shared memory; batches of PyTorch's DataLoader, made there.
+* ``simple_queue``, ``call_queue``, ``pool``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's
+  contexts.
+* ``multiprocessing``: the module of that name, with these queues.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.
@@ -40,7 +44,8 @@ from tensorpipe_ipc.producer import Producer, ProducerStatistics
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
-from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.simple_queue import SimpleQueue
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type

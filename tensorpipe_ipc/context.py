@@ -1,24 +1,38 @@
 """get_context(): multiprocessing's contexts, with our queues, which share one piece of memory.
 
-Everything else of a context is multiprocessing's own. Pools keep its pipes, too: they reach into their queues.
+Everything else of a context is multiprocessing's own: events, locks, managers, and pools, which send through our
+SimpleQueue. Processes are, too, but that an executor's queue of calls is adopted where its workers are made.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import weakref
+from collections.abc import Callable, Iterable
 from multiprocessing import context
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
+from tensorpipe_ipc.collate import CollateMap, collate
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.segment import Segment
-from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.simple_queue import SimpleQueue
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.undertaker import Undertaker
 
-__all__ = ["ForkContext", "ForkServerContext", "SpawnContext", "get_context"]
+__all__ = [
+    "ForkContext",
+    "ForkProcess",
+    "ForkServerContext",
+    "ForkServerProcess",
+    "SpawnContext",
+    "SpawnProcess",
+    "get_context",
+]
 
 
 class _WithOurQueues(context.BaseContext):
@@ -64,9 +78,36 @@ class _WithOurQueues(context.BaseContext):
         (tensor,) = made([spec], undertaker.leases, undertaker.allocate(nbytes) if nbytes else 0)
         return tensor
 
-    def Pool(self, *args: Any, **kwargs: Any) -> Any:
-        """multiprocessing's own pool."""
-        return multiprocessing.get_context(self.get_start_method()).Pool(*args, **kwargs)
+    def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
+        """For a DataLoader: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
+
+        It makes what ``torch.utils.data.default_collate`` makes. In a worker, the tensors of a batch are stacked straight
+        into one block of the context's memory, which the result queue sends by reference: so they are written once, by the
+        worker, and read there. Outside a worker (``num_workers=0``) it *is* default_collate. May be called by a collate
+        function of one's own, for the part of a sample that can be stacked.
+
+        The batch belongs to the worker's next put of it. Whoever else keeps it, or a part, has it copied instead.
+
+        Args:
+            batch: the samples.
+            collate_fn_map: what torch's ``collate`` takes, instead of torch's own. What such a function makes is copied.
+
+        Raises:
+            TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
+        """
+        return collate(batch, self.tensorpipe_undertaker, collate_fn_map)
+
+    def Pool(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+    ) -> Any:
+        """multiprocessing.pool.Pool, which sends tensors through the context's memory, to its workers and back."""
+        from tensorpipe_ipc.pool import Pool  # when it is asked for, as multiprocessing does
+
+        return Pool(processes, initializer, initargs, maxtasksperchild, context=self)
 
     def get_context(self, method: str | None = None) -> Any:
         """This one, or ``tensorpipe_ipc.get_context(method)``."""
@@ -76,16 +117,54 @@ class _WithOurQueues(context.BaseContext):
         return _rebuild, (self.get_start_method(), self.tensorpipe_undertaker())
 
 
+class _Adopting(BaseProcess):
+    """A process of multiprocessing's, which looks whose worker it is to be. It arrives in the child as what it is a kind of,
+    so that a child that uses none of this package does not import it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "concurrent.futures.process" in sys.modules:  # imported with the first executor, and not by us
+            from tensorpipe_ipc.call_queue import adopt
+
+            adopt(self._target, self._args)  # type: ignore[attr-defined]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) not in _PROCESSES:
+            return super().__reduce_ex__(protocol)
+        return object.__new__, (type(self).__bases__[-1],), vars(self)
+
+
+class ForkProcess(_Adopting, context.ForkProcess):
+    """A forked one."""
+
+
+class SpawnProcess(_Adopting, context.SpawnProcess):
+    """One started anew."""
+
+
+class ForkServerProcess(_Adopting, context.ForkServerProcess):
+    """One forked by a server that was started anew."""
+
+
+_PROCESSES = (ForkProcess, SpawnProcess, ForkServerProcess)
+
+
 class ForkContext(_WithOurQueues, context.ForkContext):
     """Its children are forked."""
+
+    Process = ForkProcess
 
 
 class SpawnContext(_WithOurQueues, context.SpawnContext):
     """Its children are started anew."""
 
+    Process = SpawnProcess
+
 
 class ForkServerContext(_WithOurQueues, context.ForkServerContext):
     """Its children are forked by a server that was started anew."""
+
+    Process = ForkServerProcess
 
 
 _CLASSES: dict[str, type[_WithOurQueues]] = {

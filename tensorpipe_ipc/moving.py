@@ -16,7 +16,9 @@ forked child. Afterwards these tensors are empty, so that nobody can write under
   the storage, which nobody else may refer to.
 * Each TensorImpl's use count: its Python object, and the tree's views of it. Autograd or DLPack would be one more.
 
-How many of its tensors' Python names there are does not matter: they all see it empty.
+How many of its tensors' Python names there are does not matter: they all see it empty. Who says ``move`` knows that. But a
+worker of a DataLoader puts what ``collate`` made without saying so. That goes by reference, too, where nobody else has a
+name for any part of it, and is copied where somebody has: a cache, say (``is_only_in``).
 
 Which of these counts torch has, and what it counts, differs from one version to another. So they are not believed
 before ``_counts`` has seen that they tell a tensor without aliases from one with each kind of alias. Where they do not,
@@ -45,18 +47,22 @@ from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.message import Outgoing
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Frame", "handover_of", "placed", "values_and_frames"]
+__all__ = ["Frame", "handover_of", "is_only_in", "placed", "values_and_frames"]
 
 INLINE = (1 << 64) - 1  # the place of a frame whose bytes stand behind the places
 _LENGTH = struct.Struct("<I")
 
 
-def handover_of(flat: Flat, leases: Leases) -> Handover | None:
-    """The block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None."""
+def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handover | None:
+    """The block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None.
+
+    Args:
+        offered: only a block that was offered for it.
+    """
     strided = [leaf for leaf in flat.leaves if leaf.layout is torch.strided and leaf.device.type == "cpu"]
     large = max(strided, key=lambda leaf: leaf.nbytes, default=None)
     held = None if large is None else leases.find(large.untyped_storage().data_ptr())
-    if held is None or not leases.may_leave(held):
+    if held is None or not leases.may_leave(held) or (offered and held.anchor.word not in leases.offered):
         return None
     ours = [leaf for leaf in strided if held.has(leaf.untyped_storage().data_ptr())]
     if not _can_be_emptied(flat, ours) or not _counts():
@@ -163,6 +169,40 @@ def _is_seen(alias: Callable[[torch.Tensor], Any]) -> bool:
 def _tensor_and_array() -> tuple[torch.Tensor, Callable[[], Any]]:
     array = np.zeros(64, np.uint8)
     return torch.frombuffer(memoryview(array)[:32], dtype=torch.float32), weakref.ref(array)  # type: ignore[arg-type, unused-ignore]
+
+
+# ---- who else has the tree ----
+
+_WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def is_only_in(pair: Any) -> bool:
+    """Whether nobody has a name for any container or tensor of a tuple, but for the tuple itself, and one for each of its
+    members: the variable that a DataLoader's worker made it of.
+
+    False, too, where something in it is of an unknown kind, and may have tensors.
+    """
+    held: dict[int, int] = {}  # references that the tree itself has
+    known: dict[int, Any] = {}
+    if type(pair) is not tuple or not all(_found(each, held, known) for each in pair):
+        return False
+    _, _, alone = _references_of_the_unknown()
+    named = set(map(id, pair))
+    counts = zip(known, _references(known), strict=True)
+    return all(count <= alone + held[key] + (key in named) for key, count in counts)
+
+
+def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
+    """Note a node, and what it contains. Whether all is of known kinds."""
+    if type(node) is torch.Tensor or isinstance(node, (dict, list, tuple)):
+        held[id(node)] = held.get(id(node), 0) + 1
+        if id(node) in known:
+            return True
+        known[id(node)] = node
+        if type(node) is torch.Tensor:
+            return not vars(node)
+        return all(_found(each, held, known) for each in (node.values() if isinstance(node, dict) else node))
+    return type(node) in _WITHOUT_TENSORS or (isinstance(node, (np.ndarray, np.generic)) and node.dtype != object)
 
 
 # ---- the message ----

@@ -7,10 +7,12 @@ shared memory, but named by its number, and travels beside the pickle as a leaf 
 
 from __future__ import annotations
 
+import collections
+import copyreg
 import io
 import pickle
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 
-__all__ = ["dump", "load"]
+__all__ = ["dump", "dump_without_leaves", "load", "load_without_leaves"]
 
 
 class _Pickler(ForkingPickler):
@@ -35,6 +37,23 @@ class _Pickler(ForkingPickler):
         if number == len(self.leaves):
             self.leaves.append(obj)
         return number
+
+
+def _refuse(_: Any) -> Any:
+    raise _HasLeaves
+
+
+class _WithoutLeaves(pickle.Pickler):
+    """Asks about no object: what has its own way into a pickle is found by its type, and leaves have the way out. Three
+    times as fast for a small object; ForkingPickler's own table alone, which it copies each time, takes 3 us."""
+
+    _leaves: Any = dict.fromkeys((torch.Tensor, Parameter, np.ndarray, TypedStorage, *torch._storage_classes), _refuse)
+    _registered: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    dispatch_table = collections.ChainMap[Any, Any](_leaves, _registered, cast(Any, copyreg.dispatch_table))
+
+
+class _HasLeaves(Exception):
+    """There is a leaf in it."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -65,6 +84,29 @@ def load(data: bytes, leaves: list[Any]) -> Any:
         Exception: whatever the object raises when it is made again.
     """
     return _Unpickler(data, leaves).load()
+
+
+def dump_without_leaves(obj: Any) -> bytes | None:
+    """An object's pickle; None if it has leaves.
+
+    Raises:
+        Exception: whatever the object raises when it is pickled.
+    """
+    file = io.BytesIO()
+    try:
+        _WithoutLeaves(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+    except _HasLeaves:
+        return None
+    return file.getvalue()
+
+
+def load_without_leaves(data: Any) -> Any:
+    """The object of a pickle that has none.
+
+    Raises:
+        Exception: whatever the object raises when it is made again.
+    """
+    return pickle.loads(data)  # noqa: S301 - of a relative of this process
 
 
 def _is_leaf(obj: Any) -> bool:

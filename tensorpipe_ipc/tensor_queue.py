@@ -1,8 +1,8 @@
-"""Queue, JoinableQueue and SimpleQueue: multiprocessing's contract, over shared memory.
+"""Queue and JoinableQueue: multiprocessing's contract, over shared memory.
 
 A message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
-[pickle, [leaves]]. What goes by reference lies in its block already; where, its metadata say in the place of the values
-(``moving``).
+[pickle, [leaves]], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
+where, its metadata say in the place of the values (``moving``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistic
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.flatten import flatten
-from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.in_block import A_PICKLE, BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
-__all__ = ["JoinableQueue", "Queue", "SimpleQueue"]
+__all__ = ["JoinableQueue", "Queue"]
 
 MOST_SPIN = 0.001
+_A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 
 
 class Queue:
@@ -43,7 +44,7 @@ class Queue:
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
     """
 
-    _has_tasks = False
+    _has_tasks = _without_leaves = False
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class Queue:
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
-        if not (move and self._moved(obj, _seconds(block, timeout))):
+        offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
+        if not ((move or offered) and self._moved(obj, _seconds(block, timeout), offered)):
             self._queue.put(*self._encode(obj), _seconds(block, timeout))
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
@@ -255,12 +257,20 @@ class Queue:
         return statistics_of(self._queue)
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
-        pickled = False
-        try:
-            message = encode(obj, self._serializer)
-        except UnsupportedLeaf as refused:
-            message, pickled = self._pickled(obj, refused), True
-        return in_one_block(message, PICKLED if pickled else 0)
+        # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
+        data = _without_leaves(obj) if self._without_leaves else None
+        pickled = 0
+        if data is None:
+            try:
+                message = encode(obj, self._serializer)
+            except UnsupportedLeaf as refused:
+                pickled, data = PICKLED, _without_leaves(obj)
+                if data is None:
+                    message = self._pickled(obj, refused)
+        self._without_leaves = data is not None or not message.payloads
+        if data is not None:
+            return Block([data], len(data), None), _A_PICKLE
+        return in_one_block(message, pickled)
 
     def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
         data, leaves = pickling.dump(obj)
@@ -269,8 +279,8 @@ class Queue:
         except UnsupportedLeaf:
             raise refused from None
 
-    def _moved(self, obj: Any, timeout: float | None) -> bool:
-        """Put a tree by reference, if it can be done."""
+    def _moved(self, obj: Any, timeout: float | None, offered: bool) -> bool:
+        """Put a tree by reference, if it can be done; or only if its block was offered for that."""
         try:
             tree, pickled = obj, 0
             flat = flatten(obj)
@@ -280,7 +290,7 @@ class Queue:
                 flat = flatten(tree)
             except UnsupportedLeaf:
                 return False  # the usual way says what is wrong
-        handover = moving.handover_of(flat, self._queue.leases)
+        handover = moving.handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return False
         message = encode(tree, self._serializer)
@@ -290,6 +300,8 @@ class Queue:
         return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
 
     def _decode(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        if metadata == _A_PICKLE:
+            return pickling.load_without_leaves(payload)
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
         if how & BY_REFERENCE:
@@ -340,36 +352,12 @@ class JoinableQueue(Queue):
         self._queue.tasks.wait(self._queue.undertaker.look)
 
 
-class SimpleQueue:
-    """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
-
-    def __init__(self, *, ctx: Any = None, serializer: str = "raw") -> None:
-        """A new, empty queue of no bound. See ``Queue``."""
-        self._closed = False
-        self._queue = Queue(ctx=ctx, serializer=serializer)
-
-    def put(self, obj: Any) -> None:
-        """See ``Queue.put``."""
-        self._queue.put(obj)
-
-    def get(self) -> Any:
-        """See ``Queue.get``."""
-        return self._queue.get()
-
-    def empty(self) -> bool:
-        """Whether nothing is in it, at this moment.
-
-        Raises:
-            OSError: the queue is closed here.
-        """
-        if self._closed:
-            raise OSError("the handle is closed")
-        return self._queue.empty()
-
-    def close(self) -> None:
-        """Use it no more in this process."""
-        self._closed = True
-        self._queue.close()
+def _without_leaves(obj: Any) -> bytes | None:
+    """An object's pickle; None where it has tensors, or cannot be pickled: it may still be a tree."""
+    try:
+        return pickling.dump_without_leaves(obj)
+    except Exception:
+        return None
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:

@@ -14,7 +14,7 @@ import unittest
 
 import test._test_multiprocessing as cpython
 
-from tensorpipe_ipc import tensor_queue
+import tensorpipe_ipc
 
 if len(sys.argv) > 1:
     os.environ.setdefault("TENSORPIPE_IPC_START_METHOD", sys.argv[1])
@@ -50,7 +50,7 @@ def maker(kind):
 
     def make(*args, **kwargs):
         made[kind] += 1
-        return getattr(tensor_queue, kind)(*args, **kwargs)
+        return getattr(tensorpipe_ipc, kind)(*args, **kwargs)
 
     return make
 

@@ -37,7 +37,7 @@ def test_a_context_is_multiprocessings_with_our_queues(method):
     assert isinstance(ctx, BaseContext)
     assert isinstance(ctx, type(multiprocessing.get_context(method)))
     assert ctx.get_start_method() == method
-    assert ctx.Process is multiprocessing.get_context(method).Process
+    assert issubclass(ctx.Process, multiprocessing.get_context(method).Process)
     assert tp.get_context(method) is ctx.get_context() is ctx.get_context(method) is ctx
     assert type(ctx.get_context("spawn")).__module__ == "tensorpipe_ipc.context"
     assert (type(ctx.Queue()), type(ctx.SimpleQueue())) == (tp.Queue, tp.SimpleQueue)

@@ -22,7 +22,8 @@ import zoo
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import Closed, UnsupportedLeaf
-from tensorpipe_ipc.tensor_queue import Queue, SimpleQueue
+from tensorpipe_ipc.simple_queue import SimpleQueue
+from tensorpipe_ipc.tensor_queue import Queue
 
 LIMIT = 20
 

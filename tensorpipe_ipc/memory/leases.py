@@ -62,6 +62,7 @@ class Leases:
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
         self._starts: dict[int, _Anchor] = {}  # by where in the segment it begins
         self.kept: list[tuple[int, int]] = []  # released, but a fork's child may still read
+        self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room, self._patience = self.budget, 0
 
     def _any(self) -> bool:
@@ -112,6 +113,10 @@ class Leases:
                 self.arena.discard(block, kind)
             raise
         return array
+
+    def offer(self, block: int) -> None:
+        """The next put of what lies on a held block is to hand it over, if nobody else has its tensors."""
+        self.offered.add(block >> 3)
 
     def find(self, address: int) -> Held | None:
         """What this process holds at an address, if it does."""
@@ -200,6 +205,7 @@ class Handover:
     def begin(self) -> None:
         """From now on the block may be the receiver's, which may be this process, too."""
         self._anchor.leases.live.pop(self.word, None)
+        self._anchor.leases.offered.discard(self.word)
 
     def settle(self) -> None:
         """The end of a put, when its ticket is known to have been given, or not to have been and never to be.
@@ -243,6 +249,7 @@ def _release(anchor: _Anchor) -> None:
         del leases._starts[anchor.start]
     if leases.live.get(anchor.word) is anchor:
         del leases.live[anchor.word]
+        leases.offered.discard(anchor.word)
         _let_go(leases)
     if anchor.forks != leases.arena.rows.forks:
         leases.kept.append((anchor.word, anchor.held))

@@ -125,7 +125,8 @@ class GetEnd(QueueEnd):
                 pass
             elif timeout is None and not words[self._watch]:
                 os.readv(self._read_end, operation.ticket_buffers)  # G1
-            else:
+            elif words[self._watch] or timeout == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
+                # Where there is no log yet, one call has looked, and not three.
                 self._wait(operation, operation.ticket_buffers, timeout, decode)
             ticket = words[operation.ticket]
             if ticket == BELL:

@@ -2,11 +2,12 @@
 
 ::
 
-    metadata   u8 PICKLED, BY_REFERENCE | u32 n, schema (n bytes) | values
+    metadata   u8 PICKLED, BY_REFERENCE, A_PICKLE | u32 n, schema (n bytes) | values
     payload    the small payloads as behind a header, then each large one, at multiples of 64 (``layout``)
 
 PICKLED is said by queues only, whose ends are one family of processes; BY_REFERENCE of what lay in its block before it was
-put: then the metadata say where, in the place of the values.
+put: then the metadata say where, in the place of the values; A_PICKLE of a payload that is nothing but a pickle, with neither
+schema nor values. Endpoints take neither PICKLED nor A_PICKLE.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["BY_REFERENCE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
+__all__ = ["A_PICKLE", "BY_REFERENCE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
 
-PICKLED, BY_REFERENCE = 1, 2
+PICKLED, BY_REFERENCE, A_PICKLE = 1, 2, 4
 _HEAD = struct.Struct("<BI")
 
 

@@ -1,0 +1,85 @@
+"""CallQueue: how calls get from a ProcessPoolExecutor to its workers, if its ``mp_context`` is one of ours.
+
+Results come through ``ctx.SimpleQueue()``. But for calls, the executor makes a queue class of its own, over a pipe with a
+feeder thread, and asks no context for it. What it does ask its context for is each worker: ``ctx.Process(target=...,
+args=(calls, results, ...))``, before it sends a call. There its queue is changed into one that puts and gets through shared
+memory (``adopt``). That is all that is done to it; another executor's is left alone, and nothing is registered globally.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import process
+from types import SimpleNamespace
+from typing import Any
+
+from tensorpipe_ipc.errors import Empty
+from tensorpipe_ipc.parent import ends_with_parent
+from tensorpipe_ipc.tensor_queue import Queue
+
+__all__ = ["CallQueue", "adopt"]
+
+PATIENCE = (
+    10.0  # seconds for which a call waits for memory. Meanwhile no results are read, which may be what has it all.
+)
+
+
+class CallQueue(process._SafeQueue):
+    """An executor's queue of calls. Its pipe is not used."""
+
+    _calls: Queue
+    _maxsize: int
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Put a call. What cannot be sent, or finds no memory, becomes the outcome of its future."""
+        try:
+            self._calls.put(obj, block, min(PATIENCE, timeout or PATIENCE))
+        except Exception as error:
+            if obj is None:
+                raise
+            self._on_queue_feeder_error(error, obj)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take a call. A worker ends if the executor's process dies while it waits."""
+        if not block:
+            return self._calls.get(False)
+        if not self._calls.empty():
+            with contextlib.suppress(Empty):  # another worker may be faster
+                return self._calls.get(False)
+        with ends_with_parent():
+            return self._calls.get(True, timeout)
+
+    def qsize(self) -> int:
+        """How many calls wait."""
+        return self._calls.qsize()
+
+    def empty(self) -> bool:
+        """Whether none waits."""
+        return self._calls.empty()
+
+    def full(self) -> bool:
+        """Whether as many wait as may."""
+        return self._calls.qsize() >= self._maxsize
+
+    def close(self) -> None:
+        """Put no more."""
+        self._calls.close()
+        super().close()
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__(), self._calls
+
+    def __setstate__(self, state: Any) -> None:
+        stock, self._calls = state
+        super().__setstate__(stock)
+
+
+def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
+    """See to the queue of calls, if a process with this target and these arguments is to be an executor's worker."""
+    if target is process._process_worker and len(arguments) > 1 and type(arguments[0]) is process._SafeQueue:
+        calls, results = arguments[:2]
+        inside = getattr(results, "_queue", None)
+        if isinstance(inside, Queue):
+            same_memory = SimpleNamespace(tensorpipe_undertaker=lambda: inside._queue.undertaker)
+            calls._calls = Queue(ctx=same_memory)  # of no bound: the executor asks whether it is full before it puts
+            calls.__class__ = CallQueue

@@ -1,0 +1,109 @@
+"""SimpleQueue: multiprocessing's contract over shared memory, and what Pool and ProcessPoolExecutor reach for inside it.
+
+They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, ``_writer.send()``, ``_rlock``, and
+``connection.wait([queue._reader])``. Here the two ends are thin objects over the queue, and there is no lock to take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from multiprocessing import connection
+from typing import Any
+
+from tensorpipe_ipc.errors import Empty
+from tensorpipe_ipc.parent import ends_with_parent
+from tensorpipe_ipc.tensor_queue import Queue
+
+__all__ = ["SimpleQueue"]
+
+
+class SimpleQueue:
+    """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
+
+    def __init__(self, *, ctx: Any = None, serializer: str = "raw") -> None:
+        """A new, empty queue of no bound. See ``Queue``."""
+        self._closed = self._writer_closed = False
+        self._queue = Queue(ctx=ctx, serializer=serializer)
+
+    def put(self, obj: Any) -> None:
+        """See ``Queue.put``."""
+        self._queue.put(obj)
+
+    def get(self) -> Any:
+        """See ``Queue.get``.
+
+        A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits.
+        """
+        if not self._writer_closed:
+            return self._queue.get()
+        if not self._queue.empty():
+            with contextlib.suppress(Empty):  # another worker may be faster
+                return self._queue.get(False)
+        with ends_with_parent():
+            return self._queue.get()
+
+    def empty(self) -> bool:
+        """Whether nothing is in it, at this moment.
+
+        Raises:
+            OSError: the queue is closed here.
+        """
+        if self._closed:
+            raise OSError("the handle is closed")
+        return self._queue.empty()
+
+    def close(self) -> None:
+        """Use it no more in this process."""
+        self._closed = True
+        self._queue.close()
+
+    @property
+    def _reader(self) -> _Reader:
+        return _Reader(self)
+
+    @property
+    def _writer(self) -> _Writer:
+        return _Writer(self)
+
+    @property
+    def _rlock(self) -> threading.Lock:
+        """Pool takes it when it ends, so that no worker takes a task: here they may, and that harms nobody."""
+        return threading.Lock()
+
+
+class _Reader:
+    """What is used of a connection to read from."""
+
+    def __init__(self, queue: SimpleQueue) -> None:
+        self._queue = queue
+
+    def fileno(self) -> int:
+        """For ``connection.wait``."""
+        return self._queue._queue.fileno()
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether there is something, within so many seconds."""
+        return not self._queue.empty() or (timeout != 0 and bool(connection.wait([self], timeout)))  # type: ignore[list-item]
+
+    def recv(self) -> Any:
+        """Wait for an object, and take it."""
+        return self._queue.get()
+
+    def close(self) -> None:
+        """Nothing: what this process does not use costs it nothing."""
+
+
+class _Writer:
+    """What is used of a connection to write to."""
+
+    def __init__(self, queue: SimpleQueue) -> None:
+        self._queue = queue
+
+    def send(self, obj: Any) -> None:
+        """Put an object."""
+        self._queue.put(obj)
+
+    def close(self) -> None:
+        """This process only reads: it wants to be told when nobody is left to write."""
+        self._queue._writer_closed = True

@@ -1,0 +1,212 @@
+"""Pool and ProcessPoolExecutor with one of our contexts: tensors go through shared memory, both ways; deaths as in stock."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.pool
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+import pytest
+import torch
+from arenas import left_in, small_context
+
+SIZE = 100_000  # items
+LIMIT = 20
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("forkserver", "spawn"))]
+
+
+@contextlib.contextmanager
+def context_of(method):
+    """A context of a start method, with nothing left in its memory at the end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ctx = small_context(method)
+    yield ctx
+    assert left_in(ctx) == {}
+    vars(ctx).clear()
+    torch.set_num_threads(threads)
+
+
+def descriptors():
+    """How many this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def double(x):
+    """Of a tensor, an array or a tree; and how many descriptors the worker has, and who it is."""
+    torch.set_num_threads(1)
+    return {"twice": x * 2, "descriptors": descriptors(), "pid": os.getpid()}
+
+
+def add(x, y=0):
+    """Of anything."""
+    return x + y
+
+
+def fail(x):
+    raise KeyError(f"no {x}")
+
+
+def die(x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable(x):
+    return lambda: x
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
+    with context_of(method) as ctx:
+        with ctx.Pool(2) as pool:
+            assert isinstance(pool, multiprocessing.pool.Pool)
+            sent = [torch.full((SIZE,), float(i)) for i in range(8)]
+            # all at once, and all kept: torch's way takes a descriptor for each
+            results = pool.map(double, sent, chunksize=1)
+            assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
+            assert [int(each[0]) for each in sent] == list(range(8)), "what was sent is the sender's as before"
+            arena = ctx.tensorpipe_undertaker().leases
+            assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
+            assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
+            del results
+            assert int(pool.apply(add, (np.arange(SIZE), 1))[-1]) == SIZE
+            assert pool.starmap(add, [(1, 2), ("a", "b")]) == [3, "ab"]
+            assert sorted(pool.imap_unordered(abs, range(-50, 0))) == list(range(1, 51))
+            with pytest.raises(KeyError, match="no [12]"):
+                pool.map(fail, [1, 2])
+            with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+                pool.apply(unpicklable, (1,))
+            assert pool.apply_async(add, (1, 2)).get(LIMIT) == 3
+            pool.close()
+            pool.join()
+        del pool  # with what it told its workers at the end
+
+
+def test_a_pool_of_multiprocessings_own_class_and_one_that_renews_its_workers(ctx):
+    with multiprocessing.pool.Pool(1, maxtasksperchild=2, context=ctx) as pool:
+        pids = {each["pid"] for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)}
+        assert len(pids) == 3
+
+
+def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx):
+    with ctx.Pool(2) as pool:
+        lost = pool.apply_async(die, (torch.ones(SIZE),))
+        sums = [int(each["twice"].sum()) for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)]
+        assert sums == [2 * SIZE] * 6
+        with pytest.raises(multiprocessing.TimeoutError):
+            lost.get(0.2)
+        assert int(pool.apply(add, (torch.ones(SIZE), 1))[0]) == 2
+    del lost, pool
+    assert left_in(ctx) == {}
+
+
+def test_terminating_a_busy_pool_ends_it(ctx):
+    pool = ctx.Pool(2)
+    results = [pool.apply_async(double, (torch.ones(SIZE),)) for _ in range(200)]
+    assert results[0].get(LIMIT)["twice"].sum() == 2 * SIZE
+    pool.terminate()
+    pool.join()
+    del results, pool
+    assert left_in(ctx) == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
+    with context_of(method) as ctx:
+        with ProcessPoolExecutor(2, mp_context=ctx) as executor:
+            results = list(executor.map(double, [torch.full((SIZE,), float(i)) for i in range(8)]))
+            assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
+            arena = ctx.tensorpipe_undertaker().leases
+            assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
+            assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
+            del results
+            assert list(executor.map(abs, range(-50, 0), chunksize=7)) == list(range(50, 0, -1))
+            with pytest.raises(KeyError, match="no 1"):
+                executor.submit(fail, 1).result(LIMIT)
+            with pytest.raises((AttributeError, TypeError), match="pickle"):
+                executor.submit(unpicklable, 1).result(LIMIT)
+            with pytest.raises((AttributeError, TypeError), match="pickle"):
+                executor.submit(lambda: 1).result(LIMIT)
+            assert executor.submit(add, 1, y=2).result(LIMIT) == 3
+        del executor
+
+
+def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled():
+    with context_of("forkserver") as ctx:
+        with ProcessPoolExecutor(1, mp_context=ctx) as executor:
+            futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(20)]
+            executor.shutdown(cancel_futures=True)
+            done = [each for each in futures if not each.cancelled()]
+            assert 0 < len(done) < 20
+            assert all(int(each.result()["twice"][0]) == 2 for each in done)
+        del done, futures, executor
+
+
+def test_a_killed_worker_breaks_an_executor_as_in_stock(ctx):
+    executor = ProcessPoolExecutor(2, mp_context=ctx)
+    futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(4)]
+    began = time.monotonic()
+    with pytest.raises(BrokenProcessPool):
+        executor.submit(die, torch.ones(SIZE)).result(LIMIT)
+    assert time.monotonic() - began < LIMIT
+    executor.shutdown()
+    del futures
+    assert left_in(ctx) == {}
+
+
+def test_an_executor_of_another_context_is_left_alone(ctx):
+    other = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=other) as theirs, ProcessPoolExecutor(1, mp_context=ctx) as ours:
+        assert theirs.submit(add, 1, 2).result(LIMIT) == ours.submit(add, 1, 2).result(LIMIT) == 3
+        assert type(theirs._call_queue).__module__ == "concurrent.futures.process"
+        assert type(ours._call_queue).__module__ == "tensorpipe_ipc.call_queue"
+
+
+def run_and_tell(kind, line):
+    """A program that has workers, tells who they are, and waits to be killed."""
+    ctx = small_context("fork")
+    if kind == "pool":
+        pool = ctx.Pool(2)
+        pids = [each.pid for each in pool._pool]
+    else:
+        executor = ProcessPoolExecutor(2, mp_context=ctx)
+        assert executor.submit(add, 1, 2).result() == 3
+        pids = list(executor._processes)
+    line.send(pids)
+    signal.pause()
+
+
+@pytest.mark.parametrize("kind", [pytest.param("pool", marks=pytest.mark.kills), "executor"])
+def test_workers_end_when_their_program_is_killed(kind):
+    """Stock's executor's do not: its workers keep the pipe open that would tell them."""
+    fork = multiprocessing.get_context("fork")
+    line, theirs = fork.Pipe()
+    program = fork.Process(target=run_and_tell, args=(kind, theirs))
+    program.start()
+    assert line.poll(LIMIT)
+    pids = line.recv()
+    program.kill()
+    program.join()
+    deadline = time.monotonic() + LIMIT
+    while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}") and not is_dead(pid)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+    line.close()
+    theirs.close()
+
+
+def is_dead(pid):
+    """Whether nobody has waited for it yet."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] in "ZX"
+    return True
