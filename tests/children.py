@@ -255,6 +255,11 @@ def take_all(ends: Ends) -> list[Any]:
     return list(ends.consumer)
 
 
+def check_all(ends: Ends) -> list[float]:
+    """Take tensors until every producer said goodbye. Returns the one value that each is full of, or nan."""
+    return list(map(_only_value, ends.consumer))
+
+
 def take_and_check(ends: Ends, shape: tuple[int, ...], count: int) -> list[float]:
     """Take tensors. Returns the one value that each is full of, or nan."""
     return [_only_value(ends.consumer.get(PATIENCE)) for _ in range(count)]

@@ -64,7 +64,7 @@ def left(before: Residue, folders: Iterable[Path] = (), patience: float = PATIEN
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    return stays
+    return [_told(each) for each in stays]
 
 
 def runtime_folder() -> Path:
@@ -95,8 +95,6 @@ def _difference(before: Residue, after: Residue) -> list[str]:
     found = []
     for kind, then, now in zip(Residue._fields, before, after, strict=True):
         new = now - then  # type: ignore[operator]
-        if kind == "children":
-            new = {f"{name}: {_command(name)}" for name in new}
         if kind == "shared_memory":
             new = {name for name in new if not _is_others(name)}
         found += [f"{kind}: {name}" for name in sorted(new)]
@@ -118,9 +116,14 @@ def _descendants(pid: int) -> set[int]:
     return found
 
 
+def _told(found: str) -> str:
+    """With a process's command, which it may change between two looks."""
+    return f"{found}: {_command(found.split()[-1])}" if found.startswith("children: ") else found
+
+
 def _command(process: str) -> str:
     try:
-        command = Path(f"/proc/{process.split()[1]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return "gone by now"
     return command[:120].strip() or "a zombie that nobody waited for"

@@ -125,7 +125,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         self.undertaker.leave(self.number, kept)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter may be half gone
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
