@@ -10,6 +10,7 @@ The map of the house, bottom up; imports point down only:
   pipes of tickets, and what finishes what the dead began.
 * ``producer``, ``consumer``: the two ends of one path, put and get.
 * ``tensor_queue``, ``context``: multiprocessing's queues and contexts, over shared memory.
+* ``tracking``: what memory a family of processes takes up, each page once.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.
@@ -40,6 +41,7 @@ from tensorpipe_ipc.serializers import Serializer, register_serializer, serializ
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue, SimpleQueue
+from tensorpipe_ipc.tracking import MemorySample, MemoryTracker, TrackedProcess
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type
@@ -56,6 +58,8 @@ __all__ = [
     "EndOfStream",
     "Full",
     "JoinableQueue",
+    "MemorySample",
+    "MemoryTracker",
     "PeerLost",
     "Producer",
     "ProducerStatistics",
@@ -70,6 +74,7 @@ __all__ = [
     "TensorMeta",
     "TensorPipeError",
     "TensorSpec",
+    "TrackedProcess",
     "UnknownSerializer",
     "UnsupportedLeaf",
     "VersionMismatch",

@@ -10,7 +10,9 @@ pull the memory from under another one: reading a page past the end of a file is
 ::
 
     byte 0                8              16             24            32                               size
-    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ 0 ──────── ┼─ memory/rows.py, memory/arena.py ┤
+    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ capacity ──┼─ memory/rows.py, memory/arena.py ┤
+
+``capacity`` is what the arena's maker allows it to cost: for onlookers (transport/survey.py).
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -27,6 +29,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import weakref
 from multiprocessing import context, reduction
 from typing import Any
@@ -35,11 +38,14 @@ import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
-__all__ = ["DEFAULT_SIZE", "MINIMUM_SIZE", "PAGE", "Segment"]
+__all__ = ["CAPACITY", "DEFAULT_SIZE", "MINIMUM_SIZE", "NAME", "PAGE", "Segment", "read_head"]
 
 PAGE = 4096
 DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 128 TiB
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
+
+NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
+CAPACITY = 24 // 8  # index of the word
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 1
@@ -151,6 +157,14 @@ class Segment:
         return f"<Segment {self.size >> 20} MiB of addresses, {self.resident() >> 10} KiB resident>"
 
 
+def read_head(descriptor: int) -> tuple[int, int]:
+    """Size and capacity of the segment that a descriptor leads to; (0, 0) for what is none of this version. Maps nothing."""
+    data = os.pread(descriptor, _HEAD.size + 8, 0)
+    if len(data) < _HEAD.size + 8 or _HEAD.unpack_from(data) != (MAGIC, VERSION, os.fstat(descriptor).st_size):
+        return 0, 0
+    return int(_HEAD.unpack_from(data)[2]), int.from_bytes(data[_HEAD.size :], sys.byteorder)
+
+
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
 
 
@@ -171,7 +185,7 @@ def _rebuild(duplicate: Any, size: int) -> Segment:
 
 def _sealed_memfd(size: int) -> int:
     try:
-        descriptor = os.memfd_create("tensorpipe_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except AttributeError as missing:
         raise SharedMemoryError(errno.ENOSYS, "this system has no memfd_create (it is Linux's)") from missing
     except OSError as failed:

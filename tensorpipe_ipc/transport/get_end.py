@@ -127,8 +127,10 @@ class GetEnd(QueueEnd):
             words[operation.given] = 0  # G7
             if self._has_tasks:
                 tasks.settle_taken(words, operation.tally)  # J4
-            operation.messages += 1
-            operation.nbytes += words[word + NBYTES]
+            counted = operation.messages = operation.messages + 1
+            words[operation.counters] = counted
+            counted = operation.nbytes = operation.nbytes + words[word + NBYTES]
+            words[operation.counters + 1] = counted
             self._getting.append(operation)
             return message
         except BaseException:
@@ -183,6 +185,7 @@ class GetEnd(QueueEnd):
                     words[operation.given + i] = 0  # G7
             operation.messages += count
             operation.nbytes += sum(words[word + NBYTES] for word in blocks)
+            words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             self._batches[GET].append(operation)
             return messages
         except BaseException:
@@ -352,6 +355,7 @@ class GetEnd(QueueEnd):
                 raise _Again
             if operation is not None:
                 operation.messages += 1
+                self.words[operation.counters] = operation.messages
             return message
         except _Again:
             raise
