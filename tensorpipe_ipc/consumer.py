@@ -15,6 +15,7 @@ from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM
+from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import parts_of
 from tensorpipe_ipc.wire.layout import BULK
@@ -61,6 +62,8 @@ class Consumer:
         bind: bool = True,
         accept: Iterable[str] | None = None,
         copy: bool | str = "auto",
+        restore: bool = True,
+        as_numpy: bool = False,
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
     ) -> None:
@@ -73,6 +76,9 @@ class Consumer:
             copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
                 long as this process has not too much under lease); True: all own; False: none copied.
+            restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
+                own. False: they come as they crossed, and may lie on what they came in.
+            as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
             maxsize: the most messages that each producer may have in flight towards this end.
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
                 frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
@@ -87,6 +93,7 @@ class Consumer:
         if not isinstance(copy, (bool, str)) or copy not in _OWN:
             raise ValueError(f"copy={copy!r}: give 'auto', True or False")
         self._own, self._lease_from = _OWN[copy], _LEASE_FROM[copy]
+        self._arrival = AS_SENT if restore and not as_numpy else Arrival(restore, as_numpy)
         self._link = ReceiveLink(
             endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
         )
@@ -114,7 +121,8 @@ class Consumer:
             Empty: nothing came in time.
             EndOfStream: every producer has said goodbye, and all is taken.
             PeerLost: all producers are gone, and one went without a goodbye; it is told once.
-            UnsupportedLeaf: the message holds a type that is not registered here. It is dropped.
+            UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
+                NumPy lacks. It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
@@ -228,7 +236,8 @@ class Consumer:
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
         payloads = header.payloads(frames)
         schema.check(payloads)
-        return schema.tree(header.values, payloads, serializer_named(schema.serializer), self._own), schema.nbytes
+        serializer = serializer_named(schema.serializer)
+        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), schema.nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """A message in a block: its tree and bytes, or the error that it is."""
@@ -238,7 +247,7 @@ class Consumer:
                 self._last_metadata = metadata
             schema, values, serializer = self._last_parts
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
-            return schema.tree_in(values, region, serializer), schema.nbytes
+            return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
         except (ProtocolError, UnknownSerializer, UnsupportedLeaf) as error:
             return error
 

@@ -83,7 +83,6 @@ def test_five_processes_on_one_lease_count_it_once() -> None:
     assert 256 * MIB <= arena.resident < 258 * MIB
     assert [part.pid for part in arena.parts if part.held] == [os.getpid()]
     assert arena.capacity > 0
-    del page, lease, queue
 
 
 def test_memory_of_one_process_is_of_one_word_each() -> None:

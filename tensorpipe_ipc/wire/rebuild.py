@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.wire.dtypes import BY_CODE
+from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered
 
 __all__ = ["Plan"]
@@ -35,6 +35,7 @@ class Plan:
         leaves: how many leaves the spec has.
         values: how many values.
         is_leaf: whether the tree is one plain tensor and nothing else.
+        kinds: the op of each leaf, in the order of the spec.
     """
 
     def __init__(self, spec: Buffer) -> None:
@@ -44,19 +45,23 @@ class Plan:
             ProtocolError: the bytes are no spec, are too deep or hold too many nodes.
             UnsupportedLeaf: it names a type that is not registered here, or has other fields.
         """
-        self.leaves, self.values = _check(spec)
+        self.kinds, self.values = _check(spec)
+        self.leaves = len(self.kinds)
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
+        self._build_arrays: Build | None = None
 
-    def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+    def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:
         """Put a tree together.
 
         Args:
             leaves: ``self.leaves`` tensors, in the order of the spec. They become part of the tree.
             values: ``self.values`` values.
+            as_numpy: whether tensors become NumPy arrays on their memory.
 
         Raises:
+            UnsupportedLeaf: a tensor that is to become an array is of a dtype that NumPy lacks.
             ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of strings),
                 or a dict has a key twice.
         """
@@ -64,19 +69,22 @@ class Plan:
             raise ProtocolError(
                 f"{len(leaves)} leaves and {len(values)} values for a tree of {self.leaves} and {self.values}"
             )
-        if self._build is None:
-            self._build, _ = _read(self._spec, 0)
+        if as_numpy:
+            build = self._build_arrays = self._build_arrays or _read(self._spec, 0, _ARRAY_READERS)[0]
+        else:
+            build = self._build = self._build or _read(self._spec, 0, _READERS)[0]
         try:
-            return self._build(iter(leaves), iter(values))
+            return build(iter(leaves), iter(values))
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            if isinstance(error, ProtocolError):
+            if isinstance(error, (ProtocolError, UnsupportedLeaf)):
                 raise
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
 
 
-def _check(spec: Buffer) -> tuple[int, int]:
-    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of."""
-    at = leaves = values = nodes = 0
+def _check(spec: Buffer) -> tuple[bytes, int]:
+    """The ops of a spec's leaves, and how many values it has; raise if it is none. Allocates a byte for each leaf."""
+    at = values = nodes = 0
+    leaves = bytearray()
     open_counts = [1]
     while open_counts:
         if not open_counts[-1]:
@@ -91,11 +99,11 @@ def _check(spec: Buffer) -> tuple[int, int]:
         if op in (Op.NONE, Op.VALUE, Op.INT, Op.COMPLEX, Op.STR):
             values += (op != Op.NONE) + (op == Op.COMPLEX)
         elif Op.TENSOR <= op <= Op.UNTYPED:
-            leaves += 1
+            leaves.append(op)
         elif op == Op.TYPED or op == Op.DTYPE:
             if _byte(spec, at) not in BY_CODE:
                 raise ProtocolError(f"dtype code {spec[at]} is not in the table")
-            leaves += op == Op.TYPED
+            leaves += bytes([op]) * (op == Op.TYPED)
             at += 1
         elif op == Op.DEVICE:
             end = _skip(spec, at)
@@ -113,7 +121,7 @@ def _check(spec: Buffer) -> tuple[int, int]:
             raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
     if at != len(spec):
         raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
-    return leaves, values
+    return bytes(leaves), values
 
 
 def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:
@@ -169,11 +177,11 @@ def _skip(spec: Buffer, at: int) -> int:
     return end
 
 
-def _read(spec: Buffer, at: int) -> tuple[Build, int]:
+def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
     """The builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
     op = spec[at]
     at += 1
-    simple = _READERS.get(op)
+    simple = readers.get(op)
     if simple is not None:
         return simple, at
     if op == Op.TYPED:
@@ -186,10 +194,10 @@ def _read(spec: Buffer, at: int) -> tuple[Build, int]:
     if op == Op.SIZE:
         count, at = _count(spec, at, 8)
         return _constant(torch.Size(struct.unpack_from(f"<{count}q", spec, at))), at + 8 * count
-    return _read_container(spec, op, at)
+    return _read_container(spec, op, at, readers)
 
 
-def _read_container(spec: Buffer, op: int, at: int) -> tuple[Build, int]:
+def _read_container(spec: Buffer, op: int, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
     name = ""
     if op in (Op.NAMEDTUPLE, Op.DATACLASS):
         end = _skip(spec, at)
@@ -204,7 +212,7 @@ def _read_container(spec: Buffer, op: int, at: int) -> tuple[Build, int]:
             at = end
     children = []
     for _ in range(count):
-        child, at = _read(spec, at)
+        child, at = _read(spec, at, readers)
         children.append(child)
     if op == Op.DICT:
         return _dict_reader(keys, children), at
@@ -307,4 +315,19 @@ _READERS: dict[int, Build] = {
     Op.NDARRAY: lambda leaves, values: next(leaves).numpy(),
     Op.BYTES: lambda leaves, values: next(leaves).numpy().tobytes(),
     Op.UNTYPED: lambda leaves, values: next(leaves).untyped_storage(),
+}
+
+
+def _array(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> Any:
+    leaf = next(leaves)
+    if BY_TORCH[leaf.dtype].numpy is None:
+        raise UnsupportedLeaf(
+            f"NumPy has no {leaf.dtype}: get it without as_numpy, or have the producer send .float() or .view(torch.uint8)"
+        )
+    return leaf.numpy()
+
+
+_ARRAY_READERS: dict[int, Build] = {
+    **_READERS,
+    **dict.fromkeys((Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN), _array),
 }
