@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from bench import endpoints, queue, serializers
+from bench import endpoints, precision, queue, serializers
 
-COMMANDS = (serializers, endpoints, queue)
+COMMANDS = (serializers, endpoints, queue, precision)
 
 
 def main(arguments: list[str] | None = None) -> None:
