@@ -116,6 +116,7 @@ def _receive(line: Any, transport: str) -> None:
             else:
                 with tp.MemoryTracker(None, children=False) as memory:
                     got = consumer.get(60)
+                    got.sum()  # a page counts once it was touched
                 line.send((memory.growth.uss, memory.growth.shared, got.numpy()))
             del got
 

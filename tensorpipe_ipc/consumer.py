@@ -12,10 +12,10 @@ from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, U
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import COPY, LEASE, LEASE_FROM
-from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import parts_of
 from tensorpipe_ipc.wire.layout import BULK
@@ -61,6 +61,7 @@ class Consumer:
         *,
         bind: bool = True,
         accept: Iterable[str] | None = None,
+        device: Any = None,
         copy: bool | str = "auto",
         restore: bool = True,
         as_numpy: bool = False,
@@ -73,6 +74,8 @@ class Consumer:
             endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
             bind: whether this side has the address.
             accept: names of the serializers that producers may use; None for all that are registered here.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
+                are copied straight from shared memory, which is held until that is done.
             copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
                 long as this process has not too much under lease); True: all own; False: none copied.
@@ -85,7 +88,8 @@ class Consumer:
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
-            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range.
+            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
+                ``device`` names none, or goes with ``as_numpy``.
             Refused: the address is in use by a live process, is not loopback, or is not safe.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
@@ -93,7 +97,7 @@ class Consumer:
         if not isinstance(copy, (bool, str)) or copy not in _OWN:
             raise ValueError(f"copy={copy!r}: give 'auto', True or False")
         self._own, self._lease_from = _OWN[copy], _LEASE_FROM[copy]
-        self._arrival = AS_SENT if restore and not as_numpy else Arrival(restore, as_numpy)
+        self._arrival = arrival_of(restore, as_numpy, device)
         self._link = ReceiveLink(
             endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
         )

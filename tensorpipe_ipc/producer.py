@@ -14,6 +14,7 @@ import torch
 from tensorpipe_ipc.errors import Full, PeerLost
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.link import Peer
@@ -132,7 +133,7 @@ class Producer:
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
-        message = encode(tree, self._narrowing or self._serializer)
+        message = encode(tree, staged(self._narrowing or self._serializer))
         deadline = deadline_of(timeout)
         with self._guard:
             self._send(message, deadline, lend=timeout is None)

@@ -24,6 +24,7 @@ from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, build, made, specs_of
 from tensorpipe_ipc.memory.rows import BATCH
+from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
@@ -145,6 +146,7 @@ class Queue:
         timeout: float | None = None,
         *,
         copy: bool | Literal["auto"] = "auto",
+        device: Any = None,
         restore: bool = True,
         as_numpy: bool = False,
     ) -> Any:
@@ -157,6 +159,9 @@ class Queue:
                 *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
                 from 32 KiB on, as long as this process has not too much under lease. Tensors without items, and
                 messages without tensors, have no memory and are the same in any case.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
+                are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
+                on the CPU.
             restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
                 they come as they crossed, as a lease if large.
             as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
@@ -164,7 +169,7 @@ class Queue:
         Raises:
             Empty: none came in time.
             Closed: the queue is closed here.
-            ValueError: ``copy`` is none of these.
+            ValueError: ``copy`` is none of these, ``device`` names none, or goes with ``as_numpy``.
             UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks. The object is what the next get
                 takes; should that fail, too, it is dropped.
             ShutDown: the queue was shut down, and is empty.
@@ -175,9 +180,9 @@ class Queue:
             raise Closed(f"Queue {self!r} is closed")
         if copy not in _LEASE_FROM:
             raise ValueError(f"copy must be 'auto', True or False, not {copy!r}")
-        if restore and not as_numpy:
+        if restore and not as_numpy and device is None:
             return self._queue.get(_seconds(block, timeout), self._decode, _LEASE_FROM[copy])
-        decode = functools.partial(self._decode, arrival=Arrival(restore, as_numpy))
+        decode = functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
         return self._queue.get(_seconds(block, timeout), decode, _LEASE_FROM[copy])
 
     def get_many(self, max_items: int, timeout: float | None = None) -> list[Any]:
@@ -284,7 +289,7 @@ class Queue:
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
         pickled = False
         try:
-            message = encode(obj, self._narrowing or self._serializer)
+            message = encode(obj, staged(self._narrowing or self._serializer))
         except UnsupportedLeaf as refused:
             message, pickled = self._pickled(obj, refused), True
         return in_one_block(message, PICKLED if pickled else 0)
@@ -296,7 +301,7 @@ class Queue:
     def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
         data, leaves = pickling.dump(obj)
         try:
-            return encode([data, leaves], self._narrowing or self._serializer)
+            return encode([data, leaves], staged(self._narrowing or self._serializer))
         except UnsupportedLeaf:
             raise refused from None
 

@@ -35,7 +35,6 @@ class Plan:
         leaves: how many leaves the spec has.
         values: how many values.
         is_leaf: whether the tree is one plain tensor and nothing else.
-        kinds: the op of each leaf, in the order of the spec.
     """
 
     def __init__(self, spec: Buffer) -> None:
@@ -45,12 +44,20 @@ class Plan:
             ProtocolError: the bytes are no spec, are too deep or hold too many nodes.
             UnsupportedLeaf: it names a type that is not registered here, or has other fields.
         """
-        self.kinds, self.values = _check(spec)
-        self.leaves = len(self.kinds)
+        self.leaves, self.values = _check(spec)
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
         self._build_arrays: Build | None = None
+        self._kinds: bytearray | None = None
+
+    @property
+    def kinds(self) -> bytearray:
+        """The op of each leaf, in the order of the spec. Found when first asked for: not of a message that is refused."""
+        if self._kinds is None:
+            self._kinds = bytearray()
+            _check(self._spec, self._kinds)
+        return self._kinds
 
     def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:
         """Put a tree together.
@@ -81,10 +88,13 @@ class Plan:
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
 
 
-def _check(spec: Buffer) -> tuple[bytes, int]:
-    """The ops of a spec's leaves, and how many values it has; raise if it is none. Allocates a byte for each leaf."""
-    at = values = nodes = 0
-    leaves = bytearray()
+def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int]:
+    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of.
+
+    Args:
+        kinds: gets the op of each leaf.
+    """
+    at = leaves = values = nodes = 0
     open_counts = [1]
     while open_counts:
         if not open_counts[-1]:
@@ -99,11 +109,11 @@ def _check(spec: Buffer) -> tuple[bytes, int]:
         if op in (Op.NONE, Op.VALUE, Op.INT, Op.COMPLEX, Op.STR):
             values += (op != Op.NONE) + (op == Op.COMPLEX)
         elif Op.TENSOR <= op <= Op.UNTYPED:
-            leaves.append(op)
+            leaves += 1
         elif op == Op.TYPED or op == Op.DTYPE:
             if _byte(spec, at) not in BY_CODE:
                 raise ProtocolError(f"dtype code {spec[at]} is not in the table")
-            leaves += bytes([op]) * (op == Op.TYPED)
+            leaves += op == Op.TYPED
             at += 1
         elif op == Op.DEVICE:
             end = _skip(spec, at)
@@ -119,9 +129,11 @@ def _check(spec: Buffer) -> tuple[bytes, int]:
                 raise ProtocolError(f"a tree nested deeper than {MAX_DEPTH} containers")
         else:
             raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
+        if kinds is not None and Op.TENSOR <= op <= Op.TYPED:
+            kinds.append(op)
     if at != len(spec):
         raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
-    return bytes(leaves), values
+    return leaves, values
 
 
 def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:

@@ -153,24 +153,24 @@ class Schema:
         moved = [arrival.unstage is not None and kind in TENSORS for kind in kinds]
         for span, members in opened.members().items():
             first = opened.leaves[members[0]]
-            if first.own is not None and any(wide[index] for index in members):
-                for index in members:
-                    wide[index] = True
-                memory[span] = restored_span(memory[span], first)
             if arrival.unstage is not None and all(moved[index] for index in members):
                 memory[span] = arrival.unstage(memory[span])
                 for index in members:
                     moved[index] = False
+            if first.own is not None and any(wide[index] for index in members):
+                for index in members:
+                    wide[index] = True
+                memory[span] = restored_span(memory[span], first)
         leaves = []
         for index, (leaf, meta) in enumerate(zip(opened.leaves, opened.metas, strict=True)):
             if leaf.span is not None:
                 tensor = _view(memory[leaf.span], leaf, restored=wide[index])
             else:
                 tensor = _decode(serializer, meta, next(payloads), min(own, 0) if wide[index] else own)
-                if wide[index] and leaf.own is not None:
-                    tensor = widened(tensor, leaf.own.torch)
-            if moved[index] and arrival.unstage is not None:
+            if moved[index] and arrival.unstage is not None:  # narrow, if it came so: a half of the way's bytes
                 tensor = arrival.unstage(tensor)
+            if wide[index] and leaf.span is None and leaf.own is not None:
+                tensor = widened(tensor, leaf.own.torch)
             leaves.append(tensor)
         return self._plan.build(leaves, items, as_numpy=arrival.as_numpy)
 
