@@ -84,6 +84,7 @@ class TrackedProcess(NamedTuple):
 
     pid: int
     ended: bool
+    """Or became another user's, whose memory may not be looked at."""
     first: Memory
     """As the first full sample found it. All 0 where it came and went between two."""
     last: Memory
@@ -103,7 +104,7 @@ class _Watched:
     def look(self) -> Memory | None:
         try:
             self.last = memory(self.pid)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):  # it ended, or became another user's, as sudo does
             self.ended = True
             return None
         if self.first is None:

@@ -102,6 +102,9 @@ class Cuda:
 
     def resolve(self, device: torch.device) -> torch.device:
         """A device with its number."""
+        count = torch.cuda.device_count()
+        if device.index is not None and device.index >= count:
+            raise RuntimeError(f"it has {count}")
         return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
@@ -270,15 +273,9 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
 
     Raises:
         Closed: it is a GPU, and this is a fork of a process that used CUDA.
-        ValueError: it is no device's name, or there is none of that number.
-        RuntimeError: torch has no such kind of device here.
+        ValueError: it is no device's name, or there is no such GPU.
     """
-    if device is None:
-        return None
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} names no device: {error}") from None
+    wanted = _device(device)
     if wanted.type == "cpu":
         return None
     if wanted.type != "cuda":
@@ -289,18 +286,28 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
             f"device={str(wanted)!r}: CUDA was used in the process that this one was forked from, and cannot be used after a "
             "fork; start it with spawn or forkserver"
         )
-    chosen = at_work.cuda.resolve(wanted)
+    try:
+        chosen = at_work.cuda.resolve(wanted)
+    except (AssertionError, RuntimeError) as error:  # so torch says that it is built without CUDA, or finds no driver
+        raise ValueError(f"device={str(wanted)!r}: torch has no such GPU here: {error}") from error
     return functools.partial(at_work.unstage, device=chosen)
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} names no device: {error}") from None
 
 
 def arrival_of(restore: bool, as_numpy: bool, device: Any) -> Arrival:
     """What a receiver wants, checked.
 
     Raises:
-        ValueError, Closed, RuntimeError: as ``unstager``.
-        ValueError: arrays on a device.
+        ValueError: arrays on a device; or as ``unstager``.
+        Closed: as ``unstager``.
     """
-    if as_numpy and device is not None and torch.device(device).type != "cpu":
+    if as_numpy and _device(device).type != "cpu":
         raise ValueError(
             f"as_numpy=True with device={str(device)!r}: NumPy's arrays lie on the CPU; give one of the two"
         )

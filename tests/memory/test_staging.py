@@ -19,7 +19,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory import staging
 from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.memory.staging import Cuda, Staging, StagingEncoder, unstager
-from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers import base, serializer_named
 from tensorpipe_ipc.wire.arrival import Arrival
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import encode
@@ -283,9 +283,30 @@ def test_device_names(cuda: Recording) -> None:
         unstager("cuda", at_work)
     queue = tp.Queue()
     queue.put(torch.ones(3))
+    if not torch.version.cuda:
+        with pytest.raises(ValueError, match="torch has no such GPU here"):
+            queue.get(device="cuda:7")
+    with pytest.raises(ValueError, match="names no device"):
+        tp.Consumer("inproc://x", device="nowhere")
     with pytest.raises(ValueError, match="as_numpy"):
         queue.get(device="cuda", as_numpy=True)
     assert torch.equal(queue.get(device="cpu"), torch.ones(3))
+
+
+def test_a_gpu_tensor_after_a_fork_is_our_error() -> None:
+    """What torch says of CUDA in a fork becomes Closed, with the remedy; other errors stay."""
+
+    class Inherited(torch.Tensor):
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            raise RuntimeError(self.says)
+
+    tensor = torch.ones(3).as_subclass(Inherited)
+    tensor.says = "Cannot re-initialize CUDA in forked subprocess."
+    with pytest.raises(tp.Closed, match="spawn or forkserver"):
+        base._to_cpu(tensor)
+    tensor.says = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        base._to_cpu(tensor)
 
 
 _ALONE = """
