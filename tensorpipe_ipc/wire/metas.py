@@ -13,7 +13,8 @@ Packed, little-endian, one after another in a header::
     OPAQUE    dtype, ndim and dims are absent (zero): only the serializer knows what its bytes are
 
 ``own`` is 0, or the dtype that the sender's tensor had: wider floats, which crossed as ``dtype`` (``wire_dtype``) and are
-restored on arrival, for which at most eight times as many bytes are taken as arrived. All views of one span have the same ``dtype`` and ``own``, if any has an ``own``.
+restored on arrival, for which at most eight times as many bytes are taken as arrived. All views of one span have the
+same ``dtype`` and ``own``, if any has an ``own``.
 
 * PLAIN: the payload is the tensor's items, last dimension fastest.
 * ORDERED: the same for a tensor that is dense in memory with its dimensions in another order (channels_last,
