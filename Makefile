@@ -27,6 +27,7 @@ bench: $(VENV)/.bench
 	$(PY) -m bench endpoints
 	$(PY) -m bench queue
 	$(PY) -m bench dataloader
+	$(PY) -m bench precision
 
 $(PY):
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)

@@ -15,6 +15,7 @@ The map of the house, bottom up; imports point down only:
 * ``simple_queue``, ``call_queue``, ``pool``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's
   contexts.
 * ``multiprocessing``: the module of that name, with these queues.
+* ``tracking``: what memory a family of processes takes up, each page once.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.
@@ -46,6 +47,7 @@ from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.tracking import MemorySample, MemoryTracker, TrackedProcess
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type
@@ -62,6 +64,8 @@ __all__ = [
     "EndOfStream",
     "Full",
     "JoinableQueue",
+    "MemorySample",
+    "MemoryTracker",
     "PeerLost",
     "Producer",
     "ProducerStatistics",
@@ -76,6 +80,7 @@ __all__ = [
     "TensorMeta",
     "TensorPipeError",
     "TensorSpec",
+    "TrackedProcess",
     "UnknownSerializer",
     "UnsupportedLeaf",
     "VersionMismatch",

@@ -13,6 +13,7 @@ from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, U
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import lease_from
@@ -60,7 +61,10 @@ class Consumer:
         *,
         bind: bool = True,
         accept: Iterable[str] | None = None,
+        device: Any = None,
         copy: bool | str = "auto",
+        restore: bool = True,
+        as_numpy: bool = False,
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
     ) -> None:
@@ -70,21 +74,28 @@ class Consumer:
             endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
             bind: whether this side has the address.
             accept: names of the serializers that producers may use; None for all that are registered here.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
+                are copied straight from shared memory, which is held until that is done.
             copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
                 long as this process has not too much under lease); True: all own; False: none copied.
+            restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
+                own. False: they come as they crossed, and may lie on what they came in.
+            as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
             maxsize: the most messages that each producer may have in flight towards this end.
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
                 frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
-            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range.
+            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
+                ``device`` names none, or goes with ``as_numpy``.
             Refused: the address is in use by a live process, is not loopback, or is not safe.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         names = None if accept is None else tuple(serializer_named(name).name for name in accept)
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
+        self._arrival = arrival_of(restore, as_numpy, device)
         self._link = ReceiveLink(
             endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
         )
@@ -112,7 +123,8 @@ class Consumer:
             Empty: nothing came in time.
             EndOfStream: every producer has said goodbye, and all is taken.
             PeerLost: all producers are gone, and one went without a goodbye; it is told once.
-            UnsupportedLeaf: the message holds a type that is not registered here. It is dropped.
+            UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
+                NumPy lacks. It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
@@ -226,7 +238,8 @@ class Consumer:
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
         payloads = header.payloads(frames)
         schema.check(payloads)
-        return schema.tree(header.values, payloads, serializer_named(schema.serializer), self._own), schema.nbytes
+        serializer = serializer_named(schema.serializer)
+        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), schema.nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """A message in a block: its tree and bytes, or the error that it is."""
@@ -237,9 +250,9 @@ class Consumer:
             how, schema, values, serializer = self._last_parts
             if how:
                 said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-                return schema.tree(said, frames, serializer, ALIAS), schema.nbytes
+                return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
-            return schema.tree_in(values, region, serializer), schema.nbytes
+            return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
         except (ProtocolError, UnknownSerializer, UnsupportedLeaf) as error:
             return error
 

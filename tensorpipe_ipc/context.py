@@ -49,19 +49,23 @@ class _WithOurQueues(context.BaseContext):
             found = self.__dict__.setdefault("_undertaker", Undertaker(Arena(Segment.create())))
         return found  # type: ignore[no-any-return]
 
-    def Queue(self, maxsize: int = 0, *, serializer: str = "raw", spin: float = 0.0) -> Queue:  # type: ignore[override]
+    def Queue(  # type: ignore[override]
+        self, maxsize: int = 0, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None, spin: float = 0.0
+    ) -> Queue:
         """See ``tensorpipe_ipc.Queue``."""
-        return Queue(maxsize, ctx=self, serializer=serializer, spin=spin)
+        return Queue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin)
 
     def JoinableQueue(  # type: ignore[override]
-        self, maxsize: int = 0, *, serializer: str = "raw", spin: float = 0.0
+        self, maxsize: int = 0, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None, spin: float = 0.0
     ) -> JoinableQueue:
         """See ``tensorpipe_ipc.JoinableQueue``."""
-        return JoinableQueue(maxsize, ctx=self, serializer=serializer, spin=spin)
+        return JoinableQueue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin)
 
-    def SimpleQueue(self, *, serializer: str = "raw") -> SimpleQueue:  # type: ignore[override]
+    def SimpleQueue(  # type: ignore[override]
+        self, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None
+    ) -> SimpleQueue:
         """See ``tensorpipe_ipc.SimpleQueue``."""
-        return SimpleQueue(ctx=self, serializer=serializer)
+        return SimpleQueue(ctx=self, serializer=serializer, wire_dtype=wire_dtype)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in the context's memory, not initialised: any queue of the context sends it without a copy

@@ -7,6 +7,7 @@ processes of one namespace, that it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -15,7 +16,10 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-__all__ = ["Identity", "Memory", "identity", "is_alive", "memory"]
+__all__ = ["Family", "Identity", "Memory", "Resident", "identity", "is_alive", "memory", "peak_rss", "reset_peak_rss"]
+
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,11 +50,18 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Memory(NamedTuple):
-    """A process's memory in bytes. ``rss`` counts shared pages in every process that has touched them."""
+    """A process's memory in bytes. ``rss`` is ``uss`` and ``shared``."""
 
-    rss: int  # resident
-    uss: int  # unique: what would be given back if the process ended now
-    pss: int  # proportional: shared pages divided among those who share them; 0 where the kernel does not tell
+    rss: int
+    """Resident. It counts shared pages in every process that has touched them."""
+    uss: int
+    """Unique: what would be given back if the process ended now."""
+    pss: int
+    """Proportional: its unique pages, and of those it shares with n others one n-th. 0 where the kernel does not tell."""
+    shared: int
+    """Pages that other processes have touched, too."""
+    swap: int
+    """Swapped out."""
 
 
 def identity() -> Identity:
@@ -77,19 +88,132 @@ def is_alive(process: Identity) -> bool:
 
 
 def memory(pid: int | None = None) -> Memory:
-    """What memory a process holds.
+    """What memory a process holds. The kernel walks all of its pages for that: 1 ms for one that has imported torch.
 
     Args:
         pid: the process; None for this one.
 
     Raises:
         ProcessLookupError: there is no such process (any more).
+        PermissionError: it is another user's.
     """
     try:
         full = psutil.Process(pid).memory_full_info()
-    except psutil.NoSuchProcess as gone:
+    except (psutil.NoSuchProcess, psutil.ZombieProcess) as gone:
         raise ProcessLookupError(f"no process {pid}") from gone
-    return Memory(full.rss, full.uss, getattr(full, "pss", 0))
+    except psutil.AccessDenied as denied:
+        raise PermissionError(f"process {pid} is another user's; its memory may not be looked at") from denied
+    # rss is counted apart from the others, a moment before or (in old kernels) with some pages' delay
+    return Memory(full.rss, full.uss, getattr(full, "pss", 0), max(0, full.rss - full.uss), getattr(full, "swap", 0))
+
+
+def reset_peak_rss(pid: int) -> bool:
+    """Have the kernel forget the peak of a process's resident memory up to now. Whether it did.
+
+    Whoever else reads it (``ru_maxrss``, ``VmHWM``) finds it forgotten, too.
+    """
+    try:
+        with open(f"/proc/{pid}/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_rss(pid: int) -> int:
+    """The peak of a process's resident memory, since it began or was told to forget; 0 where that is not known."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+class Resident:
+    """Resident memory of one process, asked for again and again: 0.9 us each time, where psutil takes 7.
+
+    It keeps /proc/PID/statm open, which goes on meaning that process, whoever has its id later.
+    """
+
+    __slots__ = ("_descriptor", "_process", "pid")
+
+    def __init__(self, pid: int) -> None:
+        """
+        Raises:
+            ProcessLookupError: there is no such process.
+        """
+        self.pid = pid
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if os.path.exists("/proc/self/statm"):
+                raise ProcessLookupError(f"no process {pid}") from None
+            self._process = psutil.Process(pid)
+
+    def read(self) -> int:
+        """Bytes; 0 when it has ended."""
+        try:
+            if self._descriptor < 0:
+                return int(self._process.memory_info().rss)
+            fields = os.pread(self._descriptor, 128, 0).split()
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return 0
+        return int(fields[1]) * _PAGE if len(fields) > 1 else 0
+
+    def close(self) -> None:
+        """It is not asked for any more."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class Family:
+    """A process and all that descend from it, asked for again and again.
+
+    The kernel's own lists of children are read, for each thread of each process: some 15 us a thread. So they are read
+    when anything was started since (the last process id of the namespace, in /proc/loadavg, has moved: 0.7 us).
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._last = self._loadavg = -1
+        with contextlib.suppress(OSError):
+            self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+
+    def has_changed(self) -> bool:
+        """Whether a process or thread was started since this was last asked, by anybody. True where it cannot be told."""
+        if self._loadavg < 0:
+            return True
+        last = int(os.pread(self._loadavg, 128, 0).split()[4])
+        changed, self._last = last != self._last, last
+        return changed
+
+    def members(self) -> list[int]:
+        """The ids of all, the first of them first. One whose parent has ended is no member any more."""
+        if not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]
+            return []
+        found = [self.pid]
+        for pid in found:  # which grows meanwhile
+            with contextlib.suppress(OSError):
+                for task in os.listdir(f"/proc/{pid}/task"):
+                    with (
+                        contextlib.suppress(OSError),
+                        open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file,
+                    ):
+                        found += map(int, file.read().split())
+        return found
+
+    def close(self) -> None:
+        """It is not asked for any more."""
+        descriptor, self._loadavg = self._loadavg, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _boot_id() -> str:

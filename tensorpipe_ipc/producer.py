@@ -18,7 +18,9 @@ from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remai
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.sending import Held, SendLink
@@ -55,6 +57,10 @@ class ProducerStatistics:
     """The consumers that are attached, in words."""
     transport: str
     """How messages travel, and why so."""
+    overflowed: int
+    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
+    worst_error: float
+    """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor."""
 
 
 class Producer:
@@ -70,6 +76,7 @@ class Producer:
         *,
         bind: bool = False,
         serializer: str = "raw",
+        wire_dtype: torch.dtype | None = None,
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
         linger: float = 5.0,
@@ -80,6 +87,9 @@ class Producer:
             endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
             bind: whether this side has the address.
             serializer: the name of the serializer for tensors: "raw", "numpy", "torch_save", or one registered.
+            wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
+                are wider than it cross as it, and get their own dtype back on arrival. ``statistics()`` says what that cost.
+                All else goes as it is.
             maxsize: the most messages that may have been put and not yet been taken. The consumer's own limit counts too.
             shared_memory: "auto": messages go through shared memory to consumers of this user on this host, and in frames
                 to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
@@ -87,11 +97,12 @@ class Producer:
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.
-            ValueError: the endpoint is none, its ipc path is too long, or an option is out of range.
+            ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range.
             Refused: the address is in use by a live process, is not loopback, or is not safe.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         self._serializer = serializer_named(serializer)
+        self._narrowing = narrowing(self._serializer, wire_dtype)
         self._linger = check_timeout(linger, "linger")
         self._link = SendLink(
             endpoint,
@@ -136,7 +147,7 @@ class Producer:
             Busy: another thread uses it.
         """
         handover = self._handover_of(tree) if move else None
-        message = encode(tree, self._serializer)
+        message = encode(tree, self._serializer if handover else staged(self._narrowing or self._serializer))
         said = None if handover is None else moving.placed(message, handover)
         held = None if handover is None or said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
         deadline = deadline_of(timeout)
@@ -217,6 +228,8 @@ class Producer:
                 seconds_waited=self._seconds_waited,
                 peers=tuple(str(peer) for peer in link.peers.values() if peer.settled),
                 transport=link.transport(),
+                overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
+                worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
             )
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ import threading
 from multiprocessing import connection
 from typing import Any
 
+import torch
+
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.parent import ends_with_parent
 from tensorpipe_ipc.tensor_queue import Queue
@@ -21,10 +23,10 @@ __all__ = ["SimpleQueue"]
 class SimpleQueue:
     """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
 
-    def __init__(self, *, ctx: Any = None, serializer: str = "raw") -> None:
+    def __init__(self, *, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None) -> None:
         """A new, empty queue of no bound. See ``Queue``."""
         self._closed = self._writer_closed = False
-        self._queue = Queue(ctx=ctx, serializer=serializer)
+        self._queue = Queue(ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
     def put(self, obj: Any) -> None:
         """See ``Queue.put``."""

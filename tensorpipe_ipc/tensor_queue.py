@@ -7,6 +7,8 @@ where, its metadata say in the place of the values (``moving``).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Iterable
@@ -22,10 +24,13 @@ from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.rows import BATCH
+from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
+from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import A_PICKLE, BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.layout import Block
@@ -52,6 +57,7 @@ class Queue:
         *,
         ctx: Any = None,
         serializer: str = "raw",
+        wire_dtype: torch.dtype | None = None,
         spin: float = 0.0,
     ) -> None:
         """A new, empty queue.
@@ -61,17 +67,21 @@ class Queue:
             ctx: what ``get_context`` returned: the queue shares its memory. Any other (multiprocessing's own, or None): it
                 shares the process's default memory, which is there as long as something lies in it.
             serializer: what the bytes of tensors are.
+            wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
+                are wider than it cross as it, and get their own dtype back when they are taken. ``statistics()`` says what
+                that cost. What goes by reference (``move``, ``loan``) goes as it is, and so does all else.
             spin: seconds, at most 0.001, for which ``get`` looks for an object before it sleeps: it saves the wake-up
                 where objects come that fast, for a core that is busy meanwhile.
 
         Raises:
-            ValueError: ``spin`` is out of range, or ``maxsize`` above 16,777,215.
+            ValueError: ``spin`` is out of range, ``maxsize`` above 16,777,215, or ``wire_dtype`` none of these.
             UnknownSerializer: no serializer of that name.
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
         if not 0 <= spin <= MOST_SPIN:
             raise ValueError(f"spin must be from 0 (sleep at once) to {MOST_SPIN} seconds, not {spin}")
         self._serializer = serializer_named(serializer)
+        self._narrowing = narrowing(self._serializer, wire_dtype)
         self._closed = self._used = False
         undertaker = getattr(ctx, "tensorpipe_undertaker", default_undertaker)()
         self._queue = SharedMemoryQueue.create(undertaker, max(0, maxsize), tasks=self._has_tasks)
@@ -130,7 +140,16 @@ class Queue:
             done += count
             del waiting[:count]
 
-    def get(self, block: bool = True, timeout: float | None = None, *, copy: bool | Literal["auto"] = "auto") -> Any:
+    def get(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        *,
+        copy: bool | Literal["auto"] = "auto",
+        device: Any = None,
+        restore: bool = True,
+        as_numpy: bool = False,
+    ) -> Any:
         """Take an object. It belongs to the caller.
 
         Args:
@@ -140,18 +159,29 @@ class Queue:
                 *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
                 from 32 KiB on, as long as this process has not too much under lease. Tensors without items, and
                 messages without tensors, have no memory and are the same in any case.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
+                are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
+                on the CPU.
+            restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
+                they come as they crossed, as a lease if large.
+            as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
 
         Raises:
             Empty: none came in time.
             Closed: the queue is closed here.
-            ValueError: ``copy`` is none of these.
+            ValueError: ``copy`` is none of these, ``device`` names none, or goes with ``as_numpy``.
+            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks. The object is what the next get
+                takes; should that fail, too, it is dropped.
             ShutDown: the queue was shut down, and is empty.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
                 The message is the next that a get in this process takes.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        return self._queue.get(_seconds(block, timeout), self._decode, lease_from(copy))
+        if restore and not as_numpy and device is None:
+            return self._queue.get(_seconds(block, timeout), self._decode, lease_from(copy))
+        decode = functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
+        return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
 
     def get_many(self, max_items: int, timeout: float | None = None) -> list[Any]:
         """Take the objects that are there, with one system call; wait where there is none.
@@ -254,7 +284,10 @@ class Queue:
 
     def statistics(self) -> QueueStatistics:
         """A snapshot of what this process did with the queue, and of the arena that it lies in."""
-        return statistics_of(self._queue)
+        found = statistics_of(self._queue)
+        if self._narrowing is None:
+            return found
+        return dataclasses.replace(found, overflowed=self._narrowing.overflowed, worst_error=self._narrowing.worst)
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
         # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
@@ -262,7 +295,7 @@ class Queue:
         pickled = 0
         if data is None:
             try:
-                message = encode(obj, self._serializer)
+                message = encode(obj, staged(self._narrowing or self._serializer))
             except UnsupportedLeaf as refused:
                 pickled, data = PICKLED, _without_leaves(obj)
                 if data is None:
@@ -272,10 +305,14 @@ class Queue:
             return Block([data], len(data), None), _A_PICKLE
         return in_one_block(message, pickled)
 
+    @property
+    def _wire_dtype(self) -> torch.dtype | None:
+        return None if self._narrowing is None else self._narrowing.wire_dtype
+
     def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
         data, leaves = pickling.dump(obj)
         try:
-            return encode([data, leaves], self._serializer)
+            return encode([data, leaves], staged(self._narrowing or self._serializer))
         except UnsupportedLeaf:
             raise refused from None
 
@@ -299,29 +336,30 @@ class Queue:
             return False
         return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
 
-    def _decode(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+    def _decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
         if metadata == _A_PICKLE:
             return pickling.load_without_leaves(payload)
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
         if how & BY_REFERENCE:
             said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-            tree = schema.tree(said, frames, self._serializer, ALIAS)
+            tree = schema.tree(said, frames, self._serializer, ALIAS, arrival)
         else:
             # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
             region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
-            tree = schema.tree_in(values, region, self._serializer)
+            tree = schema.tree_in(values, region, self._serializer, arrival)
         return pickling.load(*tree) if how & PICKLED else tree
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
-        return self._serializer.name, self._queue, self._spin
+        return self._serializer.name, self._wire_dtype, self._queue, self._spin
 
     def __setstate__(self, state: Any) -> None:
-        name, self._queue, self._spin = state
+        name, wire_dtype, self._queue, self._spin = state
         self._queue.spin = self._spin
         self._serializer = serializer_named(name)
+        self._narrowing = narrowing(self._serializer, wire_dtype)
         self._closed = self._used = False
 
 

@@ -52,7 +52,7 @@ DOORS = {
     "rich": {"cli/"},
     "sklearn": {"cli/"},
     "PIL": {"cli/"},
-    "matplotlib": set(),
+    "matplotlib": {"tracking.py"},
     "torch.cuda": {"memory/staging.py"},
 }
 

@@ -19,6 +19,7 @@ PROMISED = {
     "own_serializer.py": r"a mask of 1,000,000 bytes came as \d,\d{3}, and is equal\n",
     "nested_batches.py": r"boxes of each image: \[\(0, 4\), \(1, 4\), \(2, 4\), \(3, 4\)\], mean \[0.5 0.5 0.5\]\n"
     r"the images are views of the block here too, which travelled once: 49,\d{3} bytes\n",
+    "onnx_worker.py": r"5 batches through ONNX Runtime, scores as torch's; lost on the way: \d\.\de-04\n",
     "loan.py": r"(batch \d: 2,408,448 bytes written by pid \d+, read in place by pid \d+\n){3}"
     r"a broken image: the loan was given back\n",
     "forward_without_copy.py": r"moved: what is left of it here has shape \(0,\)\n"

@@ -66,7 +66,7 @@ from typing import Any
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.rows import MAX_ROWS, ROWS_END, Rows
-from tensorpipe_ipc.memory.segment import PAGE, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, PAGE, Segment
 
 __all__ = ["FREE", "HEADER", "HELD", "KEPT", "QUEUED", "STEPS", "WRITING", "Arena", "kind_of", "payload_at"]
 
@@ -101,6 +101,7 @@ class Arena:
         self.segment, self.words = segment, segment.words
         self.rows = Rows(segment)
         self.capacity = capacity if capacity is not None else headroom() // 2
+        self.words[CAPACITY] = self.words[CAPACITY] or self.capacity
         self._table = ROWS_END // 8
         self._first_unit = -(-(ROWS_END + (segment.size // UNIT) * 8) // UNIT)
         self.rows.after_fork(self._forget)

@@ -8,11 +8,11 @@ Each attached process has one row of a table at the segment's head. It alone wri
     ├─ segment ───┼─ incarnation[512] ┼─ finished[512] ─┼─ 0 ───────────────┬─┼─ row 0 ─┼─ row 1 ─┼─ … ┤ memory/arena.py
 
     one row, in 64-bit words
-    0             16               2128                 10320                          22608        32768
-    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ──────────┼─ 0 ────────┤
-      incarnation    of each           single operations:    batch operations:
-      pid, start     operation         credit ticket given   credit[64] ticket[64] given[64]
-      lost …                           tally
+    0             16               2128                 10320                 22608                  31056  32768
+    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ 0 ──┤
+      incarnation    of each           single operations:    batch operations:     counters of each
+      pid, start     operation         credit ticket given   credit[64]            operation: messages
+      lost …                           tally                 ticket[64] given[64]  nbytes waits µs waited
 
 **A process is dead when its row's lock can be had.** The lock is an OFD lock on the row's first byte, taken through
 an open file description that is the process's own (the memfd opened again through /proc/self/fd, close-on-exec). The
@@ -55,14 +55,20 @@ from tensorpipe_ipc.process import identity
 
 __all__ = [
     "BATCH",
+    "BYTES",
     "DONE",
     "GET",
     "MAX_ROWS",
+    "MESSAGES",
+    "MICROSECONDS",
     "PUT",
     "ROWS_END",
+    "WAITS",
     "Operation",
     "Record",
     "Rows",
+    "counters_word",
+    "is_locked",
     "read_lock",
     "row_byte",
     "row_word",
@@ -83,6 +89,8 @@ BATCHES = 64
 BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
 _SINGLES_AT = PURPOSES + SINGLES + BATCHES
 _BATCHES_AT = _SINGLES_AT + 4 * SINGLES
+_COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES
+MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
 
 PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
 
@@ -97,6 +105,7 @@ class Operation:
         credit, ticket, given: index of the (first) word for a credit taken, a ticket taken or given, a credit given.
         tally: index of the word that counts; of single operations.
         tally_before: what it was when this process took the operation over.
+        counters: index of the first of the four words that tell onlookers what was done with it.
         credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
         messages, nbytes: what this process did with it, for ``statistics()``.
         kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
@@ -106,6 +115,7 @@ class Operation:
 
     __slots__ = (
         "before",
+        "counters",
         "credit",
         "credit_buffers",
         "given",
@@ -126,6 +136,7 @@ class Operation:
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
         self.messages = self.nbytes = self.tally_before = self.before = 0
         self.kept: list[Any] | None = None
+        self.counters = record.counters
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (
             [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
@@ -141,10 +152,11 @@ class Record(NamedTuple):
     ticket: int
     given: int
     tally: int  # of a single operation
+    counters: int = 0  # for onlookers
 
     def each(self) -> Iterator[Record]:
         """A batch as so many single ones."""
-        purpose_word, size, credit, ticket, given, tally = self
+        purpose_word, size, credit, ticket, given, tally, _ = self
         if size == 1:
             yield self
         else:
@@ -234,6 +246,7 @@ class Rows:
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
         self.index = row
         for record in self.records(row):
+            _clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
                 self._inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
 
@@ -326,9 +339,7 @@ class Rows:
         return row == self.index or self._is_locked(row_byte(row))
 
     def _is_locked(self, byte: int) -> bool:
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        answer = fcntl.fcntl(self._descriptor, fcntl.F_OFD_GETLK, request)
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+        return is_locked(self._descriptor, byte)
 
     def holder(self, row: int) -> int:
         """Row and incarnation as they stand in the state of a block that the row's process writes or holds."""
@@ -372,6 +383,7 @@ class Rows:
             operation = self._fresh(size)
         self.words[operation.purpose] = purpose
         operation.messages = operation.nbytes = 0
+        _clear_counters(self.words, operation.counters)
         operation.tally_before = self.words[operation.tally] if size == 1 else 0
         return operation
 
@@ -422,6 +434,13 @@ def read_lock(descriptor: int, byte: int) -> bool:
     return _lock(descriptor, fcntl.F_RDLCK, byte, 1)
 
 
+def is_locked(descriptor: int, byte: int) -> bool:
+    """Whether somebody has a lock on a byte, through another open file description than this, which may be read-only."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
 def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
@@ -442,13 +461,26 @@ def row_byte(row: int) -> int:
     return ROWS_START + row * ROW_BYTES
 
 
+def counters_word(row: int, number: int) -> int:
+    """Index of the first of the four counters of a row's operation."""
+    return row_word(row) + _COUNTERS_AT + 4 * number
+
+
 def _record(row: int, number: int) -> Record:
     base = row_word(row)
     if number < SINGLES:
         size, first = 1, base + _SINGLES_AT + 4 * number
     else:
         size, first = BATCH, base + _BATCHES_AT + 3 * BATCH * (number - SINGLES)
-    return Record(base + PURPOSES + number, size, first, first + size, first + 2 * size, first + 3 if size == 1 else 0)
+    tally = first + 3 if size == 1 else 0
+    return Record(
+        base + PURPOSES + number, size, first, first + size, first + 2 * size, tally, counters_word(row, number)
+    )
+
+
+def _clear_counters(words: memoryview, first: int) -> None:
+    for word in range(first, first + 4):
+        words[word] = 0
 
 
 # A fork must not fall between the moments when a descriptor is opened and when it is known here: the child would keep

@@ -9,8 +9,11 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0                8              16             24            32                               size
-    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ 0 ──────── ┼─ memory/rows.py, memory/arena.py ┤
+    byte 0                8              16             24            32           40                             size
+    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ capacity ──┼─ page-locked ┼─ memory/rows.py, arena.py ┤
+
+``capacity`` is what the arena's maker allows it to cost: for onlookers (transport/survey.py).
+``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -27,6 +30,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import weakref
 from multiprocessing import context, reduction
 from typing import Any
@@ -35,11 +39,24 @@ import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
-__all__ = ["DEFAULT_SIZE", "MINIMUM_SIZE", "PAGE", "Segment"]
+__all__ = [
+    "CAPACITY",
+    "DEFAULT_SIZE",
+    "MINIMUM_SIZE",
+    "NAME",
+    "PAGE",
+    "PAGE_LOCKED",
+    "Segment",
+    "read_head",
+    "segment_at",
+]
 
 PAGE = 4096
 DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 128 TiB
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
+
+NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
+CAPACITY, PAGE_LOCKED = 24 // 8, 32 // 8  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 1
@@ -132,7 +149,12 @@ class Segment:
         return os.fstat(self.descriptor).st_blocks * 512
 
     def punch(self, start: int, stop: int) -> None:
-        """Give back the memory of the whole pages within [start, stop). They read as zeros from now on."""
+        """Give back the memory of the whole pages within [start, stop), unless somebody has locked pages of the segment.
+
+        What is in them nobody may need: they read as zeros from now on, or as before.
+        """
+        if self.words[PAGE_LOCKED]:  # a GPU would go on with the old pages
+            return
         start = -(-start // PAGE) * PAGE
         stop = stop // PAGE * PAGE
         if start < stop:
@@ -151,7 +173,23 @@ class Segment:
         return f"<Segment {self.size >> 20} MiB of addresses, {self.resident() >> 10} KiB resident>"
 
 
+def read_head(descriptor: int) -> tuple[int, int]:
+    """Size and capacity of the segment that a descriptor leads to; (0, 0) for what is none of this version. Maps nothing."""
+    data = os.pread(descriptor, _HEAD.size + 8, 0)
+    if len(data) < _HEAD.size + 8 or _HEAD.unpack_from(data) != (MAGIC, VERSION, os.fstat(descriptor).st_size):
+        return 0, 0
+    return int(_HEAD.unpack_from(data)[2]), int.from_bytes(data[_HEAD.size :], sys.byteorder)
+
+
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
+
+
+def segment_at(address: int) -> Segment | None:
+    """The segment of this process that an address of memory lies in."""
+    for segment in list(_mapped.values()):
+        if 0 <= address - segment.octets.ctypes.data < segment.size:
+            return segment
+    return None
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -171,7 +209,7 @@ def _rebuild(duplicate: Any, size: int) -> Segment:
 
 def _sealed_memfd(size: int) -> int:
     try:
-        descriptor = os.memfd_create("tensorpipe_ipc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except AttributeError as missing:
         raise SharedMemoryError(errno.ENOSYS, "this system has no memfd_create (it is Linux's)") from missing
     except OSError as failed:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.errors import Closed, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
@@ -67,10 +67,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         UnsupportedLeaf: its memory is no plain memory (sparse, quantized, nested, meta, a subclass), or is gone.
+        Closed: it is a GPU's, and this is a fork of a process that used CUDA.
     """
     _refuse_exotic(tensor)
     if not tensor.is_cpu:
-        tensor = tensor.cpu()
+        tensor = _to_cpu(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor._is_zerotensor():
         return tensor.clone()
@@ -79,6 +80,18 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous() and dense_order(tensor) is None:
         return tensor.contiguous()
     return tensor
+
+
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.cpu()
+    except RuntimeError as error:
+        if "fork" not in str(error):
+            raise
+        raise Closed(
+            "CUDA was used in the process that this one was forked from, and cannot be used after a fork; start it with "
+            "spawn or forkserver"
+        ) from error
 
 
 def describe(tensor: torch.Tensor) -> TensorMeta:

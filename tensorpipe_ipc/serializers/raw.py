@@ -22,6 +22,7 @@ class Raw:
 
     name = "raw"
     zero_copy = True
+    is_memory = True  # a payload is the tensor's items and nothing else: whoever makes them elsewhere need not ask
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a view of its memory (of a gathered copy, where it has gaps).

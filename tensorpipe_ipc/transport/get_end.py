@@ -144,8 +144,10 @@ class GetEnd(QueueEnd):
             words[operation.given] = 0  # G7
             if self._has_tasks:
                 tasks.settle_taken(words, operation.tally)  # J4
-            operation.messages += 1
-            operation.nbytes += words[word + NBYTES]
+            counted = operation.messages = operation.messages + 1
+            words[operation.counters] = counted
+            counted = operation.nbytes = operation.nbytes + words[word + NBYTES]
+            words[operation.counters + 1] = counted
             spare, operation = operation, None
             self._getting.append(spare)
             return message
@@ -207,6 +209,7 @@ class GetEnd(QueueEnd):
                     words[operation.given + i] = 0  # G7
             operation.messages += count
             operation.nbytes += sum(words[word + NBYTES] for word in blocks)
+            words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             spare, operation = operation, None
             self._batches[GET].append(spare)
             return messages
@@ -392,6 +395,7 @@ class GetEnd(QueueEnd):
             return False
         spare = self._getting if operation.size == 1 else self._batches[GET]
         operation.messages += 1
+        self.words[operation.counters] = operation.messages
         if any(operation is other.operation for other in list(self._aside)):
             aside.operation = None
         else:

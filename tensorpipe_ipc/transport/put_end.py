@@ -28,7 +28,7 @@ from tensorpipe_ipc.memory.arena import (
     kind_of,
 )
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.rows import BATCH, PUT, Operation, Record
+from tensorpipe_ipc.memory.rows import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS
@@ -103,8 +103,10 @@ class PutEnd(QueueEnd):
             self._left.append(operation)
             self._take_up()
             raise
-        operation.messages += 1
-        operation.nbytes += nbytes
+        counted = operation.messages = operation.messages + 1
+        words[operation.counters] = counted
+        counted = operation.nbytes = operation.nbytes + nbytes
+        words[operation.counters + 1] = counted
         self._putting.append(operation)
 
     def _queue(self, operation: Operation, word: int, generation: int) -> None:
@@ -196,6 +198,7 @@ class PutEnd(QueueEnd):
             raise
         operation.messages += len(blocks)
         operation.nbytes += sum(payload.nbytes for payload, _ in messages[: len(blocks)])
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         self._batches[PUT].append(operation)
         return len(blocks)
 
@@ -248,6 +251,7 @@ class PutEnd(QueueEnd):
             raise
         operation.messages += 1
         operation.nbytes += handover.nbytes
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         self._putting.append(operation)
         return True
 
@@ -306,6 +310,7 @@ class PutEnd(QueueEnd):
         finally:
             self.waits += 1
             self.seconds_waited += monotonic() - began
+            self._tell_waits()
         if not count:
             raise Full(self._why_full("has no free place"))
         return count
@@ -345,6 +350,13 @@ class PutEnd(QueueEnd):
                 pause = min(2 * pause, SLICE)
         finally:
             self.seconds_waited += monotonic() - began
+            self._tell_waits()
+
+    def _tell_waits(self) -> None:
+        """For onlookers: how often and how long this process waited to put here, beside any one of its operations."""
+        for operation in self._operations[:1]:
+            self.words[operation.counters + WAITS] = self.waits
+            self.words[operation.counters + MICROSECONDS] = int(self.seconds_waited * 1e6)
 
     def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
         """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""

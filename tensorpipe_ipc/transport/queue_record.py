@@ -3,9 +3,9 @@
 ::
 
     the record, a KEPT block of the arena
-    word 8        9           10          11       12          13         16
-    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ──┼─ laps[maxsize] ─ the last lap in which each
-    one writer:     anybody, who stores 1              creator              slot's credit was taken, by who took it
+    word 8        9           10          11       12          13        14       16
+    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ laps[maxsize] ─ the last lap in which
+    one writer:     anybody, who stores 1              creator            creator  each slot's credit was taken, by who took it
 
     the queue's number    55 ──────── 32 31 ───────── 0
                           │ generation  │ block >> 9  │
@@ -13,7 +13,7 @@
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
 puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was used (transport/token_pipe.py); ``tasks``: the
-queue can be joined.
+queue can be joined; ``pair``: it lies between two endpoints (for onlookers).
 
 **Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
 carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
@@ -34,11 +34,12 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena, kind_of
 from tensorpipe_ipc.memory.rows import read_lock
 
-__all__ = ["SLOTS", "SLOT_BITS", "Life", "QueueRecord", "number_of"]
+__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "facts_of", "number_of"]
 
 SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
-_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _LAPS = 8, 9, 10, 11, 12, 13, 16
+_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _LAPS = 8, 9, 10, 11, 12, 13, 14, 16
+FACTS = 8 * _LAPS
 
 
 class Life:
@@ -75,7 +76,7 @@ class QueueRecord:
         block: the record's offset in the segment.
         maxsize: how many messages may be in the queue; 0: any number.
         has_tasks: whether the queue can be joined.
-        watch, spilled, shut, dropped, laps: indexes of these words.
+        watch, spilled, shut, dropped, pair, laps: indexes of these words.
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -85,7 +86,7 @@ class QueueRecord:
         self.maxsize = self.words[word + _MAXSIZE]
         self.has_tasks = bool(self.words[word + _TASKS])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
-        self.dropped, self.laps = word + _DROPPED, word + _LAPS
+        self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
 
     @classmethod
     def create(cls, arena: Arena, maxsize: int, tasks: bool) -> tuple[QueueRecord, Life]:
@@ -138,6 +139,12 @@ class QueueRecord:
 def number_of(arena: Arena, block: int) -> int:
     """The number of the queue whose record lies in a KEPT block."""
     return (arena.words[block >> 3] >> GENERATION_AT & 0xFFFFFF) << 32 | block >> SMALLEST
+
+
+def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
+    """Of the first ``FACTS`` bytes of a queue's record: maxsize, and whether it was shut down, can be joined, is a pair's."""
+    words = memoryview(record).cast("Q")
+    return words[_MAXSIZE], bool(words[_SHUT]), bool(words[_TASKS]), bool(words[_PAIR])
 
 
 def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:

@@ -117,6 +117,7 @@ def make(maxsize: int) -> PairQueue:
     queue = PairQueue.create(_own_undertaker(), maxsize)
     assert isinstance(queue, PairQueue)
     assert queue.credits is not None
+    queue.words[queue.record.pair] = 1
     if queue.tickets.spills or queue.credits.spills:
         queue.close()
         raise SharedMemoryError(errno.ENOSPC, "no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "Dtype"]
+__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "NARROW", "Dtype", "is_narrowed"]
 
 
 class Dtype(NamedTuple):
@@ -61,3 +61,20 @@ def _table() -> list[Dtype]:
 BY_TORCH: dict[torch.dtype, Dtype] = {row.torch: row for row in _table()}
 BY_CODE: dict[int, Dtype] = {row.code: row for row in BY_TORCH.values()}
 BY_NUMPY: dict[np.dtype[Any], Dtype] = {row.numpy: row for row in BY_TORCH.values() if row.numpy is not None}
+
+NARROW: tuple[torch.dtype, ...] = tuple(
+    getattr(torch, name) for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
+)  # what floats may be narrowed to
+
+
+def is_narrowed(own: torch.dtype, to: torch.dtype) -> bool:
+    """Whether tensors of the dtype ``own`` cross as ``to``, where that is asked for: real floats that are wider than it."""
+    return own.is_floating_point and own in _PLAIN_FLOATS and to in NARROW and own.itemsize > to.itemsize
+
+
+_PLAIN_FLOATS = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}  # of the others, scales are kept elsewhere

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 MAGIC = b"TPIC"
-VERSION = 2
+VERSION = 3
 MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
 

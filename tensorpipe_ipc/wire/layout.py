@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "Block", "in_block", "layout", "places_of"]
+__all__ = ["ALIGN", "BULK", "Block", "Written", "in_block", "layout", "places_of"]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
 ALIGN = 64  # a cache line, and what torch aligns its own memory to
@@ -18,6 +18,21 @@ ALIGN = 64  # a cache line, and what torch aligns its own memory to
 SHORT = 4096  # bytes of a payload from which on a copy costs more than the call that makes it
 LONGEST_RUN = 1 << 20  # bytes that are joined: they are copied twice, and the interpreter waits
 _PADDING = [bytes(count) for count in range(ALIGN)]
+
+
+class Written:
+    """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def write_into(self, place: memoryview) -> None:
+        """Make it in ``place``, which is aligned and of its length. May be called again, elsewhere."""
+        raise NotImplementedError
+
+    def frame(self) -> memoryview:
+        """It, made in memory of its own, which lives as long as what is returned."""
+        raise NotImplementedError
 
 
 def layout(sizes: Iterator[int]) -> tuple[int, int, int]:
@@ -111,6 +126,8 @@ class Block:
             if type(part) is list:
                 joined = b"".join(part)
                 place[start : start + len(joined)] = joined
+            elif isinstance(part, Written):
+                part.write_into(place[start : start + len(part)])
             elif isinstance(part, ctypes.Array):
                 ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(place)) + start, part, len(part))
             else:

@@ -18,7 +18,7 @@ import torch
 from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
-from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, Written
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing
@@ -37,7 +37,8 @@ class Encoder(Protocol):
     name: str
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """A tensor's meta and its bytes."""
+        """A tensor's meta and its bytes. One that narrows floats has a ``wire_dtype``, and an ``encode_span`` for memory
+        that several of them share."""
 
 
 class Outgoing(NamedTuple):
@@ -62,6 +63,8 @@ class Outgoing(NamedTuple):
     def _kept(self, payload: Any) -> Any:
         """A large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was
         interrupted and the caller's tensor is gone. A view through ctypes does not do so by itself."""
+        if isinstance(payload, Written):
+            return payload.frame()
         owner = payload.obj if isinstance(payload, memoryview) else payload
         if isinstance(owner, ctypes.Array):
             owner.keep = self.keep  # type: ignore[attr-defined]
@@ -99,7 +102,7 @@ def encode(tree: Any, serializer: Encoder) -> Outgoing:
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
         return Outgoing(schema, values, [payload], nbytes, leaves)
-    shared = Sharing(leaves)
+    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None))
     payloads: list[Any] = []
     spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
     metas = _encode_leaves(tree, leaves, serializer, shared, payloads)
@@ -128,9 +131,12 @@ def _head(name: str, spec: list[bytes]) -> bytes:
 
 
 def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -> bytes:
-    _, payload = serializer.encode(span)
+    if span.dtype is torch.uint8:
+        nbytes, (_, payload) = len(span), serializer.encode(span)
+    else:
+        nbytes, payload = serializer.encode_span(span)  # type: ignore[attr-defined]
     payloads.append(payload)
-    return SPAN.pack(len(span), len(payload))
+    return SPAN.pack(nbytes, len(payload))
 
 
 def _encode_leaves(

@@ -4,13 +4,17 @@ Packed, little-endian, one after another in a header::
 
     offset 0        1         2       3      4              12
            +--------+---------+-------+------+--------------+---------------------+----------------+
-    PLAIN  | dtype  | layout  | ndim  |  0   | nbytes   u64 | dims   ndim x i64   |                |
+    PLAIN  | dtype  | layout  | ndim  | own  | nbytes   u64 | dims   ndim x i64   |                |
            +--------+---------+-------+------+--------------+---------------------+----------------+
     ORDERED   as PLAIN, then the order of the dimensions in memory, outermost first:  | ndim x u8   |
            +--------+---------+-------+------+--------------+---------------------+----------------+
     VIEW      nbytes is the index of a span; then   | offset u64 | strides  ndim x i64  |
            +--------+---------+-------+------+--------------+---------------------+----------------+
     OPAQUE    dtype, ndim and dims are absent (zero): only the serializer knows what its bytes are
+
+``own`` is 0, or the dtype that the sender's tensor had: wider floats, which crossed as ``dtype`` (``wire_dtype``) and are
+restored on arrival, for which at most eight times as many bytes are taken as arrived. All views of one span have the
+same ``dtype`` and ``own``, if any has an ``own``.
 
 * PLAIN: the payload is the tensor's items, last dimension fastest.
 * ORDERED: the same for a tensor that is dense in memory with its dimensions in another order (channels_last,
@@ -30,9 +34,19 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
+from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype, is_narrowed
 
-__all__ = ["MAX_DIMS", "MAX_NBYTES", "METAS", "OPAQUE", "LeafMeta", "TensorMeta", "meta_of", "unpack_meta"]
+__all__ = [
+    "MAX_DIMS",
+    "MAX_NBYTES",
+    "METAS",
+    "OPAQUE",
+    "LeafMeta",
+    "TensorMeta",
+    "meta_of",
+    "narrowed_meta",
+    "unpack_meta",
+]
 
 MAX_DIMS = 64  # torch's own limit
 MAX_NBYTES = 1 << 48  # 256 TiB: more than any machine maps, and far from overflowing a signed 64-bit product
@@ -72,7 +86,13 @@ class TensorMeta:
         "window",
     )
 
-    def __init__(self, row: Dtype | None, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        row: Dtype | None,
+        shape: tuple[int, ...],
+        order: tuple[int, ...] | None = None,
+        own: Dtype | None = None,
+    ) -> None:
         self.dtype = row.torch if row else None
         self.numpy_dtype = row.numpy if row else None
         self.complex = row is not None and row.torch.is_complex
@@ -82,7 +102,7 @@ class TensorMeta:
         self.direct = self.numpy_dtype is not None and order is None and self.nbytes > 0
         self.window: Window = self._first_window
         layout = _OPAQUE if row is None else _PLAIN if order is None else _ORDERED
-        self._head = (row.code if row else 0, layout, len(shape), 0)
+        self._head = (row.code if row else 0, layout, len(shape), own.code if own else 0)
         self._tail = struct.pack(f"<{len(shape)}q", *shape) + (bytes(order) if order else b"")
         self.packed = self.pack(self.nbytes)
 
@@ -100,10 +120,10 @@ class TensorMeta:
 
     def pack_view(self, span: int, offset: int, strides: tuple[int, ...]) -> bytes:
         """The meta's bytes, for a window on span number ``span``, ``offset`` bytes into it; strides in items."""
-        code, _, ndim, _ = self._head
+        code, _, ndim, own = self._head
         dims = struct.pack(f"<{ndim}q", *self.shape)
         return (
-            _FIXED.pack(code, _VIEW, ndim, 0, span) + dims + _OFFSET.pack(offset) + struct.pack(f"<{ndim}q", *strides)
+            _FIXED.pack(code, _VIEW, ndim, own, span) + dims + _OFFSET.pack(offset) + struct.pack(f"<{ndim}q", *strides)
         )
 
 
@@ -117,6 +137,7 @@ class LeafMeta(NamedTuple):
     span: int | None = None  # the span it is a window on, instead of a payload of its own
     offset: int = 0  # bytes into that span
     strides: tuple[int, ...] = ()  # in items, for a view
+    own: Dtype | None = None  # what the sender's tensor was, if it was narrowed
 
     def tensor_meta(self) -> TensorMeta:
         """The tensor's meta, shared by all leaves alike."""
@@ -158,13 +179,13 @@ class _Shapes(dict[Any, TensorMeta]):
     A dict with ``__missing__``, because a hit then costs no Python call: it is asked for every tensor that is sent.
     """
 
-    def __init__(self, row: Dtype) -> None:
+    def __init__(self, row: Dtype, own: Dtype | None = None) -> None:
         super().__init__()
-        self._row = row
+        self._row, self._own = row, own
 
     def __missing__(self, key: Any) -> TensorMeta:
         shape, order = key if len(key) == 2 and isinstance(key[0], tuple) else (key, None)
-        meta = TensorMeta(self._row, tuple(shape), order)
+        meta = TensorMeta(self._row, tuple(shape), order, self._own)
         if len(self) >= 1024:  # a stream has few shapes; one of ever new shapes starts over instead of growing
             self.clear()
         self[meta.shape if order is None else (meta.shape, order)] = meta
@@ -172,6 +193,9 @@ class _Shapes(dict[Any, TensorMeta]):
 
 
 METAS = {dtype: _Shapes(row) for dtype, row in BY_TORCH.items()}  # METAS[dtype][shape]
+_NARROWED = {
+    (own, to): _Shapes(row, BY_TORCH[own]) for own in BY_TORCH for to, row in BY_TORCH.items() if is_narrowed(own, to)
+}
 OPAQUE = TensorMeta(None, ())
 
 
@@ -182,6 +206,17 @@ def meta_of(dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] |
         KeyError: the dtype is not in the table.
     """
     return METAS[dtype][shape if order is None else (tuple(shape), order)]
+
+
+def narrowed_meta(
+    own: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None
+) -> TensorMeta:
+    """The same for a tensor that crosses as ``dtype`` and is restored to ``own``.
+
+    Raises:
+        KeyError: none of ``own`` does so.
+    """
+    return _NARROWED[own, dtype][shape if order is None else (tuple(shape), order)]
 
 
 def unpack_meta(data: bytes, at: int) -> tuple[LeafMeta, int]:
@@ -200,19 +235,24 @@ def unpack_meta(data: bytes, at: int) -> tuple[LeafMeta, int]:
     """
     if at + _FIXED.size > len(data):
         raise ProtocolError(f"tensor meta cut short: {len(data) - at} bytes left, {_FIXED.size} needed")
-    code, layout, ndim, zero, nbytes = _FIXED.unpack_from(data, at)
-    if layout > _OPAQUE or zero:
-        raise ProtocolError(f"tensor meta: layout {layout}, reserved byte {zero}: known layouts are 0 to {_OPAQUE}")
+    code, layout, ndim, wide, nbytes = _FIXED.unpack_from(data, at)
+    if layout > _OPAQUE:
+        raise ProtocolError(f"tensor meta: layout {layout}: known layouts are 0 to {_OPAQUE}")
     if nbytes > MAX_NBYTES:
         raise ProtocolError(f"a payload of {nbytes} bytes, the limit is {MAX_NBYTES}")
     at += _FIXED.size
     if layout == _OPAQUE:
-        if code or ndim:
-            raise ProtocolError(f"opaque tensor meta with dtype {code} and {ndim} dimensions, both must be 0")
+        if code or ndim or wide:
+            raise ProtocolError(
+                f"opaque tensor meta with dtype {code}, {ndim} dimensions and own {wide}, all must be 0"
+            )
         return LeafMeta(None, nbytes=nbytes), at
     row = BY_CODE.get(code)
     if row is None:
         raise ProtocolError(f"dtype code {code} is not in the table")
+    own = BY_CODE.get(wide)
+    if wide and (own is None or not is_narrowed(own.torch, row.torch)):
+        raise ProtocolError(f"own dtype {wide} of a tensor that crosses as {code}: no such floats are narrowed to it")
     if ndim > MAX_DIMS:
         raise ProtocolError(f"{ndim} dimensions, the limit is {MAX_DIMS}")
     end = at + (8 * ndim, 9 * ndim, 8 + 16 * ndim)[layout]
@@ -220,11 +260,11 @@ def unpack_meta(data: bytes, at: int) -> tuple[LeafMeta, int]:
         raise ProtocolError(f"tensor meta cut short: {len(data) - at} bytes left, {end - at} needed")
     shape = _shape(data, at, ndim, row.itemsize)
     if layout == _VIEW:
-        return LeafMeta(row, shape, None, 0, nbytes, *_view(data, at + 8 * ndim, ndim, row.itemsize)), end
+        return LeafMeta(row, shape, None, 0, nbytes, *_view(data, at + 8 * ndim, ndim, row.itemsize), own), end
     order = tuple(data[end - ndim : end]) if layout == _ORDERED else None
     if order is not None and sorted(order) != list(range(ndim)):
         raise ProtocolError(f"order {list(order)} of {ndim} dimensions is no permutation")
-    return LeafMeta(row, shape, order, nbytes), end
+    return LeafMeta(row, shape, order, nbytes, own=own), end
 
 
 def _shape(data: bytes, at: int, ndim: int, itemsize: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.wire.dtypes import BY_CODE
+from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered
 
 __all__ = ["Plan"]
@@ -48,15 +48,27 @@ class Plan:
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
+        self._build_arrays: Build | None = None
+        self._kinds: bytearray | None = None
 
-    def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+    @property
+    def kinds(self) -> bytearray:
+        """The op of each leaf, in the order of the spec. Found when first asked for: not of a message that is refused."""
+        if self._kinds is None:
+            self._kinds = bytearray()
+            _check(self._spec, self._kinds)
+        return self._kinds
+
+    def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:
         """Put a tree together.
 
         Args:
             leaves: ``self.leaves`` tensors, in the order of the spec. They become part of the tree.
             values: ``self.values`` values.
+            as_numpy: whether tensors become NumPy arrays on their memory.
 
         Raises:
+            UnsupportedLeaf: a tensor that is to become an array is of a dtype that NumPy lacks.
             ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of strings),
                 or a dict has a key twice.
         """
@@ -64,18 +76,24 @@ class Plan:
             raise ProtocolError(
                 f"{len(leaves)} leaves and {len(values)} values for a tree of {self.leaves} and {self.values}"
             )
-        if self._build is None:
-            self._build, _ = _read(self._spec, 0)
+        if as_numpy:
+            build = self._build_arrays = self._build_arrays or _read(self._spec, 0, _ARRAY_READERS)[0]
+        else:
+            build = self._build = self._build or _read(self._spec, 0, _READERS)[0]
         try:
-            return self._build(iter(leaves), iter(values))
+            return build(iter(leaves), iter(values))
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            if isinstance(error, ProtocolError):
+            if isinstance(error, (ProtocolError, UnsupportedLeaf)):
                 raise
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
 
 
-def _check(spec: Buffer) -> tuple[int, int]:
-    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of."""
+def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int]:
+    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of.
+
+    Args:
+        kinds: gets the op of each leaf.
+    """
     at = leaves = values = nodes = 0
     open_counts = [1]
     while open_counts:
@@ -111,6 +129,8 @@ def _check(spec: Buffer) -> tuple[int, int]:
                 raise ProtocolError(f"a tree nested deeper than {MAX_DEPTH} containers")
         else:
             raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
+        if kinds is not None and Op.TENSOR <= op <= Op.TYPED:
+            kinds.append(op)
     if at != len(spec):
         raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
     return leaves, values
@@ -169,11 +189,11 @@ def _skip(spec: Buffer, at: int) -> int:
     return end
 
 
-def _read(spec: Buffer, at: int) -> tuple[Build, int]:
+def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
     """The builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
     op = spec[at]
     at += 1
-    simple = _READERS.get(op)
+    simple = readers.get(op)
     if simple is not None:
         return simple, at
     if op == Op.TYPED:
@@ -186,10 +206,10 @@ def _read(spec: Buffer, at: int) -> tuple[Build, int]:
     if op == Op.SIZE:
         count, at = _count(spec, at, 8)
         return _constant(torch.Size(struct.unpack_from(f"<{count}q", spec, at))), at + 8 * count
-    return _read_container(spec, op, at)
+    return _read_container(spec, op, at, readers)
 
 
-def _read_container(spec: Buffer, op: int, at: int) -> tuple[Build, int]:
+def _read_container(spec: Buffer, op: int, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
     name = ""
     if op in (Op.NAMEDTUPLE, Op.DATACLASS):
         end = _skip(spec, at)
@@ -204,7 +224,7 @@ def _read_container(spec: Buffer, op: int, at: int) -> tuple[Build, int]:
             at = end
     children = []
     for _ in range(count):
-        child, at = _read(spec, at)
+        child, at = _read(spec, at, readers)
         children.append(child)
     if op == Op.DICT:
         return _dict_reader(keys, children), at
@@ -307,4 +327,19 @@ _READERS: dict[int, Build] = {
     Op.NDARRAY: lambda leaves, values: next(leaves).numpy(),
     Op.BYTES: lambda leaves, values: next(leaves).numpy().tobytes(),
     Op.UNTYPED: lambda leaves, values: next(leaves).untyped_storage(),
+}
+
+
+def _array(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> Any:
+    leaf = next(leaves)
+    if BY_TORCH[leaf.dtype].numpy is None:
+        raise UnsupportedLeaf(
+            f"NumPy has no {leaf.dtype}: get it without as_numpy, or have the producer send .float() or .view(torch.uint8)"
+        )
+    return leaf.numpy()
+
+
+_ARRAY_READERS: dict[int, Build] = {
+    **_READERS,
+    **dict.fromkeys((Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN), _array),
 }

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, Arrival, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, LeafMeta, TensorMeta, meta_of, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
@@ -100,7 +101,14 @@ class Schema:
             if len(frame) != size:
                 raise ProtocolError(f"payload frame {index} is of {len(frame)} bytes, the header announces {size}")
 
-    def tree(self, values: memoryview, frames: Sequence[memoryview], serializer: Decoder, own: int) -> Any:
+    def tree(
+        self,
+        values: memoryview,
+        frames: Sequence[memoryview],
+        serializer: Decoder,
+        own: int,
+        arrival: Arrival = AS_SENT,
+    ) -> Any:
         """The message's tree.
 
         Args:
@@ -109,41 +117,86 @@ class Schema:
             serializer: the one named ``self.serializer``.
             own: payloads of up to so many bytes are copied out of their frame; larger ones may lie on it. Those under
                 ``BULK`` are copied in any case: they lie crooked.
+            arrival: what becomes of the leaves.
 
         Raises:
             ProtocolError: values or payloads that do not fit.
+            UnsupportedLeaf: a leaf is wanted as an array, and NumPy lacks its dtype.
         """
         opened = self._open()
-        if self._plan.is_leaf and len(frames) == 1 and not len(values):  # the most common tree of all: one tensor
+        as_sent = arrival is AS_SENT and not opened.narrowed
+        if as_sent and self._plan.is_leaf and len(frames) == 1 and not len(values):  # the most common tree: one tensor
             return _decode(serializer, opened.metas[0], frames[0], own)
         items = _values(values, self._plan.values)
         payloads = iter([frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places])
         memory = [_span(serializer, size, next(payloads), own) for size in opened.spans]
+        if not as_sent:
+            return self._arrive(opened, memory, payloads, items, serializer, own, arrival)
         leaves = [
             _decode(serializer, meta, next(payloads), own) if leaf.span is None else _view(memory[leaf.span], leaf)
             for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
         ]
         return self._plan.build(leaves, items)
 
-    def tree_in(self, values: bytes, region: memoryview, serializer: Decoder) -> Any:
+    def _arrive(
+        self,
+        opened: _Opened,
+        memory: list[torch.Tensor],
+        payloads: Iterator[memoryview],
+        items: list[Any],
+        serializer: Decoder,
+        own: int,
+        arrival: Arrival,
+    ) -> Any:
+        """The tree, with its leaves as they are wanted."""
+        kinds = self._plan.kinds
+        wide = [is_restored(leaf, kind, arrival) for leaf, kind in zip(opened.leaves, kinds, strict=True)]
+        moved = [arrival.unstage is not None and kind in TENSORS for kind in kinds]
+        for span, members in opened.members().items():
+            first = opened.leaves[members[0]]
+            if arrival.unstage is not None and all(moved[index] for index in members):
+                memory[span] = arrival.unstage(memory[span])
+                for index in members:
+                    moved[index] = False
+            if first.own is not None and any(wide[index] for index in members):
+                for index in members:
+                    wide[index] = True
+                memory[span] = restored_span(memory[span], first)
+        leaves = []
+        for index, (leaf, meta) in enumerate(zip(opened.leaves, opened.metas, strict=True)):
+            if leaf.span is not None:
+                tensor = _view(memory[leaf.span], leaf, restored=wide[index])
+            else:
+                tensor = _decode(serializer, meta, next(payloads), min(own, 0) if wide[index] else own)
+            if moved[index] and arrival.unstage is not None:  # narrow, if it came so: a half of the way's bytes
+                tensor = arrival.unstage(tensor)
+            if wide[index] and leaf.span is None and leaf.own is not None:
+                tensor = widened(tensor, leaf.own.torch)
+            leaves.append(tensor)
+        return self._plan.build(leaves, items, as_numpy=arrival.as_numpy)
+
+    def tree_in(self, values: bytes, region: memoryview, serializer: Decoder, arrival: Arrival = AS_SENT) -> Any:
         """The tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
 
         Args:
             values: as in a header.
             region: the payloads. It is the receiver's own, and writable: tensors may lie on it.
             serializer: the one named ``self.serializer``.
+            arrival: what becomes of the leaves.
 
         Raises:
             ProtocolError: values or payloads that do not fit.
+            UnsupportedLeaf: a leaf is wanted as an array, and NumPy lacks its dtype.
         """
         opened = self._opened or self._open()
         decode = serializer.decode
         if len(region) != opened.block_size:
             raise ProtocolError(f"payloads of {len(region)} bytes, the schema announces {opened.block_size}")
-        if self._plan.is_leaf and not values:
+        as_sent = arrival is AS_SENT and not opened.narrowed
+        if as_sent and self._plan.is_leaf and not values:
             return decode(opened.metas[0], region if type(region) is memoryview else region[:])
         items = _values(memoryview(values), self._plan.values)
-        if not opened.spans:
+        if as_sent and not opened.spans:
             decode_in: Any = getattr(serializer, "decode_in", None)
             if decode_in is not None:
                 return self._plan.build(decode_in(opened.metas, region, opened.in_block), items)
@@ -151,6 +204,8 @@ class Schema:
             return self._plan.build(list(map(decode, opened.metas, payloads)), items)
         rest = iter([region[start:end] for start, end in opened.in_block])
         memory = [_span(serializer, size, next(rest), -1) for size in opened.spans]
+        if not as_sent:
+            return self._arrive(opened, memory, rest, items, serializer, -1, arrival)
         leaves = [
             decode(meta, next(rest)) if leaf.span is None else _view(memory[leaf.span], leaf)
             for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
@@ -192,6 +247,15 @@ class _Opened(NamedTuple):
     frame_sizes: list[int]
     in_block: list[tuple[int, int]]  # of each payload: start and end, where all lie in one block
     block_size: int  # of all of them, there
+    narrowed: bool  # whether any leaf has another dtype of its own
+
+    def members(self) -> dict[int, list[int]]:
+        """Which leaves are views of each span."""
+        found: dict[int, list[int]] = {}
+        for index, leaf in enumerate(self.leaves):
+            if leaf.span is not None:
+                found.setdefault(leaf.span, []).append(index)
+        return found
 
 
 class _Schemas(dict[bytes, Schema]):
@@ -249,9 +313,13 @@ def _check_tensors(data: bytes, at: int) -> int:
         if max(span) > MAX_NBYTES:
             raise ProtocolError(f"a span of {max(span)} bytes, the limit is {MAX_NBYTES}")
     count, at = _count(data, at, _LEAST_META)
+    dtypes: dict[int, tuple[Any, Any]] = {}  # of the views of spans that hold narrowed items
     for _ in range(count):
         leaf, at = unpack_meta(data, at)
         if leaf.span is not None:
+            dtype = leaf.row if leaf.own is not None else None, leaf.own
+            if dtypes.setdefault(leaf.span, dtype) != dtype:
+                raise ProtocolError(f"views of span {leaf.span} that were narrowed, and others that were not alike")
             if leaf.span >= spans:
                 raise ProtocolError(f"a view of span {leaf.span}, of which there are {spans}")
             (nbytes, _) = SPAN.unpack_from(data, first + leaf.span * SPAN.size)
@@ -283,6 +351,7 @@ def _open(data: bytes, at: int) -> _Opened:
         places,
         frame_sizes,
         *in_block(places),
+        any(leaf.own is not None for leaf in leaves),
     )
 
 
@@ -331,10 +400,11 @@ def _span(serializer: Decoder, size: int, payload: memoryview, own: int) -> torc
     return span.clone() if span.storage_offset() or not span.is_contiguous() else span
 
 
-def _view(span: torch.Tensor, leaf: LeafMeta) -> torch.Tensor:
+def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:
     assert leaf.row is not None
+    row = leaf.own if restored and leaf.own is not None else leaf.row
     try:
-        return torch.empty(0, dtype=leaf.row.torch).set_(
+        return torch.empty(0, dtype=row.torch, device=span.device).set_(
             span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides
         )
     except (RuntimeError, TypeError) as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tensorpipe_ipc.wire.dtypes import is_narrowed
 from tensorpipe_ipc.wire.layout import ALIGN
-from tensorpipe_ipc.wire.metas import meta_of
+from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
 
 __all__ = ["Sharing"]
 
@@ -14,11 +15,17 @@ class Sharing:
     """Which leaves of one message share memory: the spans of memory they share, and the leaves as views of them.
 
     Attributes:
-        spans: a uint8 tensor for each, from the first byte that a leaf uses to the last.
+        spans: a tensor for each, from the first byte that a leaf uses to the last: of uint8, or of the leaves' own dtype
+            where all have the same, and it is to be narrowed.
         views: leaf index -> its packed meta as a view.
     """
 
-    def __init__(self, leaves: list[torch.Tensor]) -> None:
+    def __init__(self, leaves: list[torch.Tensor], wire_dtype: torch.dtype | None = None) -> None:
+        """
+        Args:
+            wire_dtype: what wider floats cross as.
+        """
+        self._wire_dtype = wire_dtype
         self.spans: list[torch.Tensor] = []
         self.views: dict[int, bytes] = {}
         if not _all_apart(leaves):
@@ -44,12 +51,28 @@ class Sharing:
         end = max(extent[1] for extent in extents)
         if end > storage.nbytes():
             return  # somebody cut the storage under its tensors; set_ would make it grow again
+        own = self._narrowed(leaves, members)
         for index, extent in zip(members, extents, strict=True):
             leaf = leaves[index]
-            meta = meta_of(leaf.dtype, leaf.shape)
-            self.views[index] = meta.pack_view(len(self.spans), extent[0] - start, leaf.stride())
-        span = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (end - start,), (1,))
+            at = extent[0] - start
+            if own is None or self._wire_dtype is None:
+                meta = meta_of(leaf.dtype, leaf.shape)
+            else:
+                meta = narrowed_meta(own, self._wire_dtype, leaf.shape)
+                at = at // own.itemsize * self._wire_dtype.itemsize
+            self.views[index] = meta.pack_view(len(self.spans), at, leaf.stride())
+        dtype = own or torch.uint8
+        items = (end - start) // dtype.itemsize
+        span = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start // dtype.itemsize, (items,), (1,))
         self.spans.append(span)
+
+    def _narrowed(self, leaves: list[torch.Tensor], members: list[int]) -> torch.dtype | None:
+        """What dtype the members are of, if it is one, and is to be narrowed."""
+        dtypes = {leaves[index].dtype for index in members}
+        if self._wire_dtype is None or len(dtypes) > 1:
+            return None
+        (own,) = dtypes
+        return own if is_narrowed(own, self._wire_dtype) else None
 
 
 def _all_apart(leaves: list[torch.Tensor]) -> bool:

@@ -22,7 +22,7 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "02 01 0000 0000000000000000 95000000 00000000",
+                "03 01 0000 0000000000000000 95000000 00000000",
                 b"\x88\xa4role\xa8producer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x08\xaaserializer\xa3raw\xa7accepts\x90",
                 b"\xa8sequence\x05\xabcredit_pipe\x93\x04\xce\x00\x01\x11\x70\x01",
@@ -36,7 +36,7 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "02 02 0000 0000000000000000 95000000 00000000",
+                "03 02 0000 0000000000000000 95000000 00000000",
                 b"\x88\xa4role\xa8consumer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x40\xaaserializer\xa0\xa7accepts\x92\xa3raw\xa5numpy",
                 b"\xa8sequence\0\xabcredit_pipe\xc0",
@@ -47,18 +47,18 @@ GOLDEN_CONTROL = [
     (
         Kind.REFUSED,
         Refusal("no"),
-        join([b"TPIC", "02 03 0000 0000000000000000 0b000000 00000000", b"\x81\xa6reason\xa2no"]),
+        join([b"TPIC", "03 03 0000 0000000000000000 0b000000 00000000", b"\x81\xa6reason\xa2no"]),
     ),
 ]
 GOLDEN_PLAIN = [
-    (Kind.CREDIT, 258, b"", b"", join([b"TPIC", "02 05 0000 0201000000000000 00000000 00000000"])),
-    (Kind.GOODBYE, 259, b"", b"", join([b"TPIC", "02 06 0000 0301000000000000 00000000 00000000"])),
-    (Kind.DATA, 1, b"ab", b"c", join([b"TPIC", "02 04 0000 0100000000000000 02000000 01000000", b"abc"])),
+    (Kind.CREDIT, 258, b"", b"", join([b"TPIC", "03 05 0000 0201000000000000 00000000 00000000"])),
+    (Kind.GOODBYE, 259, b"", b"", join([b"TPIC", "03 06 0000 0301000000000000 00000000 00000000"])),
+    (Kind.DATA, 1, b"ab", b"c", join([b"TPIC", "03 04 0000 0100000000000000 02000000 01000000", b"abc"])),
 ]
 
 
 def prefix(
-    magic: bytes = b"TPIC", version: int = 2, kind: int = 4, zero: int = 0, lengths: tuple[int, int] = (0, 0)
+    magic: bytes = b"TPIC", version: int = 3, kind: int = 4, zero: int = 0, lengths: tuple[int, int] = (0, 0)
 ) -> memoryview:
     return memoryview(struct.pack("<4sBBHQII", magic, version, kind, zero, 1, *lengths) + bytes(sum(lengths)))
 
@@ -66,7 +66,7 @@ def prefix(
 @pytest.mark.parametrize(("kind", "body", "golden"), GOLDEN_CONTROL)
 def test_control_messages_are_these_bytes(kind: int, body: Hello | Refusal, golden: bytes) -> None:
     """Each control message with a body has these bytes, and these bytes are that message."""
-    assert header.VERSION == 2
+    assert header.VERSION == 3
     assert header.pack_control(kind, body) == golden
     head = header.unpack(memoryview(golden))
     assert head.kind == kind
@@ -127,10 +127,10 @@ def test_each_rule_has_two_sides(inside: memoryview, outside: memoryview, says: 
     assert type(raised.value) is ProtocolError
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 255])
+@pytest.mark.parametrize("version", [0, 2, 4, 255])
 def test_another_version_is_named_with_ours(version: int) -> None:
     """A header of another version says both, whatever else it holds."""
-    with pytest.raises(VersionMismatch, match=rf"version {version}, this process speaks version 2"):
+    with pytest.raises(VersionMismatch, match=rf"version {version}, this process speaks version 3"):
         header.unpack(prefix(version=version, kind=99, zero=3))
 
 

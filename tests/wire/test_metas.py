@@ -11,9 +11,11 @@ from exchange import join
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire import metas
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
-from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, meta_of, unpack_meta
+from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, meta_of, narrowed_meta, unpack_meta
 
-F32, I16, I32 = (BY_TORCH[dtype] for dtype in (torch.float32, torch.int16, torch.int32))
+F16, BF16, F32, F64, I16, I32 = (
+    BY_TORCH[getattr(torch, name)] for name in ("float16", "bfloat16", "float32", "float64", "int16", "int32")
+)
 # A change to any of these is a change of the format: it must change header.VERSION in the same commit.
 GOLDEN = {
     "PLAIN": (
@@ -37,6 +39,16 @@ GOLDEN = {
             ]
         ),
         LeafMeta(I32, (2, 3), None, 0, 1, 8, (6, 2)),
+    ),
+    "narrowed": (
+        narrowed_meta(torch.float64, torch.float16, (2, 3)).packed,
+        join(["0a 00 02 0c 0c00000000000000", "0200000000000000 0300000000000000"]),
+        LeafMeta(F16, (2, 3), None, 12, own=F64),
+    ),
+    "narrowed VIEW": (
+        narrowed_meta(torch.float32, torch.bfloat16, (2,)).pack_view(1, 8, (6,)),
+        join(["0d 02 01 0b 0100000000000000", "0200000000000000", "0800000000000000 0600000000000000"]),
+        LeafMeta(BF16, (2,), None, 0, 1, 8, (6,), F32),
     ),
     "OPAQUE": (OPAQUE.pack(9), join(["00 03 00 00 0900000000000000"]), LeafMeta(None, nbytes=9)),
 }
@@ -63,8 +75,8 @@ def test_dtype_codes_never_change() -> None:
     }
 
 
-def plain(code: int = 11, layout: int = 0, zero: int = 0, nbytes: int = 0, dims: tuple[int, ...] = ()) -> bytes:
-    return struct.pack("<BBBBQ", code, layout, len(dims), zero, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
+def plain(code: int = 11, layout: int = 0, own: int = 0, nbytes: int = 0, dims: tuple[int, ...] = ()) -> bytes:
+    return struct.pack("<BBBBQ", code, layout, len(dims), own, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
 
 
 def ordered(*order: int) -> bytes:
@@ -85,9 +97,14 @@ def view(code: int = 11, offset: int = 0, stride: int = 1) -> bytes:
         (plain(code=1), plain(code=0), "dtype code 0 is not in the table"),
         (plain(code=22), plain(code=23), "dtype code 23 is not in the table"),
         (plain(0, layout=3), plain(0, layout=4), "layout 4"),
-        (plain(zero=0), plain(zero=1), "reserved byte 1"),
+        (plain(code=14, own=10), plain(own=11), "own dtype 11 of a tensor that crosses as 11"),
+        (plain(code=10, own=11), plain(code=10, own=13), "own dtype 13 of a tensor that crosses as 10"),
+        (plain(code=10, own=11), plain(code=9, own=12), "own dtype 12 of a tensor that crosses as 9"),
+        (plain(code=10, own=12), plain(code=10, own=22), "own dtype 22"),
+        (plain(code=13, own=11), plain(code=13, own=99), "own dtype 99"),
+        (plain(0, layout=3), plain(0, layout=3, own=11), "own 11, all must be 0"),
         (plain(0, layout=3), plain(1, layout=3), "opaque tensor meta with dtype 1"),
-        (plain(0, layout=3), plain(0, layout=3, dims=(1,)), "opaque tensor meta with dtype 0 and 1 dimensions"),
+        (plain(0, layout=3), plain(0, layout=3, dims=(1,)), "opaque tensor meta with dtype 0, 1 dimensions"),
         (plain(nbytes=MAX_NBYTES), plain(nbytes=MAX_NBYTES + 1), f"payload of {MAX_NBYTES + 1} bytes"),
         (plain(dims=(1,) * 64), plain(dims=(1,) * 65), "65 dimensions, the limit is 64"),
         (plain(dims=(1,) * 64), plain(dims=(1,) * 255), "255 dimensions, the limit is 64"),

@@ -1,0 +1,53 @@
+"""Arrival: what becomes of a message's leaves before its tree is built: restored, moved to a device, shown to NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.metas import LeafMeta
+from tensorpipe_ipc.wire.spec import Op
+
+__all__ = ["AS_SENT", "TENSORS", "Arrival", "is_restored", "restored_span", "widened"]
+
+TENSORS = (Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN)  # kinds of leaves that may move to a device
+
+
+class Arrival(NamedTuple):
+    """What a receiver wants."""
+
+    restore: bool = True
+    """Whether floats that were narrowed (``wire_dtype``) get their own dtype back, in memory of their own. If not, they
+    stay what they crossed as, and may lie on what they came in. NumPy arrays of a dtype that NumPy lacks are restored
+    in any case."""
+    as_numpy: bool = False
+    """Whether tensors arrive as NumPy arrays on the same memory."""
+    unstage: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Moves a tensor to where it is wanted. Arrays, bytes and storages stay on the CPU."""
+
+
+AS_SENT = Arrival()
+
+
+def is_restored(leaf: LeafMeta, kind: int, arrival: Arrival) -> bool:
+    """Whether a leaf, of a kind (``Op``), gets its own dtype back."""
+    if leaf.own is None or leaf.row is None:
+        return False
+    return arrival.restore or ((kind == Op.NDARRAY or arrival.as_numpy) and leaf.row.numpy is None)
+
+
+def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
+    """A span's narrow items in their own dtype, as bytes."""
+    assert of.row is not None
+    assert of.own is not None
+    if len(span) % of.row.itemsize:
+        raise ProtocolError(f"a span of {len(span)} bytes, which are no items of {of.row.torch}")
+    return widened(span.view(of.row.torch), of.own.torch).view(torch.uint8)
+
+
+def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The items in another dtype, in memory of their own and in the same order there."""
+    return torch.empty_like(tensor, dtype=dtype).copy_(tensor)

@@ -1,0 +1,334 @@
+"""Staging with a recording in CUDA's place: which calls are made, in which order, and what happens when one fails.
+
+Tensors of the fake GPU are CPU tensors that the recording knows: every copy really happens, when its event is done.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory import staging
+from tensorpipe_ipc.memory.segment import PAGE_LOCKED
+from tensorpipe_ipc.memory.staging import Cuda, Staging, StagingEncoder, unstager
+from tensorpipe_ipc.serializers import base, serializer_named
+from tensorpipe_ipc.wire.arrival import Arrival
+from tensorpipe_ipc.wire.in_block import in_one_block
+from tensorpipe_ipc.wire.message import encode
+
+GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+LARGE = 100_000
+
+
+class Event:
+    """Of one copy, which is done when somebody waits for it, or ``finished`` is set."""
+
+    def __init__(self, calls: list[Any], copy: Any) -> None:
+        self.calls, self.copy, self.finished = calls, copy, False
+
+    def query(self) -> bool:
+        return self.finished
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+        self.done()
+
+    def done(self) -> None:
+        if not self.finished:
+            self.copy()
+        self.finished, self.copy = True, None  # which keeps what was copied
+
+
+class Recording(Cuda):
+    """Says what it was asked to do."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.calls: list[Any] = []
+        self.code = code
+        self.on_gpu: list[torch.Tensor] = []
+        self.events: list[Event] = []
+        self.bad_fork = False
+
+    def is_initialized(self) -> bool:
+        return not self.bad_fork
+
+    def is_bad_fork(self) -> bool:
+        return self.bad_fork
+
+    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is each for each in self.on_gpu)
+
+    def register(self, address: int, nbytes: int) -> int:
+        assert not address % 4096
+        assert not nbytes % 4096
+        self.calls.append("register")
+        return self.code
+
+    def unregister(self, address: int) -> None:
+        self.calls.append("unregister")
+
+    def side_stream(self, device: torch.device) -> Any:
+        self.calls.append(f"stream {device}")
+        return f"side {device}"
+
+    def current_stream(self, device: torch.device) -> Any:
+        return f"current {device}"
+
+    def order(self, later: Any, earlier: Any) -> None:
+        self.calls.append(f"{later} after {earlier}")
+
+    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
+        self.calls.append(f"copy on {stream}")
+        self.events.append(Event(self.calls, lambda: to.copy_(tensor)))
+        return self.events[-1]
+
+    def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self.calls.append(f"empty on {device}")
+        return torch.zeros_like(tensor)
+
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        self.calls.append(f"keep for {stream}")
+
+    def resolve(self, device: torch.device) -> torch.device:
+        return device if device.index is not None else GPU
+
+
+@pytest.fixture
+def cuda() -> Iterator[Recording]:
+    staging._warn.cache_clear()
+    made = Recording()
+    yield made
+    made.events.clear()
+    made.on_gpu.clear()
+
+
+def _put(queue: Any, tree: Any, at_work: Staging) -> None:
+    message = encode(tree, StagingEncoder(serializer_named("raw"), at_work))
+    queue._queue.put(*in_one_block(message))
+
+
+def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
+    arrival = Arrival(unstage=functools.partial(at_work.unstage, device=device))
+    return queue._queue.get(1, functools.partial(queue._decode, arrival=arrival))
+
+
+def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
+    cuda.on_gpu.append(torch.randn(shape))
+    return cuda.on_gpu[-1]
+
+
+def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
+    """Registered, ordered after the caller's stream, copied, kept, waited for: then it is queued. The block once only."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    sent = _gpu(cuda, LARGE)
+    _put(queue, {"x": sent, "n": torch.arange(3)}, at_work)
+    steps = ["side cuda after current cuda", "copy on side cuda", "keep for side cuda", "synchronize"]
+    device = str(sent.device)
+    assert cuda.calls == ["register", f"stream {device}", *(step.replace("cuda", device) for step in steps)]
+    assert torch.equal(queue.get()["x"], sent)
+    cuda.calls.clear()
+    for _ in range(40):
+        _put(queue, {"x": sent, "n": torch.arange(3)}, at_work)
+        queue.get(copy=True)
+    assert cuda.calls.count("register") < 40, "blocks that come again are locked already"
+    assert "stream" not in " ".join(call.split()[0] for call in cuda.calls)
+
+
+def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
+    """Small tensors are not staged; channels-last ones are, and keep their strides; with gaps they are gathered."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    _put(queue, _gpu(cuda, 3), at_work)
+    assert cuda.calls == []
+    last = torch.randn(4, 3, 100, 100).to(memory_format=torch.channels_last)
+    gaps = torch.randn(LARGE, 2)[:, 0]
+    cuda.on_gpu += [last, gaps]
+    _put(queue, last, at_work)
+    _put(queue, gaps, at_work)
+    assert cuda.calls.count("synchronize") == 1
+    queue.get()
+    got = queue.get()
+    assert torch.equal(got, last)
+    assert got.stride() == last.stride()
+    assert torch.equal(queue.get(), gaps)
+
+
+def test_get_holds_the_block_until_the_copy_is_done(ctx, cuda: Recording) -> None:
+    """The block is HELD while the copy is under way, and free at the next look after it."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    sent = torch.randn(LARGE)
+    queue.put(sent)
+    got = _get(queue, at_work)
+    assert cuda.calls == [
+        "register",
+        "empty on cuda:0",
+        "stream cuda:0",
+        "side cuda:0 after current cuda:0",
+        "copy on side cuda:0",
+        "current cuda:0 after side cuda:0",
+        "keep for side cuda:0",
+    ]
+    assert queue.statistics().leases == 1
+    at_work.release()
+    assert queue.statistics().leases == 1, "the copy is under way"
+    cuda.events[0].done()
+    at_work.release()
+    assert queue.statistics().leases == 0
+    assert torch.equal(got, sent)
+
+
+def test_not_too_many_are_held(ctx, cuda: Recording) -> None:
+    """Of copies that do not end the oldest is waited for; ``finish`` waits for all."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    for _ in range(staging.MOST_PENDING + 3):
+        queue.put(torch.ones(LARGE))
+        _get(queue, at_work)
+    assert queue.statistics().leases == staging.MOST_PENDING
+    at_work.finish()
+    assert queue.statistics().leases == 0
+
+
+def test_several_devices_have_a_stream_each(ctx, cuda: Recording) -> None:
+    """Each device has one side stream, made once."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    for device in (GPU, OTHER, GPU, OTHER):
+        queue.put(torch.ones(LARGE))
+        _get(queue, at_work, device)
+    assert [call for call in cuda.calls if call.startswith("stream")] == ["stream cuda:0", "stream cuda:1"]
+    at_work.finish()
+
+
+def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
+    """Tensors and parameters move, views of one storage together; arrays, bytes and storages stay."""
+    queue, moved = ctx.Queue(), []
+
+    def unstage(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.nbytes)
+        return tensor.clone()
+
+    base = torch.arange(64.0)
+    tree = {
+        "views": [base[:32], base[16:]],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "array": torch.ones(5).numpy(),
+        "bytes": b"abc",
+        "storage": torch.ones(7).untyped_storage(),
+    }
+    queue.put(tree)
+    got = queue._queue.get(1, functools.partial(queue._decode, arrival=Arrival(unstage=unstage)))
+    assert sorted(moved) == [12, 256]
+    got["views"][0][20] = -1
+    assert got["views"][1][4] == -1
+    assert isinstance(got["parameter"], torch.nn.Parameter)
+    assert got["bytes"] == b"abc"
+
+
+@pytest.mark.parametrize(("code", "says"), [(2, "ulimit -l"), (801, "WSL2"), (999, "error 999")])
+def test_without_page_locks_it_copies_and_says_so_once(ctx, code: int, says: str) -> None:
+    """A registration that fails gives one warning with reason and remedy, and right bytes all the same."""
+    staging._warn.cache_clear()
+    cuda = Recording(code)
+    at_work, queue = Staging(cuda), ctx.Queue()
+    sent = _gpu(cuda, LARGE)
+    with pytest.warns(RuntimeWarning, match=says) as said:
+        _put(queue, sent, at_work)
+    assert len(said) == 1
+    _put(queue, sent, at_work)  # a second warning would be an error
+    assert cuda.calls == ["register"], "it is not tried again"
+    assert torch.equal(queue.get(), sent)
+    assert at_work.pageable
+
+
+def test_what_is_no_segment_is_not_locked(cuda: Recording) -> None:
+    """Memory that may be freed at any time is copied pageably."""
+    at_work = Staging(cuda)
+    place = torch.empty(LARGE)
+    at_work.stage(torch.ones(LARGE), place)
+    assert cuda.calls == []
+    assert place.sum() == LARGE
+
+
+def test_locked_pages_are_not_punched_out(ctx, cuda: Recording) -> None:
+    """Once any page is locked, free blocks keep their memory."""
+    segment = ctx.tensorpipe_undertaker().arena.segment
+    queue = ctx.Queue()
+    queue.put(torch.ones(1 << 20))
+    at_work = Staging(cuda)
+    _get(queue, at_work)
+    at_work.finish()
+    assert segment.words[PAGE_LOCKED] == 1
+    before = segment.resident()
+    segment.punch(0, segment.size)
+    assert segment.resident() == before
+
+
+def test_device_names(cuda: Recording) -> None:
+    """The CPU is no staging; what names no device is said; a fork of CUDA's user is told before anything is taken."""
+    at_work = Staging(cuda)
+    assert unstager(None) is unstager("cpu") is unstager(torch.device("cpu")) is None
+    with pytest.raises(ValueError, match="names no device"):
+        unstager("nowhere")
+    assert unstager("cuda", at_work).keywords == {"device": GPU}
+    assert unstager("cuda:1", at_work).keywords == {"device": OTHER}
+    assert unstager("meta")(torch.ones(3)).is_meta
+    cuda.bad_fork = True
+    with pytest.raises(tp.Closed, match="spawn or forkserver"):
+        unstager("cuda", at_work)
+    queue = tp.Queue()
+    queue.put(torch.ones(3))
+    if not torch.version.cuda:
+        with pytest.raises(ValueError, match="torch has no such GPU here"):
+            queue.get(device="cuda:7")
+    with pytest.raises(ValueError, match="names no device"):
+        tp.Consumer("inproc://x", device="nowhere")
+    with pytest.raises(ValueError, match="as_numpy"):
+        queue.get(device="cuda", as_numpy=True)
+    assert torch.equal(queue.get(device="cpu"), torch.ones(3))
+
+
+def test_a_gpu_tensor_after_a_fork_is_our_error() -> None:
+    """What torch says of CUDA in a fork becomes Closed, with the remedy; other errors stay."""
+
+    class Inherited(torch.Tensor):
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            raise RuntimeError(self.says)
+
+    tensor = torch.ones(3).as_subclass(Inherited)
+    tensor.says = "Cannot re-initialize CUDA in forked subprocess."
+    with pytest.raises(tp.Closed, match="spawn or forkserver"):
+        base._to_cpu(tensor)
+    tensor.says = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        base._to_cpu(tensor)
+
+
+_ALONE = """
+import torch, warnings
+warnings.simplefilter("error")
+import tensorpipe_ipc as tp
+queue = tp.Queue(wire_dtype=torch.float16)
+queue.put(torch.ones(100_000)); queue.get(device="cpu"); queue.put([torch.ones(3)]); queue.get(as_numpy=True)
+with tp.MemoryTracker(None): pass
+assert not torch.cuda.is_initialized()
+print("left alone")
+"""
+
+
+def test_cuda_is_left_alone() -> None:
+    """Without a GPU's tensor or name nothing initialises CUDA."""
+    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=50)
+    assert done.stdout == "left alone\n", done.stderr
+
+
+def test_the_warning_is_no_error_elsewhere() -> None:
+    """Nothing warns where nothing is staged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tp.Queue().put(torch.ones(10))

@@ -1,0 +1,209 @@
+"""MemoryTracker: each page once, by the kernel's own figures; processes that come and go; what it leaves behind."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import Memory, memory
+from tensorpipe_ipc.tracking import together
+
+MIB = 1 << 20
+
+
+def _rollup(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+
+
+class Forked:
+    """A child that does something, says so, and ends when it is told to."""
+
+    def __init__(self, begin: Any) -> None:
+        here, its = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                kept = begin()
+                os.write(its, b"x")
+                signal.pause()
+                del kept
+            finally:
+                os._exit(0)
+        os.close(its)
+        assert os.read(here, 1) == b"x", "the child failed"
+        os.close(here)
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_five_processes_on_one_lease_count_it_once() -> None:
+    """The figures are those of /proc/*/smaps_rollup within 1 %, and 256 MiB that five processes read count once."""
+    torch.set_num_threads(1)
+    queue = tp.Queue()
+    with queue.loan((256 * MIB,), torch.uint8) as lent:
+        lent.fill_(1)
+    lease = queue.get(timeout=10)
+    page = lease[::4096]
+    root = Forked(lambda: (page.sum(), [Forked(page.sum) for _ in range(4)]))
+    try:
+        with tp.MemoryTracker(None, pid=root.pid) as tracked:
+            found = tracked.sample()
+            each = [_rollup(of.pid) for of in tracked.processes]
+    finally:
+        for of in tracked.processes[1:]:
+            os.kill(of.pid, signal.SIGKILL)
+        root.end()
+    unique = sum(of["Private_Clean"] + of["Private_Dirty"] for of in each)
+    proportional = sum(of["Pss"] for of in each)
+    assert found.processes == 5
+    assert found.rss == pytest.approx(sum(of["Rss"] for of in each), rel=0.01)
+    assert found.uss == pytest.approx(unique, rel=0.01)
+    assert found.pss == pytest.approx(proportional, rel=0.01)
+    least = max(of["Shared_Clean"] + of["Shared_Dirty"] for of in each)
+    assert found.shared == pytest.approx(max(proportional - unique, least), rel=0.01)
+    assert found.rss > 5 * 256 * MIB, "each of the five has touched all of it"
+    assert found.uss is not None
+    assert found.shared is not None
+    assert found.uss + found.shared < found.rss - 3 * 256 * MIB, "counted once"
+    (arena,) = tracked.arenas
+    assert arena.leased == 256 * MIB
+    assert 256 * MIB <= arena.resident < 258 * MIB
+    assert [part.pid for part in arena.parts if part.held] == [os.getpid()]
+    assert arena.capacity > 0
+
+
+def test_memory_of_one_process_is_of_one_word_each() -> None:
+    """rss is uss and shared; a family of one has its figures."""
+    of = memory()
+    assert of.rss == of.uss + of.shared
+    assert together([of]) == of
+    assert together([]) == Memory(0, 0, 0, 0, 0)
+
+
+def test_a_peak_between_two_samples_is_seen_without_a_thread() -> None:
+    """The kernel keeps the peak: 96 MiB that came and went are in peak.rss, not in growth; and no thread was started."""
+    threads = threading.active_count()
+    with tp.MemoryTracker(None, children=False) as tracked:
+        assert threading.active_count() == threads
+        held = b"x" * (96 * MIB)
+        del held
+    assert tracked.peak.rss - tracked.samples[0].rss > 90 * MIB
+    assert (tracked.growth.rss or 0) < 30 * MIB
+    assert len(tracked.samples) == 2
+
+
+def test_growth_is_what_stays() -> None:
+    """48 MiB that are kept are growth, of unique memory too."""
+    with tp.MemoryTracker(None, children=False) as tracked:
+        held = b"x" * (48 * MIB)
+    assert tracked.growth.rss > 40 * MIB
+    assert (tracked.growth.uss or 0) > 40 * MIB
+    del held
+
+
+def test_children_come_and_go() -> None:
+    """A child that is started meanwhile is counted while it lives, as one that ended afterwards; a grandchild, too."""
+    with tp.MemoryTracker(None) as tracked:
+        before = tracked.sample().processes
+        known = {each.pid for each in tracked.processes}  # pytest's and multiprocessing's own
+        child = Forked(lambda: Forked(lambda: b"x" * (32 * MIB)))
+        during = tracked.sample()
+        (grandchild,) = [each for each in tracked.processes if each.pid not in {*known, child.pid}]
+        os.kill(grandchild.pid, signal.SIGKILL)
+        child.end()
+        assert tracked.sample().processes == before
+    assert during.processes == before + 2
+    assert grandchild.peak.uss >= 32 * MIB
+    assert {each.pid for each in tracked.processes if each.ended} == {child.pid, grandchild.pid}
+
+
+def test_the_thread_samples_and_ends() -> None:
+    """With an interval samples come by themselves, quick ones among them; afterwards the thread is gone."""
+    with tp.MemoryTracker(0.001) as tracked:
+        (thread,) = [each for each in threading.enumerate() if each.name == "MemoryTracker"]
+        while len(tracked.samples) < 5 or all(sample.uss is not None for sample in tracked.samples):
+            thread.join(0.001)
+            assert thread.is_alive()
+    assert not thread.is_alive()
+    assert [sample.seconds for sample in tracked.samples] == sorted(sample.seconds for sample in tracked.samples)
+    assert all(sample.rss > 0 for sample in tracked.samples)
+    assert 0 < tracked.share < 1
+
+
+def test_it_tracks_once_and_here(tmp_path: Path) -> None:
+    """Used again, outside of its block, or in a fork, it says so; a forked child may leave the block."""
+    tracker = tp.MemoryTracker(None)
+    with pytest.raises(tp.Closed, match="not at work"):
+        tracker.sample()
+    with tracker:
+        pid = os.fork()
+        if not pid:
+            try:
+                tracker.sample()
+            except tp.Closed:
+                tracker.__exit__(None, None, None)
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    with pytest.raises(tp.Closed, match="tracks once"):
+        tracker.__enter__()
+
+
+@pytest.mark.parametrize("interval", [0, 0.0001, -1, float("nan")])
+def test_an_interval_out_of_range_is_named(interval: float) -> None:
+    """Below a millisecond it would measure itself."""
+    with pytest.raises(ValueError, match="at least 0.001"):
+        tp.MemoryTracker(interval)
+
+
+def test_nobody_is_no_process() -> None:
+    """A process that is not there is an error on entering, and leaves nothing open."""
+    with pytest.raises(ProcessLookupError, match="no process 4194305"), tp.MemoryTracker(pid=(1 << 22) + 1):
+        pass
+
+
+def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report is plain text with every process; the JSON holds all; a picture is drawn, or it is said what is missing."""
+    with tp.MemoryTracker(None) as tracked:
+        queue = tp.Queue()
+        queue.put(torch.ones(1 << 20))
+        tracked.sample()
+    said = tracked.report()
+    assert f"pid {os.getpid()}, peak" in said
+    assert re.search(r"all, each page once +[\d,.]+ +[\d,.]+ +[\d,.]+ +[\d,.]+ +[\d,.]+\n", said)
+    assert f"pid {os.getpid()} (alive): 0 held with 0.0, 1 waiting, 0 being filled" in said
+    written = json.loads(tracked.to_json())
+    assert set(written) == {"share_of_a_core", "peak", "growth", "processes", "arenas", "samples"}
+    assert written["peak"]["rss"] == tracked.peak.rss
+    assert written["arenas"][-1]["in_use"] == 4 << 20
+    pid = os.fork()  # matplotlib keeps its fonts open
+    if not pid:
+        try:
+            tracked.plot(str(tmp_path / "memory.png"))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert (tmp_path / "memory.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **options: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError("no", name="matplotlib")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'tensorpipe-ipc[bench]'")):
+        tracked.plot(str(tmp_path / "other.png"))
