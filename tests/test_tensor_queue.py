@@ -251,9 +251,8 @@ def test_simple_queue() -> None:
     importlib.util.find_spec("test._test_multiprocessing") is None, reason="this Python came without its own tests"
 )
 @pytest.mark.limit(110)
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("spawn", "forkserver"))]
-)
+@pytest.mark.kills
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_cpythons_own_tests_pass(method: str) -> None:
     """Every case that has to do with a queue passes for every start method, but for those about a feeder thread."""
     only = ["WithProcessesTestQueue"] if method == "spawn" else []

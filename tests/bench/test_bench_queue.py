@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = {**FLOORS, OURS: Ours, **THEIRS}
 
 
+@pytest.mark.kills
 @pytest.mark.limit(120)
 def test_the_command_writes_its_results(tmp_path: Path) -> None:
     """One short run of all items prints tables of at most 80 columns, and writes every rival's figures and a picture."""

@@ -17,6 +17,7 @@ from bench.measure import interleaved, peak_beyond
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.kills
 @pytest.mark.limit(120)
 def test_the_command_writes_its_results(tmp_path: Path) -> None:
     """One short run prints tables of at most 100 columns and writes every rival at every shape, and a picture."""

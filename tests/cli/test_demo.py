@@ -40,7 +40,10 @@ def _check(done: Done, items: int) -> None:
 @pytest.mark.limit(110)
 @pytest.mark.parametrize(
     ("serializer", "endpoint", "shown"),
-    [("numpy", "tcp", "tcp://127.0.0.1:"), ("torch_save", "a-name", "ipc://{}/a-name-results.sock")],
+    [
+        ("numpy", "tcp", "tcp://127.0.0.1:"),
+        pytest.param("torch_save", "a-name", "ipc://{}/a-name-results.sock", marks=pytest.mark.kills),
+    ],
 )
 def test_demo(serializer: str, endpoint: str, shown: str) -> None:
     """The other serializers, and other endpoints: all results are right, and the tables have what they should."""
@@ -117,7 +120,9 @@ def _pid(line: str, name: str) -> int:
 
 
 @pytest.mark.limit(110)
-@pytest.mark.parametrize(("name", "when"), [("reader", "starting"), ("worker", "working")])
+@pytest.mark.parametrize(
+    ("name", "when"), [pytest.param("reader", "starting", marks=pytest.mark.kills), ("worker", "working")]
+)
 def test_a_killed_child_is_named(name: str, when: str) -> None:
     """A child that is killed, as it starts or in the middle, ends the demo with status 1 and its name; nothing is left."""
     with started(*DEMO, "--items", "1000000") as program:
@@ -138,7 +143,9 @@ def test_a_killed_child_is_named(name: str, when: str) -> None:
 
 
 @pytest.mark.limit(110)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.kills)]
+)
 def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, status: int) -> None:
     """Ctrl-C, which goes to all its processes, and SIGTERM to the first end it without a word and without a rest."""
     with started(*DEMO, "--items", "1000000") as program:
