@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.wire import header, message, schema
 
 OWN = 1 << 16  # payloads of up to so many bytes become memory of their own
 
 
-def sent(tree: Any, serializer: str = "raw", sequence: int = 1) -> list[bytes]:
+def sent(tree: Any, serializer: str = "raw", sequence: int = 1, wire_dtype: Any = None) -> list[bytes]:
     """A tree's frames."""
-    return [bytes(frame) for frame in message.encode(tree, serializer_named(serializer)).frames(sequence)]
+    encoder = narrowing(serializer_named(serializer), wire_dtype) or serializer_named(serializer)
+    return [bytes(frame) for frame in message.encode(tree, encoder).frames(sequence)]
 
 
 def encoded(tree: Any, serializer: str = "raw") -> message.Outgoing:

@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the zoo, where this runs without pytest
 
@@ -52,7 +53,9 @@ LENGTHS = [
 
 def corpus() -> list[Frames]:
     """Frames of the zoo's small animals through each serializer, and of the control messages."""
-    found = []
+    base = torch.arange(12.0)
+    narrowed: list[Any] = [{"x": base, "views": [base[:4], base[2:]]}, base.view(3, 4).t().double()]
+    found = [sent(tree, wire_dtype=dtype) for tree in narrowed for dtype in (torch.float16, torch.float8_e5m2)]
     for serializer in ("raw", "numpy", "torch_save"):
         for name in zoo.ZOO:
             if "large" not in name and (serializer == "raw" or name in _FEW):

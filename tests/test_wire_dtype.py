@@ -10,12 +10,9 @@ import pytest
 import torch
 import zoo
 from children import in_thread
-from exchange import parts, received
+from exchange import parts, received, sent
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.wire import message
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 
 LARGE = 100_000  # items: in float16, too, a payload of its own frame
@@ -23,9 +20,7 @@ EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-4, "float8_e5m
 
 
 def _sent(tree: Any, dtype: torch.dtype, serializer: str = "raw") -> list[bytes]:
-    encoder = narrowing(serializer_named(serializer), dtype)
-    assert encoder is not None
-    return [bytes(frame) for frame in message.encode(tree, encoder).frames(1)]
+    return sent(tree, serializer, wire_dtype=dtype)
 
 
 def _as_crossed(tree: Any, dtype: torch.dtype) -> Any:
@@ -95,11 +90,11 @@ def test_restored_bare_and_shared() -> None:
     """A bare tensor; two views of one storage, which are so again; views of several dtypes, which go as they are."""
     queue = tp.Queue(wire_dtype=torch.float16)
     base = torch.randn(LARGE)
-    for sent in (base, base.double(), base.view(100, -1).t(), base[::2]):
-        queue.put(sent)
+    for tensor in (base, base.double(), base.view(100, -1).t(), base[::2]):
+        queue.put(tensor)
         got = queue.get()
-        assert got.dtype is sent.dtype
-        assert torch.equal(got, sent.half().to(sent.dtype))
+        assert got.dtype is tensor.dtype
+        assert torch.equal(got, tensor.half().to(tensor.dtype))
     for restore in (True, False):
         for many in (base, base[:50]):
             queue.put([many, many[8:20], many[:16].view(4, 4).t()])
