@@ -28,6 +28,8 @@ thread-local; no HELD state for a message that is copied out; one function for e
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
 
@@ -124,9 +126,10 @@ class SharedMemoryQueue(PutEnd, GetEnd):
                 self.rows.retire(operation)
         self.undertaker.leave(self.number, kept)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # the interpreter may be half gone
-            self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes all back in a moment
+            with contextlib.suppress(AttributeError, OSError):
+                self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
