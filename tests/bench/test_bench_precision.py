@@ -23,6 +23,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.kills
 @pytest.mark.limit(120)
 def test_each_wire_dtype_crosses(tmp_path: Path) -> None:
     """Bytes are those of the wire dtype, the error is none for float32 alone, and the picture is one."""
