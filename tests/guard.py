@@ -96,7 +96,7 @@ def _difference(before: Residue, after: Residue) -> list[str]:
     for kind, then, now in zip(Residue._fields, before, after, strict=True):
         new = now - then  # type: ignore[operator]
         if kind == "shared_memory":
-            new = {name for name in new if not _is_others(name)}
+            new = {name for name in new if not is_others(name)}
         found += [f"{kind}: {name}" for name in sorted(new)]
     return found
 
@@ -153,7 +153,7 @@ def _shared_memory() -> set[str]:
     return {name for name in found if not name.startswith(ICEORYX2)}
 
 
-def _is_others(name: str) -> bool:
+def is_others(name: str) -> bool:
     """Whether an entry of /dev/shm is in use by a process that is none of ours: another program on this machine.
 
     It is known by its inode, as glibc maps a semaphore under another name than it gets in the end.

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
+from guard import is_others
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
 
 SHAPE = (3, 60, 60)  # a batch of four is over what goes by reference
@@ -184,10 +185,11 @@ def test_batches_outlive_their_loader(ctx):
 
 
 def residue():
-    """Descriptors, mappings of shared memory, and entries of /dev/shm."""
+    """Descriptors, mappings of shared memory, and entries of /dev/shm that are no other program's."""
     with open("/proc/self/maps") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
-    return len(os.listdir("/proc/self/fd")), shared, len(os.listdir("/dev/shm"))
+    own = sum(not is_others(name) for name in os.listdir("/dev/shm"))
+    return len(os.listdir("/proc/self/fd")), shared, own
 
 
 @pytest.mark.parametrize("mode", [pytest.param("as it is", marks=pytest.mark.kills), "persistent_workers"])

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from crash_points import in_child, reap
+from guard import is_others
 from programs import ran, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
@@ -366,7 +367,7 @@ def test_when_all_are_killed_nothing_is_left() -> None:
         return int(found[1]) << 10
 
     def entries() -> set[str]:  # that torch or multiprocessing make; other programs on this machine have others
-        return {name for name in os.listdir("/dev/shm") if name.startswith(("torch", "sem.mp", "psm_", "tensorpipe"))}
+        return {name for name in os.listdir("/dev/shm") if not is_others(name)}
 
     before, there = shared(), entries()
     with started("-c", ALL_DIE) as program:
