@@ -44,6 +44,7 @@ import errno
 import fcntl
 import os
 import struct
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -294,10 +295,11 @@ class Rows:
                 os.close(self._descriptor)
             self._forget()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(AttributeError, OSError):
+                if self._descriptor >= 0:
+                    os.close(self._descriptor)
 
     # ---- who is dead ----
 

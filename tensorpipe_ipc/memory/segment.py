@@ -32,6 +32,7 @@ import os
 import struct
 import sys
 import weakref
+from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -164,10 +165,11 @@ class Segment:
         context.assert_spawning(self)
         return _rebuild, (reduction.DupFd(self.descriptor), self.size)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            if self.descriptor >= 0:
-                os.close(self.descriptor)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(AttributeError, OSError):
+                if self.descriptor >= 0:
+                    os.close(self.descriptor)
 
     def __repr__(self) -> str:
         return f"<Segment {self.size >> 20} MiB of addresses, {self.resident() >> 10} KiB resident>"

@@ -27,6 +27,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
+from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
@@ -56,9 +58,10 @@ class Life:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(OSError, AttributeError):
+                self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)

@@ -52,6 +52,7 @@ import functools
 import mmap
 import os
 import select
+import sys
 import termios
 import time
 from collections.abc import Callable
@@ -287,9 +288,10 @@ class TokenPipe:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(OSError, AttributeError):
+                self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
