@@ -137,8 +137,7 @@ class Consumer:
             try:
                 return self._get(deadline)
             finally:
-                if self._link.socket.is_watched:
-                    self._refresh()
+                self._link.refresh()
 
     def get_nowait(self) -> Any:
         """``get(timeout=0)``."""
@@ -150,8 +149,7 @@ class Consumer:
         It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
         """
         with self._guard:
-            self._link.introduce(0)
-            return self._link.socket.fileno(self._link.has_ended() or self._link.holds_back())
+            return self._link.fileno()
 
     def statistics(self) -> ConsumerStatistics:
         """A snapshot of what happened so far."""
@@ -193,9 +191,6 @@ class Consumer:
     def __repr__(self) -> str:
         state = "closed" if self._guard.closed else "open"
         return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
-
-    def _refresh(self) -> None:
-        self._link.socket.refresh(self._link.has_ended() or self._link.holds_back())
 
     def _get(self, deadline: float | None) -> Any:
         link = self._link

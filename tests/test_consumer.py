@@ -288,6 +288,55 @@ def test_the_descriptor_stays_readable_as_long_as_there_is_something(consumer: t
         child.result()
 
 
+def test_a_binder_that_comes_while_get_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binder may come after get has looked for it, and before get brings the descriptor up to date: that tells."""
+    with tp.Consumer("late", bind=False) as consumer, Child() as child:
+        link = consumer._link
+        introduce = link.introduce
+
+        def then_it_comes(timeout: float) -> bool:
+            came = introduce(timeout)
+            child.call(children.open_producer, consumer.endpoint, bind=True)
+            assert link.socket._monitor is not None
+            assert link.socket._monitor.poll(PATIENCE * 1000)
+            return came
+
+        consumer.fileno()
+        with monkeypatch.context() as patch:
+            patch.setattr(link, "introduce", then_it_comes)
+            with pytest.raises(tp.Empty):
+                consumer.get_nowait()
+        child.begin(children.put_numbers_and_close, "", 2)
+        got: list[Any] = []
+        with pytest.raises(tp.EndOfStream):
+            _one_at_a_time(consumer, got)
+        child.result()
+    assert got == [("", 0), ("", 1)]
+
+
+@pytest.mark.parametrize("watch", [_with_select, _one_at_a_time])
+def test_the_descriptor_tells_of_a_binder_that_died_and_of_the_next(
+    watch: Callable[[tp.Consumer, list[Any]], None],
+) -> None:
+    """A connector that waits on its descriptor alone learns that its producer was killed, and meets the one after it."""
+    with tp.Consumer("again", bind=False) as consumer:
+        for _ in range(3):
+            got: list[Any] = []
+            with Child() as child:
+                child.call(children.open_producer, consumer.endpoint, bind=True)
+                child.begin(children.put, "before")
+                while not got:
+                    assert select.select([consumer], [], [], PATIENCE)[0]
+                    with contextlib.suppress(tp.Empty, tp.EndOfStream):  # the one before has ended
+                        got.append(consumer.get_nowait())
+                child.result()
+                child.kill()
+                with pytest.raises(tp.PeerLost):
+                    watch(consumer, got)
+            assert got == ["before"]
+    tp.Producer("again", bind=True).close()  # takes away the file of the one that was killed
+
+
 def test_the_descriptor_is_the_same_and_closes_with_the_end(consumer: tp.Consumer) -> None:
     """Asked twice, it is one descriptor."""
     assert consumer.fileno() == consumer.fileno() >= 0

@@ -80,6 +80,7 @@ class Link:
         self.last_rejection = ""
         self._refusal: Exception | None = None
         self._greeted = 0.0  # when a connector last said HELLO
+        self._greeted_on = 0  # and on which of its connections
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self.socket = FrameSocket(address, bind=bind, receives=self.role == "consumer")
@@ -102,20 +103,31 @@ class Link:
 
     def _greet(self) -> None:
         """A connector's HELLO, when it is due."""
-        now = time.monotonic()
-        if now - self._greeted < _REPEAT:
+        now, connection = time.monotonic(), self.socket.connection
+        if now - self._greeted < _REPEAT and self._greeted_on == connection:
             return
         if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
-            self._greeted = now
+            self._greeted, self._greeted_on = now, connection
 
     def introduce(self, timeout: float) -> bool:
-        """Have a connector that knows nobody say HELLO. False if its binder is not on the line within ``timeout`` seconds."""
-        if self.socket.binds or self.peers:
+        """Have a connector say HELLO that knows nobody, or whose connection is a new one.
+
+        False if its binder is not on the line within ``timeout`` seconds.
+        """
+        if self.socket.binds or (self.peers and not self.owes_greeting()):
             return True
         if not self.socket.is_connected(timeout):
             return False
         self._greet()
         return True
+
+    def owes_greeting(self) -> bool:
+        """Whether a connector was seen to get its binder since it last said HELLO."""
+        return self.socket.connection not in (0, self._greeted_on)
+
+    def has_lost_connection(self) -> bool:
+        """Whether a connector was last seen without its binder, and those who were there have not left yet."""
+        return bool(self.peers) and not (self.socket.binds or self.socket.connection)
 
     def say_goodbye(self) -> bool:
         """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
@@ -141,8 +153,7 @@ class Link:
             return None
         incoming = self.socket.receive(min(timeout, SLICE))
         if incoming is None:
-            if timeout > 0:
-                self.look_around()
+            self.look_around()
             return None
         routing, frames = incoming
         try:
@@ -316,9 +327,9 @@ class Link:
         return self.arrangement.transport(self.peers.values())
 
     def look_around(self) -> None:
-        """See who is still there. Called when a slice of waiting went by in silence."""
+        """See who is still there, when nothing has come; not too often, but at once where a connection was lost."""
         now = time.monotonic()
-        if now - self._looked < SLICE / 2:
+        if now - self._looked < SLICE / 2 and not self.has_lost_connection():
             return
         self._looked = now
         again = now - self._greeted >= _REPEAT

@@ -88,6 +88,19 @@ class ReceiveLink(Link):
         """Whether an interrupted get left a message that no descriptor tells of."""
         return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
 
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
+        fd = self.socket.fileno()
+        self.introduce(0)
+        self.refresh()
+        return fd
+
+    def refresh(self) -> None:
+        """Bring ``fileno`` up to date, after whatever was done with the link."""
+        if self.socket.is_watched:
+            ready = self.socket.look() or self.owes_greeting() or self.has_lost_connection()
+            self.socket.show(ready or self.has_ended() or self.holds_back())
+
     def next_ready(self, timeout: float) -> Peer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
         something came to the socket, whose turn it is then."""
@@ -114,7 +127,7 @@ class ReceiveLink(Link):
                 ready.append(peer)
         if incoming:
             ready.append(None)
-        elif not ready and timeout > 0:
+        elif not ready:
             self.look_around()
             ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
 

@@ -60,6 +60,8 @@ class FrameSocket:
     Attributes:
         address: where; with the port that was chosen, if any was to do.
         binds: whether this end has the address.
+        connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
+            Without a monitor they all are number 1.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
     """
 
@@ -76,6 +78,7 @@ class FrameSocket:
         """
         self.address = address
         self.binds = bind
+        self.connection = self._connections = 0
         self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
         self._poll_fd: PollFd | None = None
         self._fd = self._monitor_fd = -1  # once there is an epoll
@@ -88,7 +91,6 @@ class FrameSocket:
         self._receives = receives
         self._monitor: zmq.Socket[bytes] | None = None
         self._monitored = receives and not bind and address.scheme != "inproc"
-        self._is_up = False  # what the monitor said last
         self._context = _acquire()
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
@@ -265,7 +267,7 @@ class FrameSocket:
 
     def has_incoming(self) -> bool:
         """Whether ``receive`` would find something now."""
-        self._is_silent = not (self._frames or self._socket.getsockopt(_EVENTS) & _POLLIN)
+        self._is_silent = not (self._frames or self._events() & _POLLIN)
         return not self._is_silent
 
     def wait(self, timeout: float, fd: int) -> bool:
@@ -276,16 +278,28 @@ class FrameSocket:
         """Whether a connector has its binder on the line, within ``timeout`` seconds."""
         self._is_silent = False
         if self._monitor is not None:
-            if timeout > 0 and not self._is_up:
+            if timeout > 0 and not self.connection:
                 self._monitor.poll(max(1, int(timeout * 1000)))
-            while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-                event = self._monitor.recv(_LAST)
-                if len(event) == _EVENT.size:  # the other frames are addresses
-                    self._is_up = _EVENT.unpack(event)[0] == _UP
-            return self._is_up
-        if timeout > 0:
-            self._socket.poll(max(1, int(timeout * 1000)), _POLLOUT)
-        return bool(self._socket.getsockopt(_EVENTS) & _POLLOUT)
+            self._hear_monitor(self._monitor)
+        else:
+            if timeout > 0:
+                self._socket.poll(max(1, int(timeout * 1000)), _POLLOUT)
+            self._events()
+        return self.connection > 0
+
+    def _hear_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+        while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+            event = monitor.recv(_LAST)
+            if len(event) == _EVENT.size:  # the other frames are addresses
+                self._connections += 1
+                self.connection = self._connections if _EVENT.unpack(event)[0] == _UP else 0
+
+    def _events(self) -> int:
+        """What can be done now. Looking silences ZeroMQ's descriptor: all that it may have told of is noted here."""
+        events = int(self._socket.getsockopt(_EVENTS))
+        if self._monitor is None and not self.binds:
+            self.connection = 1 if events & _POLLOUT else 0
+        return events
 
     @property
     def is_watched(self) -> bool:
@@ -330,22 +344,22 @@ class FrameSocket:
             self._poll_fd = PollFd(watched)
         return self._poll_fd
 
-    def fileno(self, ready: bool = False) -> int:
-        """A descriptor that is readable whenever ``receive`` would find something, and sometimes when it would not.
-
-        It is also readable as long as ``ready`` is said here or to ``refresh``, and when a connector gets its binder.
-        """
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
         poll_fd = self._polling()
         self._is_shown = True
-        self.refresh(ready)
         return poll_fd.fd
 
-    def refresh(self, ready: bool = False) -> None:
-        """Bring ``fileno`` up to date; to be called when anything was received. ``ready``: readable in any case."""
+    def look(self) -> bool:
+        """Whether ``receive`` would find something now. What has changed until now, ``fileno`` will not tell any more."""
+        if self._monitor is not None:
+            self._hear_monitor(self._monitor)
+        return self.has_incoming()
+
+    def show(self, ready: bool) -> None:
+        """Have ``fileno`` be readable, or only when something comes."""
         if self._poll_fd is not None:
-            if self._monitor is not None:
-                self.is_connected()  # its descriptor, too, falls silent only when it is looked at
-            self._poll_fd.show(ready or self.has_incoming())
+            self._poll_fd.show(ready)
 
     def close(self, linger: float) -> None:
         """Close. What was sent goes on leaving for up to ``linger`` seconds."""
