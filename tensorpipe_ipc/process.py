@@ -11,13 +11,24 @@ import contextlib
 import functools
 import os
 import socket
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 import psutil
 
-__all__ = ["Family", "Identity", "Memory", "Resident", "identity", "is_alive", "memory", "peak_rss", "reset_peak_rss"]
-
+__all__ = [
+    "Family",
+    "Identity",
+    "Memory",
+    "Resident",
+    "identity",
+    "is_alive",
+    "memfds",
+    "memory",
+    "peak_rss",
+    "reset_peak_rss",
+]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -85,6 +96,23 @@ def is_alive(process: Identity) -> bool:
         return _started(process.pid) == process.started and not _is_zombie(process.pid)
     except psutil.NoSuchProcess:
         return False
+
+
+def memfds(name: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, str]]:
+    """All memfds of a name, wherever they are open: the process, and the link by which another can open it again.
+
+    Args:
+        name: what they were created by.
+        pids: the processes to look at; None: all that this one may look at.
+    """
+    target = f"/memfd:{name} (deleted)"
+    for pid in psutil.pids() if pids is None else pids:
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                link = f"/proc/{pid}/fd/{descriptor}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) == target:
+                        yield pid, link
 
 
 def memory(pid: int | None = None) -> Memory:

@@ -49,7 +49,7 @@ class Queue:
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
     """
 
-    _has_tasks = _without_leaves = False
+    _has_tasks = _last_had_no_leaves = False
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Queue:
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
         # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
-        data = _without_leaves(obj) if self._without_leaves else None
+        data = _without_leaves(obj) if self._last_had_no_leaves else None
         pickled = 0
         if data is None:
             try:
@@ -300,7 +300,7 @@ class Queue:
                 pickled, data = PICKLED, _without_leaves(obj)
                 if data is None:
                     message = self._pickled(obj, refused)
-        self._without_leaves = data is not None or not message.payloads
+        self._last_had_no_leaves = data is not None or not message.payloads
         if data is not None:
             return Block([data], len(data), None), _A_PICKLE
         return in_one_block(message, pickled)

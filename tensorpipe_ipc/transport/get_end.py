@@ -317,7 +317,9 @@ class GetEnd(QueueEnd):
                 words[operation.ticket + i] = 0
             elif words[operation.ticket + i] or message is not _NOTHING:
                 left.append(_Aside(operation, i, message))
-        if operation.before:
+        if not left:
+            operation.before = 0
+        elif operation.before:
             left[0].before = operation.before
         else:
             for aside in left:

@@ -88,7 +88,9 @@ class ReceiveLink(Link):
 
     def holds_back(self) -> bool:
         """Whether an interrupted get left a message that no descriptor tells of."""
-        return bool(self.kept) or any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
+        return bool(self.kept) or any(
+            peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values()
+        )
 
     def fileno(self) -> int:
         """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
