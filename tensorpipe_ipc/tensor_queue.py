@@ -23,7 +23,7 @@ from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
-from tensorpipe_ipc.memory.rows import BATCH
+from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing

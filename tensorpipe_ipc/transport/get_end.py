@@ -29,7 +29,7 @@ from tensorpipe_ipc.memory.arena import (
     SMALLEST,
 )
 from tensorpipe_ipc.memory.leases import Octets
-from tensorpipe_ipc.memory.rows import BATCH, GET, Operation
+from tensorpipe_ipc.memory.row import BATCH, GET, Operation
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.token_pipe import BELL, Buffers

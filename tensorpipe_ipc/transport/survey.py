@@ -32,12 +32,11 @@ from tensorpipe_ipc.memory.arena import (
     UNIT,
     WRITING,
 )
-from tensorpipe_ipc.memory.rows import (
+from tensorpipe_ipc.memory.ofd_locks import is_locked
+from tensorpipe_ipc.memory.row import (
     BATCHES,
     BYTES,
-    FINISHED,
     GET,
-    INCARNATIONS,
     LOST,
     MAX_ROWS,
     MESSAGES,
@@ -50,10 +49,10 @@ from tensorpipe_ipc.memory.rows import (
     SINGLES,
     WAITS,
     counters_word,
-    is_locked,
     row_byte,
     row_word,
 )
+from tensorpipe_ipc.memory.rows import FINISHED, INCARNATIONS
 from tensorpipe_ipc.memory.segment import NAME, read_head
 from tensorpipe_ipc.process import identity, memfds
 from tensorpipe_ipc.transport.queue_record import FACTS, facts_of
