@@ -150,8 +150,7 @@ def _descriptors() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    found = {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
-    return {name for name in found if not name.startswith(ICEORYX2)}
+    return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
 
 
 def is_others(name: str) -> bool:
@@ -159,6 +158,8 @@ def is_others(name: str) -> bool:
 
     It is known by its inode, as glibc maps a semaphore under another name than it gets in the end.
     """
+    if name.startswith(ICEORYX2):
+        return True
     path = str(SHM / name)
     try:
         found = os.stat(path)
