@@ -50,7 +50,7 @@ import torch
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT
 from tensorpipe_ipc.tensor_queue import Queue
-from tests.guard import is_others
+from tests.guard import others
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
@@ -476,7 +476,8 @@ def nothing_left() -> Iterator[None]:
     gc.collect()
     after = held_by_this_process()
     assert after[:2] == before[:2], f"descriptors and mappings: {before[:2]} before, {after[:2]} after"
-    left = {name for name in after[2] - before[2] if not is_others(name)}
+    left = after[2] - before[2]
+    left -= others(left)
     assert not left, f"left in /dev/shm: {left}"
 
 

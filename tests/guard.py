@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import stat
 import sys
@@ -27,7 +28,8 @@ import pytest
 SHM = Path("/dev/shm")
 ICEORYX2 = "iox2_"  # how the names of iceoryx2's files begin, which stay for the machine's next user of it
 PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
-_OTHERS: set[tuple[str, int, int]] = set()  # entries of /dev/shm that were seen to be another program's
+_OTHERS: set[tuple[int, int]] = set()  # device and inode of what was seen to be another program's
+_MAPPED = re.compile(r" ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ")
 GRACE = 15.0  # seconds after the limit until a test that hangs in C takes the whole run with it
 
 
@@ -97,7 +99,7 @@ def _difference(before: Residue, after: Residue) -> list[str]:
     for kind, then, now in zip(Residue._fields, before, after, strict=True):
         new = now - then  # type: ignore[operator]
         if kind == "shared_memory":
-            new = {name for name in new if not is_others(name)}
+            new = new - others(new)
         found += [f"{kind}: {name}" for name in sorted(new)]
     return found
 
@@ -153,36 +155,41 @@ def _shared_memory() -> set[str]:
     return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
 
 
-def is_others(name: str) -> bool:
-    """Whether an entry of /dev/shm is in use by a process that is none of ours: another program on this machine.
+def others(names: Iterable[str]) -> set[str]:
+    """Those entries of /dev/shm that are in use by a process that is none of ours, another program on this machine; or gone.
 
-    It is known by its inode, as glibc maps a semaphore under another name than it gets in the end.
+    They are known by their inodes, as glibc maps a semaphore under another name than it gets in the end.
     """
-    if name.startswith(ICEORYX2):
-        return True
-    path = str(SHM / name)
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return True
-    which = (path, found.st_dev, found.st_ino)
-    if which not in _OTHERS and _is_in_use_elsewhere(*which):
-        _OTHERS.add(which)
-    return which in _OTHERS or not os.path.exists(path)
+    found, unknown = set(), {}
+    for name in names:
+        try:
+            status = os.stat(SHM / name)
+        except FileNotFoundError:
+            found.add(name)
+            continue
+        which = (status.st_dev, status.st_ino)
+        if name.startswith(ICEORYX2) or which in _OTHERS:
+            found.add(name)
+        else:
+            unknown[name] = which
+    if unknown:
+        _OTHERS.update(_in_use_elsewhere() & set(unknown.values()))
+    return found | {name for name, which in unknown.items() if which in _OTHERS or not os.path.exists(SHM / name)}
 
 
-def _is_in_use_elsewhere(path: str, device: int, inode: int) -> bool:
-    """Looks through all processes of the machine, some of which map thousands of files."""
-    ours = {os.getpid(), *_descendants(os.getpid())}
-    mapped = f" {os.major(device):02x}:{os.minor(device):02x} {inode} "
+def _in_use_elsewhere() -> set[tuple[int, int]]:
+    """Device and inode of all that other programs map, or have open in /dev/shm."""
+    ours, found = {os.getpid(), *_descendants(os.getpid())}, set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in ours:
             with contextlib.suppress(OSError):
-                if mapped in (process / "maps").read_text(errors="replace"):
-                    return True
-                if any(os.readlink(link) == path for link in (process / "fd").iterdir()):
-                    return True
-    return False
+                for major, minor, inode in _MAPPED.findall((process / "maps").read_text(errors="replace")):
+                    found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+                for link in (process / "fd").iterdir():
+                    if os.readlink(link).startswith(f"{SHM}/"):
+                        status = os.stat(link)
+                        found.add((status.st_dev, status.st_ino))
+    return found
 
 
 def _files(folders: Iterable[Path]) -> set[str]:

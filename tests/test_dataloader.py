@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
-from guard import is_others
+from guard import others
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler, get_worker_info
 
 SHAPE = (3, 60, 60)  # a batch of four is over what goes by reference
@@ -188,7 +188,8 @@ def residue():
     """Descriptors, mappings of shared memory, and entries of /dev/shm that are no other program's."""
     with open("/proc/self/maps") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
-    own = sum(not is_others(name) for name in os.listdir("/dev/shm"))
+    names = set(os.listdir("/dev/shm"))
+    own = len(names - others(names))
     return len(os.listdir("/proc/self/fd")), shared, own
 
 

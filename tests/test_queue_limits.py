@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from crash_points import in_child, reap
-from guard import is_others
+from guard import others
 from programs import ran, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
@@ -367,7 +367,8 @@ def test_when_all_are_killed_nothing_is_left() -> None:
         return int(found[1]) << 10
 
     def entries() -> set[str]:  # that torch or multiprocessing make; other programs on this machine have others
-        return {name for name in os.listdir("/dev/shm") if not is_others(name)}
+        names = set(os.listdir("/dev/shm"))
+        return names - others(names)
 
     before, there = shared(), entries()
     with started("-c", ALL_DIE) as program:
