@@ -39,6 +39,7 @@ FLOORS = {
     "context": 6,
     "tracking": 6,
     "multiprocessing": 7,
+    "benchmark": 7,
     "__init__": 7,
     "cli": 8,
     "__main__": 9,
@@ -52,7 +53,7 @@ DOORS = {
     "rich": {"cli/"},
     "sklearn": {"cli/"},
     "PIL": {"cli/"},
-    "matplotlib": {"tracking.py"},
+    "matplotlib": {"tracking.py", "cli/"},
     "torch.cuda": {"memory/staging.py"},
 }
 
