@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -164,6 +165,7 @@ class Crew:
         self._counts, self._pin = (producers, consumers), pin
         self._open: set[int] = set()
         self._members: list[_Member] = []
+        self._said: dict[str, Any] = {}  # by members that nobody has asked yet
         self._what = "starting"
 
     def __enter__(self) -> Crew:
@@ -280,26 +282,24 @@ class Crew:
             raise self._death(member) from None
 
     def _answers(self, members: Sequence[_Member], wanted: str = _DONE) -> list[Any]:
-        """What each of them says next, as soon as that is what is wanted of all."""
-        found: dict[str, Any] = {}
-        waiting = {member.control: member for member in members}
+        """What each of them says next, as soon as that is what is wanted of all. Others may be done meanwhile, but not fail."""
+        lines = {member.control: member for member in self._members}
         watched = {member.process.sentinel: member for member in self._members}
         deadline = time.monotonic() + self._patience
-        while waiting:
-            ready = wait([*waiting, *watched], max(0.0, deadline - time.monotonic()))
+        while waiting := [member.name for member in members if member.name not in self._said]:
+            ready = wait([*lines, *watched], max(0.0, deadline - time.monotonic()))
             if not ready:
-                names = ", ".join(member.name for member in waiting.values())
                 raise MeasurementFailed(
-                    f"{self._what}: after {self._patience:g} s {names} had not done its part: a message was lost on its way, "
-                    "or the pipeline stands still, or more patience is needed"
+                    f"{self._what}: after {self._patience:g} s {', '.join(waiting)} had not done its part: a message was lost "
+                    "on its way, or the pipeline stands still, or more patience is needed"
                 )
-            for member in [member for control, member in waiting.items() if control in ready]:
-                del waiting[member.control]
-                found[member.name] = self._answer(member, wanted)
+            for control, member in lines.items():
+                if control in ready:
+                    self._said[member.name] = self._answer(member, wanted if member in members else _DONE)
             for sentinel, member in watched.items():
                 if sentinel in ready:
                     raise self._death(member)
-        return [found[member.name] for member in members]
+        return [self._said.pop(member.name) for member in members]
 
     def _answer(self, member: _Member, wanted: str) -> Any:
         try:
@@ -341,9 +341,21 @@ def _say_that_it_is_over(station: Station, consumers: int) -> None:
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Hold SIGINT back, in this thread and in what it starts, until the end of the body."""
+    """Hold SIGINT back until the end of the body, and from what it starts.
+
+    To block it is not enough, as it may come to any thread, also NumPy's own, and Python's handler then runs in the main
+    one all the same. Processes that are started inherit that it is blocked.
+    """
+    came: list[int] = []
+    handler: Any = None
+    if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+        handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)

@@ -119,6 +119,7 @@ def started(plan: Plan) -> Iterator[tuple[Crew, Setup]]:
     context = get_context(plan.method)
     setup = Setup(
         pipeline=repr(plan.pipeline),
+        copies=plan.pipeline.copies,
         producers=plan.producers,
         consumers=plan.consumers,
         method=context.get_start_method(),

@@ -18,7 +18,7 @@ __all__ = ["Case", "Make", "Pattern", "case_of", "cases_of", "digest", "filled",
 
 Make = Callable[[], Any]
 
-PERIOD = 113  # items after which a pattern repeats itself: each dtype has as many values, or wraps
+PERIOD = 113  # items after which a pattern repeats itself: a prime, and all values are in every dtype's range
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})?")
 _SHAPE = re.compile(r"\d+(?:x\d+)+")
@@ -40,7 +40,7 @@ class Case:
 class Pattern:
     """Makes dense tensors, each message of other content than the last.
 
-    Items count up to ``PERIOD`` again and again; the next message begins one later.
+    ``PERIOD`` items come again and again; the next message begins one later.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, leaves: int = 0, device: str | None = None) -> None:
@@ -63,7 +63,8 @@ class Pattern:
     def _tensor(self) -> torch.Tensor:
         items = math.prod(self._shape)
         if self._base is None:  # in the process that sends, at its first message
-            values = torch.arange(PERIOD).to(self._dtype)
+            values = torch.arange(PERIOD).square() % PERIOD  # squares: no two stretches are alike
+            values = (values % 2 if self._dtype is torch.bool else values).to(self._dtype)
             self._base = values.view(torch.uint8).view(PERIOD, -1).repeat(-(-items // PERIOD) + 1, 1)
         self._made += 1
         start = self._made % PERIOD

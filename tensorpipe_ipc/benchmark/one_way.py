@@ -126,8 +126,7 @@ def one_ways(starts: Iterable[Sequence[Arrival]], ends: Iterable[Sequence[Arriva
 def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> LatencyResult:
     case, deadline = plan.cases[number], next(deadlines)
     turn = _Turn(plan, crew, number)
-    turn.messages()
-    if turn.count > plan.producers:  # there is time for more than one: the first was slow
+    for _ in range(2):  # the first is slow, and a second needs memory of its own, as the first is still held
         turn.messages()
     turn.floors()
     with MemoryTracker(None) as memory:
@@ -168,9 +167,12 @@ class _Turn:
         producers, what, begun = self._plan.producers, f"{self._case.name}, one way", time.monotonic()
         counts = shares(self.count, producers)
         starts, ends = self._crew.run(ONE_WAY, self._number, self._case.make, counts, what=what)
-        fitting = int(self._seconds * self.count / (time.monotonic() - begun))
-        self.count = producers * max(1, min(fitting, MORE * self.count, MOST) // producers)
-        return one_ways(starts, ends, what)
+        found = one_ways(starts, ends, what)
+        at = sorted(start.at for each in starts for start in each)
+        each = (at[-1] - at[0]) / 1e9 / (len(at) - 1) if len(at) > 1 else time.monotonic() - begun
+        fitting = min(int(self._seconds / each), MORE * self.count, MOST)
+        self.count = producers * max(1, fitting // producers)
+        return found
 
 
 def _times_floor(plan: Plan, found: _Round) -> float:

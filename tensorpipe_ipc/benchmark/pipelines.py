@@ -27,7 +27,7 @@ from tensorpipe_ipc.transport.shared_memory import lease_from
 __all__ = ["OVER", "End", "Ends", "Made", "OverEndpoint", "OverQueue", "Pipeline"]
 
 OVER = None  # what the last consumers of several take, where all messages were taken
-LOOK = 0.1  # seconds between two looks of an endpoint's consumer whether all is over
+LOOK = 0.02  # seconds between two looks of an endpoint's consumer whether all is over
 MOST_WAITING = 64  # messages, and at least FEWEST_WAITING, where these have more than ROOM bytes
 FEWEST_WAITING = 4
 ROOM = 64 << 20

@@ -14,18 +14,18 @@ __all__ = ["Floors", "LatencyReport", "LatencyResult", "MemoryUse", "Setup", "Th
 
 MIB = 1 << 20
 WIDTH = 80
-_LATENCY_FOOT = """\
-One way, in microseconds: from before put to after get, by CLOCK_MONOTONIC, which
-all processes of a host share. One message at a time is on its way, the consumer
-waits for it, each was compared. wake-up: 8 bytes through a pipe to a process that
-is blocked; memcpy: one copy of that size; both between the same processes, in
-turns. x floor: p50 to both together, the median of the rounds' own."""
-_THROUGHPUT_FOOT = """\
-From before the first put to after the last get. CPU s: of all producers and
-consumers, for a million messages. us each: what one message takes of the time;
-memcpy: what one copy of that size takes, in the same run, in turns. Medians of
-rounds. A first round was compared message by message; of each other, the count
-and every consumer's last message were."""
+_LATENCY_FOOT = (
+    "One way, in microseconds: from before put to after get, by CLOCK_MONOTONIC, which all processes of a host share. One "
+    "message at a time is on its way, a consumer waits for it, and each was compared. wake-up: 8 bytes through a pipe to a "
+    "process that is blocked; memcpy: one copy of that size; both in turns with the messages, between the same processes. "
+    "x floor: p50 as a multiple of {floor}, the median of the rounds' own."
+)
+_THROUGHPUT_FOOT = (
+    "From before the first put to after the last get, on CLOCK_MONOTONIC, which all processes of a host share. CPU s: of all "
+    "producers and consumers, for a million messages. us each: what one message takes of the time; memcpy: what one copy of "
+    "that size takes, in turns with the stream; x copy: one as a multiple of the other. Medians of rounds. Of a first round "
+    "each message was compared; of the others, the count and every consumer's last message were."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Setup:
 
     pipeline: str
     """The pipeline, with its options."""
+    copies: bool
+    """Whether a message crosses by a copy, so that a memcpy is part of its floor."""
     producers: int
     """How many processes put."""
     consumers: int
@@ -160,13 +162,11 @@ class _OfResults:
 
     def _foot(self, text: str) -> list[str]:
         setup = self.setup
-        pinned = "each bound to a CPU" if setup.pin else "not bound to CPUs"
-        said = (
-            f"{setup.producers} to {setup.consumers} processes ({setup.method}), {pinned}, {setup.cpus} of them; "
-            f"load {setup.load:.1f}"
-        )
+        who = f"{_count(setup.producers, 'producer')} and {_count(setup.consumers, 'consumer')}, started by {setup.method}"
+        pinned = "each bound to a CPU" if setup.pin else "bound to no CPU"
+        said = f"{who}, {pinned}; {_count(setup.cpus, 'CPU')}, load {setup.load:.1f}"
         versions = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
-        return ["", text, *_wrapped(setup.pipeline), *_wrapped(said), *_wrapped(versions)]
+        return ["", *_wrapped(text, ""), *_wrapped(setup.pipeline), *_wrapped(said), *_wrapped(versions)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,8 @@ class LatencyReport(_OfResults):
             lines += _wrapped(
                 f"{result.name}: {_rounds(result, result.one_way.samples)}, {spread}; {_memory(result.memory)}"
             )
-        return "\n".join([*lines, *self._foot(_LATENCY_FOOT)])
+        floor = "both together" if self.setup.copies else "a wake-up, as nothing is copied"
+        return "\n".join([*lines, *self._foot(_LATENCY_FOOT.format(floor=floor))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,5 +253,9 @@ def _memory(memory: MemoryUse) -> str:
     return f"memory grew by {memory.unique_growth_bytes / MIB:,.1f} MiB unique, {memory.shared_growth_bytes / MIB:,.1f} shared"
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}" if number == 1 else f"{number} {of}s"
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent)

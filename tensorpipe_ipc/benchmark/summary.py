@@ -51,8 +51,12 @@ def interval(figures: Sequence[float]) -> tuple[float, float]:
     The ranks are those of the binomial distribution: nothing is taken for granted about that of the figures. With fewer
     than six it is all that was seen, and less is certain.
     """
-    ordered = sorted(figures)
-    low = max(0, math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2))
+    ordered, rank = sorted(figures), 0
+    below = 1.0  # in how many of 2**n cases so few, or none, lie below the median
+    while below <= 0.025 * 2.0 ** len(ordered):
+        rank += 1
+        below += math.comb(len(ordered), rank)
+    low = max(0, rank - 1)
     return ordered[low], ordered[-1 - low]
 
 

@@ -142,7 +142,8 @@ def _bar() -> Iterator[Callable[[float, str], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True, width=_WIDTH), transient=True, auto_refresh=False) as bar:
+    console = Console(stderr=True, width=_WIDTH)
+    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
         task = bar.add_task("measuring", total=1.0)
 
         def tell(part: float, what: str) -> None:

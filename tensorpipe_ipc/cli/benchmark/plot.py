@@ -74,7 +74,12 @@ def _draw(results: Sequence[Any], lines: Sequence[_Line], title: str, file: str)
             continue
         sizes, values = zip(*known, strict=True)
         axis.plot(sizes, values, line.style, color=line.colour, linewidth=line.width, marker="o", markersize=5)
-        ends.append((line, sizes[-1], values[-1]))
+        if sizes[-1] == results[-1].nbytes:
+            ends.append((line, sizes[-1], values[-1]))
+        else:  # of larger messages there are too few
+            axis.annotate(
+                line.name, (sizes[-1], values[-1]), (8, 0), textcoords="offset points", color=line.colour, va="center"
+            )
     axis.set(xscale="log", yscale="log", xlabel="message, in bytes of tensors", ylabel="time")
     axis.set_xticks([result.nbytes for result in results], [result.name for result in results])
     axis.minorticks_off()
