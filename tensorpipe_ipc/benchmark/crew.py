@@ -165,7 +165,7 @@ class Crew:
         self._counts, self._pin = (producers, consumers), pin
         self._open: set[int] = set()
         self._members: list[_Member] = []
-        self._said: dict[str, Any] = {}  # by members that nobody has asked yet
+        self._said: dict[tuple[str, str], Any] = {}  # by members, of each kind, before they are asked
         self._what = "starting"
 
     def __enter__(self) -> Crew:
@@ -286,7 +286,7 @@ class Crew:
         lines = {member.control: member for member in self._members}
         watched = {member.process.sentinel: member for member in self._members}
         deadline = time.monotonic() + self._patience
-        while waiting := [member.name for member in members if member.name not in self._said]:
+        while waiting := [member.name for member in members if (member.name, wanted) not in self._said]:
             ready = wait([*lines, *watched], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise MeasurementFailed(
@@ -295,22 +295,24 @@ class Crew:
                 )
             for control, member in lines.items():
                 if control in ready:
-                    self._said[member.name] = self._answer(member, wanted if member in members else _DONE)
+                    kind, answer = self._heard(member)
+                    self._said[member.name, kind] = answer
             for sentinel, member in watched.items():
                 if sentinel in ready:
                     raise self._death(member)
-        return [self._said.pop(member.name) for member in members]
+        return [self._said.pop((member.name, wanted)) for member in members]
 
-    def _answer(self, member: _Member, wanted: str) -> Any:
+    def _heard(self, member: _Member) -> tuple[str, Any]:
+        """What one of them says, if it does not fail."""
         try:
             kind, answer = member.control.recv()
         except (EOFError, OSError):
             raise self._death(member) from None
         if kind == _REFUSED:
             raise answer
-        if kind != wanted:
+        if kind == _FAILED:
             raise MeasurementFailed(f"{self._what}: {member.name} failed:\n{answer}")
-        return answer
+        return kind, answer
 
     def _death(self, member: _Member) -> PeerLost:
         member.process.join(_GRACE)

@@ -23,8 +23,8 @@ _LATENCY_FOOT = (
 _THROUGHPUT_FOOT = (
     "From before the first put to after the last get, on CLOCK_MONOTONIC, which all processes of a host share. CPU s: of all "
     "producers and consumers, for a million messages. us each: what one message takes of the time; memcpy: what one copy of "
-    "that size takes, in turns with the stream; x copy: one as a multiple of the other. Medians of rounds. Of a first round "
-    "each message was compared; of the others, the count and every consumer's last message were."
+    "that size takes, in turns with the stream; x copy: one as a multiple of the other. Medians of rounds. Before them, "
+    "a stream was compared message by message; of each round, the count and every consumer's last message were."
 )
 
 

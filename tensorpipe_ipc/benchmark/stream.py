@@ -36,6 +36,7 @@ SIZES = ("400B", "4MB", "100MB")
 MOST = 20_000  # messages of a turn
 WARM_UP = 4  # messages of each producer in the first
 MORE = 64  # times as many as in the one before, at most
+CHECKED = 256 << 20  # bytes of messages that are compared, one by one, before the clock counts
 GIB = 1 << 30
 
 
@@ -124,10 +125,11 @@ def checked(put: list[Streamed], got: list[Streamed], every: bool, what: str) ->
 def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> ThroughputResult:
     case, deadline = plan.cases[number], next(deadlines)
     count = plan.producers * WARM_UP
-    each = _stream(plan, crew, number, count, every=True).seconds / count
+    each = _stream(plan, crew, number, count).seconds / count
     while (fitting := _fitting(plan, case.nbytes, each)) > 2 * count:  # of a few messages, most is the first's
         count = min(fitting, MORE * count)
         each = _stream(plan, crew, number, count).seconds / count
+    _stream(plan, crew, number, max(plan.producers, min(count, CHECKED // max(1, case.nbytes))), every=True)
     with MemoryTracker(None) as memory:
         rounds, settled = rounds_of(
             plan,
