@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorpipe_ipc.benchmark.messages import Make
 from tensorpipe_ipc.benchmark.pipelines import OVER, End, Made
 from tensorpipe_ipc.errors import MeasurementFailed, PeerLost, TensorPipeError
 
@@ -77,7 +79,7 @@ class Station:
     Attributes:
         index: its number among producers, or among consumers.
         shares: whether there are several consumers.
-        end: its end of the pipeline that is measured now.
+        end, make: its end of the pipeline that is measured now, and what makes its messages.
         turn, wake: pipes that it has in common with the others.
         kept: what a program leaves for the next.
     """
@@ -86,6 +88,7 @@ class Station:
         self.index, self.produces, self.shares, self.turn, self.wake = index, produces, shares, turn, wake
         self.kept: list[Any] = []
         self.end: End
+        self.make: Make
         self._control: Connection
 
     def arrive(self) -> None:
@@ -98,15 +101,14 @@ class Station:
         """Whether this consumer was told that all messages have been taken."""
         return self._control.poll(0) and self._control.recv() is _OVER
 
-    def serve(self, control: Connection, pipelines: Sequence[Made], cpu: int | None) -> None:
+    def serve(self, control: Connection, pipelines: Sequence[tuple[Made, Make]], cpu: int | None) -> None:
         """The process's main function."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        ctypes.CDLL(None).prctl(
-            _PR_SET_PDEATHSIG, signal.SIGKILL
-        )  # who waits in a get of the caller's would not notice
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # who waits in a get would not notice
         torch.set_num_threads(1)
+        gc.freeze()  # a collection would write to all that was inherited: memory would grow by that, and times by 50 ms
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})
         self._control = control
@@ -117,13 +119,13 @@ class Station:
         for end in ends.values():
             end.close()
 
-    def _answer(self, task: Any, pipelines: Sequence[Made], ends: dict[int, End]) -> tuple[str, Any]:
+    def _answer(self, task: Any, pipelines: Sequence[tuple[Made, Make]], ends: dict[int, End]) -> tuple[str, Any]:
         try:
             function, number, arguments = task
             if function is None:
-                end = ends[number] = pipelines[number].open(self.produces, *arguments, self.is_over)
+                end = ends[number] = pipelines[number][0].open(self.produces, *arguments, self.is_over)
                 return _DONE, end.address
-            self.end = ends[number]
+            self.end, self.make = ends[number], pipelines[number][1]
             return _DONE, function(self, *arguments)
         except TensorPipeError as error:
             return _REFUSED, error
@@ -146,7 +148,7 @@ class Crew:
     def __init__(
         self,
         context: Any,
-        pipelines: Sequence[Made],
+        pipelines: Sequence[tuple[Made, Make]],
         *,
         producers: int,
         consumers: int,
@@ -157,7 +159,7 @@ class Crew:
 
         Args:
             context: whose processes they are.
-            pipelines: that they have between them.
+            pipelines: that they have between them, each with what makes its messages.
             pin: whether each is bound to a CPU: producers from the first on, consumers from the last.
             patience: seconds for one task.
         """
@@ -257,7 +259,7 @@ class Crew:
         if number in self._open:
             return
         producers, consumers = self._split()
-        binds = self._pipelines[number].producer_binds
+        binds = self._pipelines[number][0].producer_binds
         address = None
         for members in (producers, consumers) if binds else (consumers, producers):
             for member in members:
@@ -267,7 +269,7 @@ class Crew:
 
     def _stop(self, number: int, consumers: list[_Member]) -> None:
         """Tell several consumers, none of whom knows how much the others have taken, that all is taken."""
-        if not self._pipelines[number].ends_by_message:
+        if not self._pipelines[number][0].ends_by_message:
             for member in consumers:
                 self._send(member, _OVER)
             return

@@ -1,23 +1,32 @@
-"""On what something was measured: processor, system and versions."""
+"""On what something was measured: processor, CPUs, system and versions."""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["versions"]
+__all__ = ["machine", "versions"]
 
 
-def versions() -> dict[str, str]:
-    """The processor's name, the system's and Python's version, and those of what is installed."""
-    found = {
+def machine() -> dict[str, str]:
+    """The processor, how many CPUs this process may use, the system, and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
         "processor": _processor(),
+        "cores": str(cores),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        **versions("torch", "numpy", "tensorpipe-ipc"),
     }
-    for name in ("torch", "tensorpipe-ipc"):
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of those distributions that are installed."""
+    found = {}
+    for name in names:
         try:
             found[name] = version(name)
         except PackageNotFoundError:  # run from a checkout that is not installed

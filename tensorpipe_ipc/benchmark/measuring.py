@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tensorpipe_ipc.benchmark.crew import Crew
-from tensorpipe_ipc.benchmark.machine import versions
+from tensorpipe_ipc.benchmark.machine import machine
 from tensorpipe_ipc.benchmark.messages import Case, Make, case_of, cases_of
 from tensorpipe_ipc.benchmark.pipelines import Pipeline
 from tensorpipe_ipc.benchmark.programs import MEMCPY, WAKE_UP
@@ -124,14 +124,13 @@ def started(plan: Plan) -> Iterator[tuple[Crew, Setup]]:
         consumers=plan.consumers,
         method=context.get_start_method(),
         pin=plan.pin,
-        cpus=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
-        versions=versions(),
+        machine=machine(),
     )
     plan.tell(0.0, "starting")
     with tempfile.TemporaryDirectory(prefix="tp-bench-", ignore_cleanup_errors=True) as folder:
         pipelines = [
-            plan.pipeline.made(context, case.nbytes, plan.consumers, Path(folder) / str(number))
+            (plan.pipeline.made(context, case.nbytes, plan.consumers, Path(folder) / str(number)), case.make)
             for number, case in enumerate(plan.cases)
         ]
         crew = Crew(

@@ -126,8 +126,8 @@ def one_ways(starts: Iterable[Sequence[Arrival]], ends: Iterable[Sequence[Arriva
 def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> LatencyResult:
     case, deadline = plan.cases[number], next(deadlines)
     turn = _Turn(plan, crew, number)
-    for _ in range(2):  # the first is slow, and a second needs memory of its own, as the first is still held
-        turn.messages()
+    turn.messages()
+    turn.messages()
     turn.floors()
     with MemoryTracker(None) as memory:
         rounds, settled = rounds_of(plan, number, deadline, turn.round, lambda found: statistics.median(found.times))
@@ -153,7 +153,9 @@ class _Turn:
     def __init__(self, plan: Plan, crew: Crew, number: int) -> None:
         self._plan, self._crew, self._number, self._case = plan, crew, number, plan.cases[number]
         self._seconds = min(TURN, plan.seconds / len(plan.cases) / 12)
-        self.count = plan.producers
+        self.count = (
+            2 * plan.producers
+        )  # the first is slow; and a second needs memory of its own, as the first is still held
 
     def round(self) -> _Round:
         floors = self.floors()
@@ -166,7 +168,7 @@ class _Turn:
         """Nanoseconds of each."""
         producers, what, begun = self._plan.producers, f"{self._case.name}, one way", time.monotonic()
         counts = shares(self.count, producers)
-        starts, ends = self._crew.run(ONE_WAY, self._number, self._case.make, counts, what=what)
+        starts, ends = self._crew.run(ONE_WAY, self._number, counts, what=what)
         found = one_ways(starts, ends, what)
         at = sorted(start.at for each in starts for start in each)
         each = (at[-1] - at[0]) / 1e9 / (len(at) - 1) if len(at) > 1 else time.monotonic() - begun

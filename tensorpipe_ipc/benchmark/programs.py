@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from tensorpipe_ipc.benchmark.crew import Program, Station
-from tensorpipe_ipc.benchmark.messages import Make, digest
+from tensorpipe_ipc.benchmark.messages import digest
 from tensorpipe_ipc.benchmark.pipelines import OVER
 
 __all__ = ["MEMCPY", "ONE_WAY", "STREAM", "WAKE_UP", "Arrival", "Streamed", "shares"]
@@ -65,13 +65,13 @@ def shares(count: int, among: int) -> list[int]:
     return [count // among + (index < count % among) for index in range(among)]
 
 
-def _one_way_produce(station: Station, make: Make, counts: Sequence[int]) -> list[Arrival]:
+def _one_way_produce(station: Station, counts: Sequence[int]) -> list[Arrival]:
     put, ready, take = station.end.put, station.end.ready, station.turn.take
     found = []
     station.arrive()
     for _ in range(counts[station.index]):
         take()
-        message = make()
+        message = station.make()
         bits = digest(message)
         message = ready(message)
         _stay_awake()
@@ -81,7 +81,7 @@ def _one_way_produce(station: Station, make: Make, counts: Sequence[int]) -> lis
     return found
 
 
-def _one_way_consume(station: Station, make: Make, counts: Sequence[int]) -> list[Arrival]:  # noqa: ARG001
+def _one_way_consume(station: Station, counts: Sequence[int]) -> list[Arrival]:
     get, give, left = station.end.get, station.turn.give, sum(counts)
     found: list[Arrival] = []
     station.arrive()
@@ -141,10 +141,10 @@ def _memcpy(station: Station, nbytes: int, count: int) -> list[int]:
     return found
 
 
-def _stream_produce(station: Station, make: Make, counts: Sequence[int], ahead: int, checks: bool) -> Streamed:  # noqa: ARG001
+def _stream_produce(station: Station, counts: Sequence[int], ahead: int, checks: bool) -> Streamed:  # noqa: ARG001
     put, ready, finish = station.end.put, station.end.ready, station.end.finish
     count = counts[station.index]
-    messages = [make() for _ in range(min(count, ahead))]
+    messages = [station.make() for _ in range(min(count, ahead))]
     bits = [digest(message) for message in messages]
     station.arrive()
     cpu, start = time.process_time_ns(), _clock()
@@ -154,7 +154,7 @@ def _stream_produce(station: Station, make: Make, counts: Sequence[int], ahead: 
     return Streamed(count, start, time.process_time_ns() - cpu, bits)
 
 
-def _stream_consume(station: Station, make: Make, counts: Sequence[int], ahead: int, checks: bool) -> Streamed:  # noqa: ARG001
+def _stream_consume(station: Station, counts: Sequence[int], ahead: int, checks: bool) -> Streamed:  # noqa: ARG001
     get, left, taken = station.end.get, sum(counts), 0
     bits: list[int] = []
     message = last = None

@@ -44,12 +44,10 @@ class Setup:
     """How they were started: fork, spawn or forkserver."""
     pin: bool
     """Whether each was bound to a CPU."""
-    cpus: int
-    """CPUs that they might use."""
     load: float
     """How many processes wanted to run when it began, averaged over a minute: what others want, they take from this."""
-    versions: dict[str, str]
-    """Of the system, Python and libraries; the processor's name."""
+    machine: dict[str, str]
+    """The processor's name, how many CPUs they might use ("cores"), the system, and versions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +162,9 @@ class _OfResults:
         setup = self.setup
         who = f"{_count(setup.producers, 'producer')} and {_count(setup.consumers, 'consumer')}, started by {setup.method}"
         pinned = "each bound to a CPU" if setup.pin else "bound to no CPU"
-        said = f"{who}, {pinned}; {_count(setup.cpus, 'CPU')}, load {setup.load:.1f}"
-        versions = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
-        return ["", *_wrapped(text, ""), *_wrapped(setup.pipeline), *_wrapped(said), *_wrapped(versions)]
+        said = f"{who}, {pinned}; load {setup.load:.1f}"
+        machine = ", ".join(f"{name} {value}" for name, value in setup.machine.items())
+        return ["", *_wrapped(text, ""), *_wrapped(setup.pipeline), *_wrapped(said), *_wrapped(machine)]
 
 
 @dataclasses.dataclass(frozen=True)

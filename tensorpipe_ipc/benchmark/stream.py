@@ -173,7 +173,7 @@ def _stream(plan: Plan, crew: Crew, number: int, count: int, *, every: bool = Fa
     floors = floor_times(crew, case, number)
     ahead = max(2, AHEAD // max(1, case.nbytes)) if plan.pipeline.has_read else count
     what = f"{case.name}, stream"
-    put, got = crew.run(STREAM, number, case.make, shares(count, plan.producers), ahead, every, what=what)
+    put, got = crew.run(STREAM, number, shares(count, plan.producers), ahead, every, what=what)
     checked(put, got, every, what)
     ended = max(each.at for each in got if each.messages)
     return _Round(

@@ -34,8 +34,8 @@ class _Line(NamedTuple):
 _ONE_WAY = (
     _Line("p99", "#E69F00", "--", 1.6, lambda result: result.one_way.p99_us),
     _Line("p50, one way", "#D55E00", "-", 3.0, lambda result: result.one_way.p50_us),
-    _Line("floor: one memcpy", "#0072B2", ":", 1.6, lambda result: result.floors.memcpy.p50_us),
-    _Line("floor: a wake-up", "#009E73", ":", 1.6, lambda result: result.floors.wake_up.p50_us),
+    _Line("one memcpy", "#0072B2", ":", 1.6, lambda result: result.floors.memcpy.p50_us),
+    _Line("one wake-up", "#009E73", ":", 1.6, lambda result: result.floors.wake_up.p50_us),
 )
 _EACH = (
     _Line("a message of a stream", "#D55E00", "-", 3.0, lambda result: 1e6 / result.messages_per_second),
@@ -46,7 +46,7 @@ _EACH = (
         1.6,
         lambda result: result.producer_cpu_s_per_million + result.consumer_cpu_s_per_million,
     ),
-    _Line("floor: one memcpy", "#0072B2", ":", 1.6, lambda result: result.floors.memcpy.p50_us),
+    _Line("one memcpy", "#0072B2", ":", 1.6, lambda result: result.floors.memcpy.p50_us),
 )
 
 
