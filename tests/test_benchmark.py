@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import multiprocessing
 import os
@@ -21,12 +22,19 @@ from programs import ended, left_of, started
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import benchmark, cli
+from tensorpipe_ipc.benchmark import measuring
+from tensorpipe_ipc.benchmark.measuring import plan_of
 from tensorpipe_ipc.benchmark.messages import cases_of, digest
-from tensorpipe_ipc.benchmark.one_way import one_ways
+from tensorpipe_ipc.benchmark.one_way import SIZES, one_ways
 from tensorpipe_ipc.benchmark.programs import Arrival, Streamed, shares
 from tensorpipe_ipc.benchmark.stream import checked
 from tensorpipe_ipc.benchmark.summary import interval, is_settled, percentiles
 
+OPTIONS: Any = {
+    name: parameter.default
+    for name, parameter in inspect.signature(benchmark.latency).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
 SHORT: Any = {"seconds": 0.05, "method": "fork"}  # three rounds of each
 
 
@@ -124,6 +132,10 @@ def test_messages_have_their_size_and_differ(dtype: torch.dtype) -> None:
         ({"sizes": ["4 apples"]}, "size '4 apples': give bytes, as 400B"),
         ({"sizes": ["0x3"]}, "has no items"),
         ({"sizes": []}, "give at least one"),
+        (
+            {"sizes": ["400B", "900000GB"], "producers": 2},
+            "size 900000GB: to measure it takes about 16 times as much memory",
+        ),
         ({"tree": "list:3"}, "tree='list:3': give 'tensor', or 'dict:N'"),
         ({"sizes": [4], "make": dict}, "sizes and make"),
         ({"producers": 0}, "producers=0"),
@@ -144,6 +156,14 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
 
 
 # -- measuring
+
+
+def test_default_sizes_are_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sizes, 100 MB are left out where memory is short."""
+    names = [[case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases]]
+    monkeypatch.setattr(measuring, "headroom", lambda: 1 << 30)
+    names.append([case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases])
+    assert names == [["400B", "4MB", "100MB"], ["400B", "4MB"]]
 
 
 def _batch() -> dict[str, Any]:
@@ -249,7 +269,7 @@ def test_a_pipeline_that_is_wrong_is_caught(measure: Any, fault: str, error: typ
     """A message that is lost, damaged or repeated, and a process that dies or fails, end the measurement with an error."""
     pipe = _Faulty(fault)
     with pytest.raises(error, match=said):
-        measure(benchmark.Ends(pipe.put, pipe.get), [400], patience=1.0, **SHORT)
+        measure(benchmark.Ends(pipe.put, pipe.get), [400], patience=1.0 if fault == "loses" else 25.0, **SHORT)
     pipe.close()
 
 

@@ -24,6 +24,7 @@ from tensorpipe_ipc.benchmark.report import Floors, MemoryUse, Setup
 from tensorpipe_ipc.benchmark.summary import is_settled, percentiles
 from tensorpipe_ipc.context import get_context
 from tensorpipe_ipc.limits import check_count, check_timeout
+from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.tracking import MemoryTracker
 
 __all__ = [
@@ -42,6 +43,11 @@ __all__ = [
 
 LEAST = 3  # rounds
 TURN = 0.1  # seconds that the messages of one turn are to take, at most
+MEMORY, MEMORY_EACH = (
+    8,
+    4,
+)  # messages that are in memory at once: those in the pipeline and the floor's; each producer's
+GIB = 1 << 30
 WAKE_UPS, COPIES = 50, 32  # of a floor's turn, at most
 COPIED = 32 << 20  # bytes of a floor's turn, at most, but for the first three copies
 
@@ -97,6 +103,15 @@ def plan_of(
         cases = [case_of(make)]
     if not cases:
         raise ValueError("sizes: give at least one")
+    times, room = MEMORY + MEMORY_EACH * producers, headroom()
+    if make is None and sizes is None:
+        cases = [case for case in cases if times * case.nbytes <= room] or cases[:1]
+    for case in cases:
+        if times * case.nbytes > room:
+            raise ValueError(
+                f"size {case.name}: to measure it takes about {times} times as much memory, {times * case.nbytes / GIB:,.1f} "
+                f"GiB, and {room / GIB:,.1f} GiB are free; give a smaller one"
+            )
     method = options["method"]
     if method is None and pipeline.device is not None:
         method = "spawn"  # which CUDA needs

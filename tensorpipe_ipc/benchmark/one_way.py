@@ -62,7 +62,8 @@ def latency(
 
     Args:
         pipeline: ``OverQueue``, ``OverEndpoint``, or ``Ends`` with a put and a get of your own; None: ``OverQueue()``.
-        sizes: of messages: bytes ("400B", "4MB", 400) or the shape of a tensor ("64x3x224x224"); None: 400 B, 4 MB, 100 MB.
+        sizes: of messages: bytes ("400B", "4MB", 400) or the shape of a tensor ("64x3x224x224"); None: 400 B, 4 MB,
+            and 100 MB, if there is memory for it: some 12 times as much.
         dtype: of all tensors.
         tree: "tensor": a message is one; "dict:N": it is a dict of N, which have the size together.
         make: makes a message, any that the pipeline takes, in the place of ``sizes``, ``dtype`` and ``tree``.
