@@ -113,7 +113,7 @@ def plan_of(
                 f"GiB, and {room / GIB:,.1f} GiB are free; give a smaller one"
             )
     method = options["method"]
-    if method is None and pipeline.device is not None:
+    if method is None and pipeline.device not in (None, "cpu"):
         method = "spawn"  # which CUDA needs
     return Plan(
         pipeline,

@@ -313,7 +313,7 @@ def _complete(get: Callable[[], Any], device: str | None) -> Callable[[], Any]:
         tree = get()
         for _, leaf in leaves_of(tree):
             if isinstance(leaf, torch.Tensor) and leaf.numel():
-                leaf.view(-1)[-1].item()
+                leaf[(-1,) * leaf.dim()].item()
         return tree
 
     return whole

@@ -207,7 +207,7 @@ class ThroughputReport(_OfResults):
             times = (
                 _us(1e6 / result.messages_per_second),
                 _us(result.floors.memcpy.p50_us),
-                f"{result.times_memcpy:.3g}",
+                _us(result.times_memcpy),
             )
             lines.append(_row(result.name, rates, times, 12))
         for result in self.results:

@@ -34,7 +34,10 @@ __all__ = ["checked", "throughput"]
 
 SIZES = ("400B", "4MB", "100MB")
 MOST = 20_000  # messages of a turn
-WARM_UP = 4  # messages of each producer in the first
+LEAST, FEWEST = (
+    64,
+    4,
+)  # messages of a turn, at least: of fewer, the first's way is most of the time; of large ones the latter
 MORE = 64  # times as many as in the one before, at most
 CHECKED = 256 << 20  # bytes of messages that are compared, one by one, before the clock counts
 GIB = 1 << 30
@@ -124,7 +127,7 @@ def checked(put: list[Streamed], got: list[Streamed], every: bool, what: str) ->
 
 def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> ThroughputResult:
     case, deadline = plan.cases[number], next(deadlines)
-    count = plan.producers * WARM_UP
+    count = _at_least(plan, case.nbytes)
     each = _stream(plan, crew, number, count).seconds / count
     while (fitting := _fitting(plan, case.nbytes, each)) > 2 * count:  # of a few messages, most is the first's
         count = min(fitting, MORE * count)
@@ -163,9 +166,14 @@ def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> 
 
 def _fitting(plan: Plan, nbytes: int, seconds_each: float) -> int:
     """How many messages a turn has."""
-    most = MOST if plan.pipeline.has_read else max(4, AHEAD_AT_MOST // max(1, nbytes))
+    most = MOST if plan.pipeline.has_read else AHEAD_AT_MOST // max(1, nbytes)
     wanted = min(TURN, plan.seconds / len(plan.cases) / 12) / seconds_each
-    return plan.producers * max(4, min(MOST, most, int(wanted)) // plan.producers)
+    return max(_at_least(plan, nbytes), min(MOST, most, int(wanted)) // plan.producers * plan.producers)
+
+
+def _at_least(plan: Plan, nbytes: int) -> int:
+    each = max(FEWEST, min(LEAST // plan.producers, AHEAD // max(1, nbytes)))
+    return plan.producers * each
 
 
 def _stream(plan: Plan, crew: Crew, number: int, count: int, *, every: bool = False) -> _Round:
