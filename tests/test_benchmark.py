@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -173,7 +172,6 @@ def _batch() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("pipeline", "producers", "consumers"),
     [
-        (benchmark.OverQueue(), 1, 1),
         (benchmark.OverQueue(copy=False), 2, 2),
         (benchmark.OverQueue(loan=True, spin=1e-4), 2, 1),
         (benchmark.OverEndpoint(), 1, 2),
@@ -394,15 +392,3 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["throughput", "--plot", "b.png"]) == 2
     assert "this needs matplotlib: pip install 'tensorpipe-ipc[bench]'" in capsys.readouterr().err
-
-
-def test_importing_the_package_imports_none_of_it() -> None:
-    """Neither benchmark, nor what draws, is imported by the package; benchmark imports nothing that draws."""
-    code = (
-        "import sys, tensorpipe_ipc\n"
-        "assert not [name for name in sys.modules if name.startswith('tensorpipe_ipc.benchmark')]\n"
-        "import tensorpipe_ipc.benchmark\n"
-        "print([name for name in ('rich', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.stdout == "[]\n", done.stderr
