@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
+
+from tensorpipe_ipc.benchmark.machine import machine, versions
 
 __all__ = ["child", "interleaved", "machine", "peak_beyond", "versions"]
 
@@ -78,35 +78,3 @@ def child(code: str) -> str:
     if done.returncode:
         raise RuntimeError(f"a measuring process failed:\n{done.stderr}")
     return done.stdout
-
-
-def machine() -> dict[str, str]:
-    """On what was measured: processor, cores, system and versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "processor": _processor(),
-        "cores": str(cores),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        **versions("torch", "numpy", "tensorpipe-ipc"),
-    }
-
-
-def versions(*names: str) -> dict[str, str]:
-    """The versions of those that are installed."""
-    return {name: version(name) for name in names if _has(name)}
-
-
-def _has(name: str) -> bool:
-    try:
-        return bool(version(name))
-    except ModuleNotFoundError:  # run from a checkout that is not installed
-        return False
-
-
-def _processor() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return match[1] if match else platform.processor() or platform.machine()

@@ -16,6 +16,7 @@ The map of the house, bottom up; imports point down only:
   contexts.
 * ``multiprocessing``: the module of that name, with these queues.
 * ``tracking``: what memory a family of processes takes up, each page once.
+* ``benchmark``: how long a message takes, and how many go in a second; imported when it is asked for.
 * ``cli``: the command line, one file per command.
 
 Importing it starts nothing, opens nothing and changes nothing.
@@ -30,6 +31,7 @@ from tensorpipe_ipc.errors import (
     Empty,
     EndOfStream,
     Full,
+    MeasurementFailed,
     PeerLost,
     ProtocolError,
     Refused,
@@ -64,6 +66,7 @@ __all__ = [
     "EndOfStream",
     "Full",
     "JoinableQueue",
+    "MeasurementFailed",
     "MemorySample",
     "MemoryTracker",
     "PeerLost",

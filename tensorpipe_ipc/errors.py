@@ -15,7 +15,8 @@
     ├── UnknownSerializer(LookupError)
     ├── UnsupportedLeaf(TypeError)    the leaf's path in the tree, its type, and what to do
     ├── Refused(PermissionError)      serializer not accepted, address, key or uid not allowed
-    └── SharedMemoryError(OSError)    could not be created, attached or grown: sizes, what is free, the remedy
+    ├── SharedMemoryError(OSError)    could not be created, attached or grown: sizes, what is free, the remedy
+    └── MeasurementFailed(RuntimeError)  a benchmark's message came damaged, or not at all, or one of its processes failed
 
 Each also is the exception that a user of ``queue``, ``multiprocessing`` or sockets already catches.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "Empty",
     "EndOfStream",
     "Full",
+    "MeasurementFailed",
     "PeerLost",
     "ProtocolError",
     "Refused",
@@ -123,3 +125,7 @@ class Refused(TensorPipeError, PermissionError):
 
 class SharedMemoryError(TensorPipeError, OSError):
     """Shared memory could not be created, attached or grown. The text has the sizes, what is free and the remedy."""
+
+
+class MeasurementFailed(TensorPipeError, RuntimeError):
+    """What a benchmark found would be worth nothing: a message came damaged, twice or not at all, or a process of it failed."""

@@ -22,6 +22,7 @@ ALSO = {
     "UnsupportedLeaf": TypeError,
     "Refused": PermissionError,
     "SharedMemoryError": OSError,
+    "MeasurementFailed": RuntimeError,
 }
 
 

@@ -10,14 +10,21 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from tensorpipe_ipc.cli import demo, doctor, serializers, top
+from tensorpipe_ipc.cli import demo, doctor, latency, serializers, throughput, top
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.errors import TensorPipeError
 
 __all__ = ["main"]
 
-COMMANDS = {"demo": demo, "doctor": doctor, "serializers": serializers, "top": top}
-EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo"}  # which extra brings a library
+COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "latency": latency,
+    "serializers": serializers,
+    "throughput": throughput,
+    "top": top,
+}
+EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo", "matplotlib": "bench"}  # which extra brings a library
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,18 +10,17 @@ import argparse
 import importlib
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from tensorpipe_ipc.cli.demo import anatomy
 from tensorpipe_ipc.cli.demo.ledger import Ledger
 from tensorpipe_ipc.cli.demo.pictures import Picture, in_folder, shipped
 from tensorpipe_ipc.cli.demo.pipeline import WINDOW, Job, Pipeline, frame_of
+from tensorpipe_ipc.cli.ending import ended_by_sigterm
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.consumer import Consumer
 from tensorpipe_ipc.process import memory
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     report = Report()
     serializer_named(arguments.serializer)
-    with _ended_by_sigterm(), _endpoints(arguments.endpoint) as (frames, results):
+    with ended_by_sigterm(), _endpoints(arguments.endpoint) as (frames, results):
         pictures = _pictures(arguments, report)
         job = Job(pictures, arguments.items, min(PACED, arguments.items), arguments.serializer, frames, results)
         if arguments.wire:
@@ -123,21 +122,6 @@ def _endpoints(where: str | None) -> Iterator[tuple[str, str]]:
         if not _NAME.fullmatch(name):
             raise Failure(f"--endpoint {name}: give ipc, tcp, or a name of up to 32 letters, digits, '_', '-' and '.'")
         yield f"{name}-frames", f"{name}-results"
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command in order, as Ctrl-C does: children and sockets go first."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _count(text: str) -> int:
