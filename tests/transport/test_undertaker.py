@@ -157,9 +157,8 @@ class Half:
         return sorted(found.values())
 
 
-@pytest.mark.limit(
-    3600
-)  # seconds: with the usual stride it takes few, with a stride of 1 twenty minutes on a busy machine
+# With the usual stride it takes seconds, with a stride of 1 twenty minutes on a busy machine.
+@pytest.mark.limit(3600)
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("role", ["put", "get"])
 def test_an_undertaker_killed_at_any_step_is_followed_by_another(undertaker, payload, role, maxsize):
