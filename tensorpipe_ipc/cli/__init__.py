@@ -10,13 +10,13 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from tensorpipe_ipc.cli import demo, doctor, serializers, top
+from tensorpipe_ipc.cli import demo, doctor, keygen, serializers, top
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.errors import TensorPipeError
 
 __all__ = ["main"]
 
-COMMANDS = {"demo": demo, "doctor": doctor, "serializers": serializers, "top": top}
+COMMANDS = {"demo": demo, "doctor": doctor, "keygen": keygen, "serializers": serializers, "top": top}
 EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo"}  # which extra brings a library
 
 
