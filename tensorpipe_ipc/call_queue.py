@@ -19,9 +19,7 @@ from tensorpipe_ipc.tensor_queue import Queue
 
 __all__ = ["CallQueue", "adopt"]
 
-PATIENCE = (
-    10.0  # seconds for which a call waits for memory. Meanwhile no results are read, which may be what has it all.
-)
+PATIENCE = 10.0  # seconds for which a call waits for memory: no results are read meanwhile, and they may have it all
 
 
 class CallQueue(process._SafeQueue):

@@ -16,15 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.collate import (
-    collate as torch_collate,
-)
-from torch.utils.data._utils.collate import (
-    collate_numpy_array_fn,
-    collate_tensor_fn,
-    default_collate_fn_map,
-    np_str_obj_array_pattern,
-)
+from torch.utils.data._utils import collate as torchs
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Leases
@@ -48,9 +40,9 @@ def collate(batch: Any, undertaker: Callable[[], Undertaker], collate_fn_map: Co
     Raises:
         TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
     """
-    functions = default_collate_fn_map if collate_fn_map is None else collate_fn_map
+    functions = torchs.default_collate_fn_map if collate_fn_map is None else collate_fn_map
     if get_worker_info() is None:
-        return torch_collate(batch, collate_fn_map=dict(functions))
+        return torchs.collate(batch, collate_fn_map=dict(functions))
     plan = _Plan(functions)
     collated = plan.collated(batch)
     if plan.stacks:
@@ -70,26 +62,26 @@ class _Plan:
         self._functions = functions
         # For what may look at its tensors.
         self._at_once = {
-            kind: _stacked if function is collate_tensor_fn else function for kind, function in functions.items()
+            kind: _stacked if function is torchs.collate_tensor_fn else function for kind, function in functions.items()
         }
 
     def collated(self, batch: Any) -> Any:
-        """``torch_collate``, but for what its docstring's second half says."""
+        """torch's, but for what its docstring's second half says."""
         elem = batch[0]
         kind = type(elem)
         function = self._function_for(elem)
-        if function is collate_tensor_fn and _can_be_stacked(batch):
+        if function is torchs.collate_tensor_fn and _can_be_stacked(batch):
             return self._later(batch)
-        if function is collate_numpy_array_fn and not np_str_obj_array_pattern.search(elem.dtype.str):
+        if function is torchs.collate_numpy_array_fn and not torchs.np_str_obj_array_pattern.search(elem.dtype.str):
             return self.collated([torch.as_tensor(each) for each in batch])
         if function is not None or not _is_plain(kind):
-            return torch_collate(batch, collate_fn_map=self._at_once)
+            return torchs.collate(batch, collate_fn_map=self._at_once)
         if kind is dict:
             return {key: self.collated([each[key] for each in batch]) for key in elem}
         if kind is not list and kind is not tuple:
             return kind(*(self.collated(samples) for samples in zip(*batch, strict=False)))
         if any(len(each) != len(elem) for each in batch):
-            return torch_collate(batch, collate_fn_map=self._at_once)  # says what is wrong
+            return torchs.collate(batch, collate_fn_map=self._at_once)  # says what is wrong
         return [self.collated(samples) for samples in zip(*batch, strict=False)]  # torch makes a tuple a list, too
 
     def _function_for(self, elem: Any) -> Callable[..., Any] | None:
@@ -147,9 +139,9 @@ def _can_be_stacked(tensors: Any) -> bool:
 
 
 def _stacked(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """``collate_tensor_fn`` of a worker, but not into torch's shared memory, from where it would be copied."""
+    """torch's for tensors of a worker, but not into torch's shared memory, from where it would be copied."""
     if not _can_be_stacked(batch):
-        return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return torchs.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     stack = _empty(batch[0].dtype).resize_(len(batch), *batch[0].shape)
     return torch.stack(tuple(batch), 0, out=stack)
 

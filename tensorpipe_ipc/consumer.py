@@ -143,11 +143,21 @@ class Consumer:
             Busy: another thread uses it.
         """
         deadline = deadline_of(timeout)
-        with self._guard:
-            try:
-                return self._get(deadline)
-            finally:
+        taken = NOTHING
+        try:
+            with self._guard:
+                try:
+                    taken = self._get(deadline)
+                finally:
+                    self._link.refresh()
+        except BaseException:  # a signal's handler raised, when the message was taken: the next get returns it
+            if taken is not NOTHING:
+                self._link.kept.append(taken)
                 self._link.refresh()
+            raise
+        self._messages += 1
+        self._bytes += taken[1]
+        return taken[0]
 
     def get_nowait(self) -> Any:
         """``get(timeout=0)``."""
@@ -202,17 +212,26 @@ class Consumer:
         state = "closed" if self._guard.closed else "open"
         return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
 
-    def _get(self, deadline: float | None) -> Any:
+    def _get(self, deadline: float | None) -> tuple[Any, int]:
+        """A tree and its bytes. Once a message is taken, nothing is called that a signal's handler could interrupt."""
         link = self._link
         while True:
+            if link.kept:
+                taken = link.kept[0]
+                del link.kept[0]
+                if type(taken) is tuple:
+                    return taken
+                self._raise_or_reject(taken)
             left = remaining(deadline)
             patience = 0 if link.has_ended() else left
             if link.shares_memory:
                 peer = link.next_ready(patience)
                 if peer is not None:
                     taken = link.take(peer, self._decode_block, self._lease_from)
-                    if taken is not NOTHING and (tree := self._accounted(taken)) is not NOTHING:
-                        return tree
+                    if type(taken) is tuple:
+                        return taken
+                    if taken is not NOTHING:
+                        self._raise_or_reject(taken)
                     continue
                 patience = 0
             data = link.pump(patience)
@@ -220,7 +239,7 @@ class Consumer:
             if data is not None:
                 peer, header, frames = data
                 try:
-                    tree, nbytes = self._decode(header, frames)
+                    taken = self._decode(header, frames)
                 except (ProtocolError, UnknownSerializer) as error:
                     link.reject(error)
                     link.taken(peer, header)
@@ -229,9 +248,7 @@ class Consumer:
                     raise
                 else:
                     link.taken(peer, header)
-                    self._messages += 1
-                    self._bytes += nbytes
-                    return tree
+                    return taken
             elif not link.socket.has_incoming():
                 self._raise_if_ended()
                 if left <= 0:
@@ -271,16 +288,11 @@ class Consumer:
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
         return how, schema, values, serializer_named(schema.serializer)
 
-    def _accounted(self, taken: Any) -> Any:
-        """The tree of what ``_decode_block`` made; NOTHING, if that was no message."""
-        if type(taken) is tuple:
-            self._messages += 1
-            self._bytes += taken[1]
-            return taken[0]
-        if isinstance(taken, UnsupportedLeaf):
-            raise taken
-        self._link.reject(taken)
-        return NOTHING
+    def _raise_or_reject(self, error: Exception) -> None:
+        """What ``_decode_block`` made of something that was no message, or none for here."""
+        if isinstance(error, UnsupportedLeaf):
+            raise error
+        self._link.reject(error)
 
     def _raise_if_ended(self) -> None:
         if not self._link.has_ended():

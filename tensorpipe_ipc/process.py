@@ -11,13 +11,24 @@ import contextlib
 import functools
 import os
 import socket
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
 import psutil
 
-__all__ = ["Family", "Identity", "Memory", "Resident", "identity", "is_alive", "memory", "peak_rss", "reset_peak_rss"]
-
+__all__ = [
+    "Family",
+    "Identity",
+    "Memory",
+    "Resident",
+    "identity",
+    "is_alive",
+    "memfds",
+    "memory",
+    "peak_rss",
+    "reset_peak_rss",
+]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -87,6 +98,23 @@ def is_alive(process: Identity) -> bool:
         return False
 
 
+def memfds(name: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, str]]:
+    """All memfds of a name, wherever they are open: the process, and the link by which another can open it again.
+
+    Args:
+        name: what they were created by.
+        pids: the processes to look at; None: all that this one may look at.
+    """
+    target = f"/memfd:{name} (deleted)"
+    for pid in psutil.pids() if pids is None else pids:
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                link = f"/proc/{pid}/fd/{descriptor}"
+                with contextlib.suppress(OSError):
+                    if os.readlink(link) == target:
+                        yield pid, link
+
+
 def memory(pid: int | None = None) -> Memory:
     """What memory a process holds. The kernel walks all of its pages for that: 1 ms for one that has imported torch.
 
@@ -133,7 +161,7 @@ def peak_rss(pid: int) -> int:
 
 
 class Resident:
-    """Resident memory of one process, asked for again and again: 0.9 us each time, where psutil takes 7.
+    """Resident memory of one process, asked for again and again: 1 us each time, where psutil takes 9.
 
     It keeps /proc/PID/statm open, which goes on meaning that process, whoever has its id later.
     """
@@ -175,7 +203,7 @@ class Family:
     """A process and all that descend from it, asked for again and again.
 
     The kernel's own lists of children are read, for each thread of each process: some 15 us a thread. So they are read
-    when anything was started since (the last process id of the namespace, in /proc/loadavg, has moved: 0.7 us).
+    when anything was started since (the last process id of the namespace, in /proc/loadavg, has moved: 1 us).
     """
 
     def __init__(self, pid: int) -> None:

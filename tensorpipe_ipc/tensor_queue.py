@@ -23,7 +23,7 @@ from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
-from tensorpipe_ipc.memory.rows import BATCH
+from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
@@ -49,7 +49,7 @@ class Queue:
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
     """
 
-    _has_tasks = _without_leaves = False
+    _has_tasks = _last_had_no_leaves = False
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Queue:
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
         # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
-        data = _without_leaves(obj) if self._without_leaves else None
+        data = _without_leaves(obj) if self._last_had_no_leaves else None
         pickled = 0
         if data is None:
             try:
@@ -300,7 +300,7 @@ class Queue:
                 pickled, data = PICKLED, _without_leaves(obj)
                 if data is None:
                     message = self._pickled(obj, refused)
-        self._without_leaves = data is not None or not message.payloads
+        self._last_had_no_leaves = data is not None or not message.payloads
         if data is not None:
             return Block([data], len(data), None), _A_PICKLE
         return in_one_block(message, pickled)

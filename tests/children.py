@@ -350,6 +350,13 @@ def ticking(seconds: float, handler: Callable[[int, Any], None]) -> Iterator[Non
         signal.signal(signal.SIGVTALRM, before)
 
 
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Ask until something holds, as asking an end for its statistics has it look at what has come in."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
 def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     """Begin a call in a thread. Returns what waits for its result."""
     results: list[Any] = []

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +68,23 @@ def left_of(group: int) -> list[str]:
     while (left := _living(group)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
+
+
+def outliving(pids: Iterable[int], patience: float) -> list[int]:
+    """Those of some processes that are still there after so many seconds. They are killed."""
+    deadline = time.monotonic() + patience
+    while (left := [pid for pid in pids if _lives(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process is there, and not only its name."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _living(group: int) -> list[str]:

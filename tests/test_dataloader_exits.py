@@ -5,18 +5,17 @@ As torch's own ``test_proper_exit``, with the ways to die that it leaves out, si
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import multiprocessing
 import os
 import signal
-import time
 import warnings
 from typing import NamedTuple
 
 import pytest
 import torch
 from arenas import small_context
+from programs import outliving
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 LIMIT = 25.0  # seconds: a worker looks for its program every five, and so does the loader for its workers
@@ -97,13 +96,6 @@ def run(how, line):
             fails(how.method)
 
 
-def lives(pid):
-    """Whether a process is there, and not only its name."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -122,11 +114,7 @@ def test_all_end_soon_and_leave_nothing(how):
     workers = line.recv()
     program.join(LIMIT)
     code = program.exitcode
-    deadline = time.monotonic() + LIMIT
-    while (left := [pid for pid in (program.pid, *workers) if lives(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    left = outliving([program.pid, *workers], LIMIT)
     program.join()
     line.close()
     theirs.close()

@@ -12,7 +12,7 @@ import children
 import pytest
 import torch
 import zoo
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport import rendezvous
@@ -33,9 +33,7 @@ def _attached(producer: tp.Producer, child: Child) -> None:
 
 def _alone(producer: tp.Producer) -> None:
     """Wait until a producer knows that its consumer is gone: until then, what it puts may go there."""
-    deadline = time.monotonic() + PATIENCE
-    while producer.statistics().peers:
-        assert time.monotonic() < deadline
+    wait_until(lambda: not producer.statistics().peers)
 
 
 def _open_pair(child: Child, endpoint: str, producer_binds: bool) -> tp.Producer:
@@ -192,9 +190,7 @@ def test_a_consumer_that_binds_is_killed_and_replaced(scheme: str, free_port: in
 
 def _put_whatever_happens(producer: tp.Producer, tree: Any) -> None:
     """Put, once the old consumer was seen to be gone: until then a put goes to it, and is lost with it."""
-    deadline = time.monotonic() + PATIENCE
-    while producer.statistics().lost == 0:
-        assert time.monotonic() < deadline
+    wait_until(lambda: producer.statistics().lost)
     producer.put(tree, PATIENCE)
 
 

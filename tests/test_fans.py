@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import children
 import pytest
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 
@@ -64,9 +64,7 @@ def test_the_binding_producer_is_killed_and_three_consumers_stay() -> None:
         binder.call(children.put_numbers, 0, 200)
         binder.kill()
         with tp.Producer("fan", bind=True, maxsize=6) as producer:
-            deadline = time.monotonic() + PATIENCE
-            while len(producer.statistics().peers) < 3:
-                assert time.monotonic() < deadline
+            wait_until(lambda: len(producer.statistics().peers) >= 3)
             for number in range(200, 500):
                 producer.put(("", number), PATIENCE)
             producer.flush(PATIENCE)

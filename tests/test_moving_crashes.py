@@ -11,7 +11,7 @@ from wholeness import stride
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.loans import TensorSpec
-from tensorpipe_ipc.memory.rows import PUT
+from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
 pytestmark = [pytest.mark.kills, pytest.mark.limit(300)]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
+from programs import outliving
 
 SIZE = 100_000  # items
 LIMIT = 20
@@ -193,20 +194,6 @@ def test_workers_end_when_their_program_is_killed(kind):
     pids = line.recv()
     program.kill()
     program.join()
-    deadline = time.monotonic() + LIMIT
-    while (left := [pid for pid in pids if os.path.exists(f"/proc/{pid}") and not is_dead(pid)]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.02)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    assert outliving(pids, LIMIT) == []
     line.close()
     theirs.close()
-
-
-def is_dead(pid):
-    """Whether nobody has waited for it yet."""
-    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] in "ZX"
-    return True

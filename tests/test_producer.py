@@ -9,13 +9,13 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import children
 import pytest
 import torch
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 
@@ -81,7 +81,7 @@ def test_maxsize_counts_for_all_consumers_together() -> None:
         for child in (one, two):
             child.call(children.open_consumer, "both", bind=False, maxsize=64)
             child.begin(children.take, 1)
-        _until(lambda: len(producer.statistics().peers) == 2, producer)
+        wait_until(lambda: len(producer.statistics().peers) == 2)
         for number in range(2):
             producer.put(number, PATIENCE)
         assert one.result() + two.result() in ([0, 1], [1, 0])
@@ -89,13 +89,6 @@ def test_maxsize_counts_for_all_consumers_together() -> None:
         assert _fill(producer) == 4
         for child in (one, two):
             child.call(children.take, 2)
-
-
-def _until(condition: Callable[[], bool], producer: tp.Producer) -> None:
-    """Wait for something that comes with the producer's incoming messages."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("endpoint", [ENDPOINTS["ipc"], ENDPOINTS["tcp"]])

@@ -65,7 +65,8 @@ from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.headroom import headroom
-from tensorpipe_ipc.memory.rows import MAX_ROWS, ROWS_END, Rows
+from tensorpipe_ipc.memory.row import MAX_ROWS, ROWS_END
+from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, PAGE, Segment
 
 __all__ = ["FREE", "HEADER", "HELD", "KEPT", "QUEUED", "STEPS", "WRITING", "Arena", "kind_of", "payload_at"]

@@ -1,38 +1,24 @@
-"""Who is attached to a segment, who of them is dead, and what each of them was doing.
+"""Who is attached to a segment, and who of them is dead.
 
-Each attached process has one row of a table at the segment's head. It alone writes there, until it is dead.
+Each attached process has one row of a table at the segment's head. It alone writes there, until it is dead; what it
+writes is drawn in row.py.
 
 ::
 
     byte 0        4096                8192              12288                 256 KiB                 128.25 MiB
     ├─ segment ───┼─ incarnation[512] ┼─ finished[512] ─┼─ 0 ───────────────┬─┼─ row 0 ─┼─ row 1 ─┼─ … ┤ memory/arena.py
 
-    one row, in 64-bit words
-    0             16               2128                 10320                 22608                  31056  32768
-    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ 0 ──┤
-      incarnation    of each           single operations:    batch operations:     counters of each
-      pid, start     operation         credit ticket given   credit[64]            operation: messages
-      lost …                           tally                 ticket[64] given[64]  nbytes waits µs waited
-
 **A process is dead when its row's lock can be had.** The lock is an OFD lock on the row's first byte, taken through
-an open file description that is the process's own (the memfd opened again through /proc/self/fd, close-on-exec). The
-kernel drops it at once after SIGKILL, exit or exec, and nothing else does: other descriptors of the same memfd may be
-opened and closed at will, which a POSIX lock does not survive; a forked child closes its copy before it runs any
-Python, which a ``flock`` on an inherited description cannot offer. A stopped process keeps its lock, and so is alive.
-Process id and start time are kept as text for people only: they mean nothing in another container, and survive exec.
+an open file description that is the process's own (the memfd opened again through /proc/self/fd, close-on-exec), so
+that the kernel drops it as soon as the process ends, and nothing else does (ofd_locks.py). A forked child closes its copy
+before it runs any Python, which a ``flock`` on an inherited description cannot offer. A stopped process keeps its lock,
+and so is alive. Process id and start time are for people only: they mean nothing in another container, and survive exec.
 
 **Attaching.** A dead row is adopted before a fresh one is begun, so that the blocks it owns find a new owner. But
 first it must be *finished*: what its process had begun is completed or undone by whoever holds the row's lock
 (``finish``, transport/undertaker.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
 raises the incarnation, by one store. All of it may be cut short by a kill at any point: the lock is free again, and
 what is not finished says so.
-
-**Operations.** What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
-for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
-the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue the operation belongs to and whether
-it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
-lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
-it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
 
 After a fork the child has no row. It attaches anew at its first use.
 """
@@ -41,128 +27,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import struct
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory import ofd_locks
+from tensorpipe_ipc.memory.row import (
+    BATCH,
+    BATCHES,
+    INCARNATION,
+    MAX_ROWS,
+    NAMESPACE,
+    PID,
+    PURPOSES,
+    SINGLES,
+    STARTED,
+    Operation,
+    Record,
+    clear_counters,
+    record_of,
+    row_byte,
+    row_word,
+)
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import identity
 
-__all__ = [
-    "BATCH",
-    "BYTES",
-    "DONE",
-    "GET",
-    "MAX_ROWS",
-    "MESSAGES",
-    "MICROSECONDS",
-    "PUT",
-    "ROWS_END",
-    "WAITS",
-    "Operation",
-    "Record",
-    "Rows",
-    "counters_word",
-    "is_locked",
-    "read_lock",
-    "row_byte",
-    "row_word",
-]
+__all__ = ["FINISHED", "INCARNATIONS", "Rows"]
 
-MAX_ROWS = 512  # processes attached at one time
 INCARNATIONS = 4096 // 8  # word index
 FINISHED = 8192 // 8
-ROWS_START = 1 << 18
-ROW_BYTES = 1 << 18
-ROWS_END = ROWS_START + MAX_ROWS * ROW_BYTES
-
-# words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST = range(5)
-PURPOSES = 16
-SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
-BATCHES = 64
-BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
-_SINGLES_AT = PURPOSES + SINGLES + BATCHES
-_BATCHES_AT = _SINGLES_AT + 4 * SINGLES
-_COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES
-MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
-
-PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
-
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock where off_t has 64 bits, with native padding
-INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
-
-
-class Operation:
-    """Three words (or runs of words) in one's own row, with the views that system calls fill and read.
-
-    Attributes:
-        credit, ticket, given: index of the (first) word for a credit taken, a ticket taken or given, a credit given.
-        tally: index of the word that counts; of single operations.
-        tally_before: what it was when this process took the operation over.
-        counters: index of the first of the four words that tell onlookers what was done with it.
-        credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
-        messages, nbytes: what this process did with it, for ``statistics()``.
-        kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
-            names; None: nothing.
-        before: of such a get, how many others go first.
-    """
-
-    __slots__ = (
-        "before",
-        "counters",
-        "credit",
-        "credit_buffers",
-        "given",
-        "given_buffers",
-        "kept",
-        "messages",
-        "nbytes",
-        "purpose",
-        "size",
-        "tally",
-        "tally_before",
-        "ticket",
-        "ticket_buffers",
-    )
-
-    def __init__(self, segment: Segment, record: Record) -> None:
-        self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
-        self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = self.before = 0
-        self.kept: list[Any] | None = None
-        self.counters = record.counters
-        octets = memoryview(segment.memory)
-        self.credit_buffers, self.ticket_buffers, self.given_buffers = (
-            [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
-        )
-
-
-class Record(NamedTuple):
-    """Where an operation's words lie, in anybody's row."""
-
-    purpose_word: int
-    size: int  # how many tokens: 1 or BATCH
-    credit: int
-    ticket: int
-    given: int
-    tally: int  # of a single operation
-    counters: int = 0  # for onlookers
-
-    def each(self) -> Iterator[Record]:
-        """A batch as so many single ones."""
-        purpose_word, size, credit, ticket, given, tally, _ = self
-        if size == 1:
-            yield self
-        else:
-            for i in range(size):
-                yield Record(purpose_word, 1, credit + i, ticket + i, given + i, tally)
+_INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
 class Rows:
@@ -241,13 +138,13 @@ class Rows:
     def _adopt(self, row: int) -> None:
         words, base = self.words, row_word(row)
         me = identity()
-        self.incarnation = (words[INCARNATIONS + row] + 1) % INCARNATION_LIMIT or 1
+        self.incarnation = (words[INCARNATIONS + row] + 1) % _INCARNATION_LIMIT or 1
         words[INCARNATIONS + row] = self.incarnation  # from here on the row is not finished
         words[base + INCARNATION], words[base + PID] = self.incarnation, me.pid
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
         self.index = row
         for record in self.records(row):
-            _clear_counters(words, record.counters)  # the dead one's
+            clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
                 self._inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
 
@@ -264,7 +161,7 @@ class Rows:
         methods = (reference() for reference in self._witness_when)
         if self._descriptor >= 0 and any(method() for method in methods if method is not None):
             self._witness = self._open()
-            read_lock(self._witness, row_byte(self.index) + 1)
+            ofd_locks.read_lock(self._witness, row_byte(self.index) + 1)
 
     def _close_witness(self) -> None:
         """After a fork, in the parent."""
@@ -341,7 +238,7 @@ class Rows:
         return row == self.index or self._is_locked(row_byte(row))
 
     def _is_locked(self, byte: int) -> bool:
-        return is_locked(self._descriptor, byte)
+        return ofd_locks.is_locked(self._descriptor, byte)
 
     def holder(self, row: int) -> int:
         """Row and incarnation as they stand in the state of a block that the row's process writes or holds."""
@@ -349,11 +246,11 @@ class Rows:
 
     def try_lock(self, start: int, length: int) -> bool:
         """Lock bytes of the segment through the own description, without waiting."""
-        return _lock(self._descriptor, fcntl.F_WRLCK, start, length)
+        return ofd_locks.lock(self._descriptor, start, length)
 
     def unlock(self, start: int, length: int) -> None:
         """Let go of bytes that ``try_lock`` got."""
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+        ofd_locks.unlock(self._descriptor, start, length)
 
     def _try_lock(self, row: int) -> bool:
         return self.try_lock(row_byte(row), 1)
@@ -385,13 +282,13 @@ class Rows:
             operation = self._fresh(size)
         self.words[operation.purpose] = purpose
         operation.messages = operation.nbytes = 0
-        _clear_counters(self.words, operation.counters)
+        clear_counters(self.words, operation.counters)
         operation.tally_before = self.words[operation.tally] if size == 1 else 0
         return operation
 
     def _fresh(self, size: int) -> Operation:
         for number in self._unused[size]:  # each step is one bytecode: threads and signal handlers get different ones
-            record = _record(self.index, number)
+            record = record_of(self.index, number)
             if size > 1 or not self.words[record.tally]:
                 return Operation(self.segment, record)
         raise SharedMemoryError(
@@ -406,7 +303,7 @@ class Rows:
         """A single operation of a dead row, whose lock the caller has, that nobody's words or tally stand in."""
         base = row_word(row)
         for number in reversed(range(SINGLES)):
-            record = _record(row, number)
+            record = record_of(row, number)
             if not self.words[base + PURPOSES + number] or not any(self.words[record.credit : record.tally + 1]):
                 return record
         raise SharedMemoryError(errno.ENOSPC, f"all {SINGLES} operations of row {row} are in use")
@@ -416,11 +313,11 @@ class Rows:
         base = row_word(row) + PURPOSES
         purposes = self.words[base : base + SINGLES + BATCHES].tolist()
         if queue is not None and direction is not None:  # by far the most often asked for: searched by list.index
-            yield from (_record(row, number) for number in _indexes(purposes, queue << 8 | direction))
+            yield from (record_of(row, number) for number in _indexes(purposes, queue << 8 | direction))
             return
         for number, purpose in enumerate(purposes):
             if purpose and queue in (None, purpose >> 8) and direction in (None, purpose & 0xFF):
-                yield _record(row, number)
+                yield record_of(row, number)
 
 
 def _indexes(values: list[int], wanted: int) -> list[int]:
@@ -429,60 +326,6 @@ def _indexes(values: list[int], wanted: int) -> list[int]:
         start = values.index(wanted, start) + 1
         found.append(start - 1)
     return found
-
-
-def read_lock(descriptor: int, byte: int) -> bool:
-    """Have an open file description of a segment share a byte's lock. Whether nobody has it alone; does not wait."""
-    return _lock(descriptor, fcntl.F_RDLCK, byte, 1)
-
-
-def is_locked(descriptor: int, byte: int) -> bool:
-    """Whether somebody has a lock on a byte, through another open file description than this, which may be read-only."""
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-
-
-def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
-    except OSError as failed:
-        if failed.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def row_word(row: int) -> int:
-    """Index of a row's first word."""
-    return (ROWS_START + row * ROW_BYTES) // 8
-
-
-def row_byte(row: int) -> int:
-    """The byte whose lock says that a row's process lives."""
-    return ROWS_START + row * ROW_BYTES
-
-
-def counters_word(row: int, number: int) -> int:
-    """Index of the first of the four counters of a row's operation."""
-    return row_word(row) + _COUNTERS_AT + 4 * number
-
-
-def _record(row: int, number: int) -> Record:
-    base = row_word(row)
-    if number < SINGLES:
-        size, first = 1, base + _SINGLES_AT + 4 * number
-    else:
-        size, first = BATCH, base + _BATCHES_AT + 3 * BATCH * (number - SINGLES)
-    tally = first + 3 if size == 1 else 0
-    return Record(
-        base + PURPOSES + number, size, first, first + size, first + 2 * size, tally, counters_word(row, number)
-    )
-
-
-def _clear_counters(words: memoryview, first: int) -> None:
-    for word in range(first, first + 4):
-        words[word] = 0
 
 
 # A fork must not fall between the moments when a descriptor is opened and when it is known here: the child would keep

@@ -29,7 +29,7 @@ from tensorpipe_ipc.memory.arena import (
     SMALLEST,
 )
 from tensorpipe_ipc.memory.leases import Octets
-from tensorpipe_ipc.memory.rows import BATCH, GET, Operation
+from tensorpipe_ipc.memory.row import BATCH, GET, Operation
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.token_pipe import BELL, Buffers
@@ -317,7 +317,9 @@ class GetEnd(QueueEnd):
                 words[operation.ticket + i] = 0
             elif words[operation.ticket + i] or message is not _NOTHING:
                 left.append(_Aside(operation, i, message))
-        if operation.before:
+        if not left:
+            operation.before = 0
+        elif operation.before:
             left[0].before = operation.before
         else:
             for aside in left:

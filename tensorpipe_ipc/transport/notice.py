@@ -12,7 +12,6 @@ descriptors, which is its user, finds that by its name under /proc. No other nam
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import struct
 import zlib
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.process import Identity, memfds
 
 __all__ = ["Attached", "Notice", "NoticeBoard", "notices"]
 
@@ -93,15 +92,11 @@ class NoticeBoard:
 
 def notices() -> Iterator[Notice]:
     """Those of all processes that this one may look at."""
-    for process in glob.glob("/proc/[0-9]*"):
+    for pid, link in memfds(_NAME):
         with contextlib.suppress(OSError):
-            for name in os.listdir(f"{process}/fd"):
-                path = f"{process}/fd/{name}"
-                with contextlib.suppress(OSError):
-                    if os.readlink(path).startswith(f"/memfd:{_NAME}"):
-                        found = _read(path)
-                        if found is not None and _is_of(process, found.identity):
-                            yield found
+            found = _read(link)
+            if found is not None and _is_of(pid, found.identity):
+                yield found
 
 
 def _read(path: str) -> Notice | None:
@@ -118,8 +113,8 @@ def _read(path: str) -> Notice | None:
     return None
 
 
-def _is_of(process: str, identity: Identity) -> bool:
+def _is_of(pid: int, identity: Identity) -> bool:
     """Whether it is that process's own, and no copy that a fork inherited. In its own namespace it has another number."""
-    with open(f"{process}/status", encoding="utf-8", errors="replace") as lines:
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
         numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
     return bool(numbers) and int(numbers[-1]) == identity.pid

@@ -28,7 +28,7 @@ from tensorpipe_ipc.memory.arena import (
     kind_of,
 )
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.rows import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
+from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 
-from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Operation
+from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.tasks import Tasks
 from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe

@@ -34,7 +34,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena, kind_of
-from tensorpipe_ipc.memory.rows import read_lock
+from tensorpipe_ipc.memory.ofd_locks import read_lock
 
 __all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "facts_of", "number_of"]
 

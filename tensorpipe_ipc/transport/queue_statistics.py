@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tensorpipe_ipc.memory.rows import GET, PUT
+from tensorpipe_ipc.memory.row import GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
 __all__ = ["Holder", "QueueStatistics", "statistics_of"]

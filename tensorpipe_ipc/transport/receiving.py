@@ -29,6 +29,7 @@ class ReceiveLink(Link):
     Attributes:
         met_any: whether any producer ever came.
         vanished: producers that left without a goodbye, until get() has told.
+        kept: what ``take`` returned, or would have, when a signal's handler raised. It is to be served first.
     """
 
     role = "consumer"
@@ -50,6 +51,7 @@ class ReceiveLink(Link):
         self._misses = 0
         self.met_any = False
         self.vanished: list[Peer] = []
+        self.kept: deque[Any] = deque()
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
 
     def own_hello(self, peer: Peer | None) -> Hello:
@@ -94,7 +96,9 @@ class ReceiveLink(Link):
 
     def holds_back(self) -> bool:
         """Whether an interrupted get left a message that no descriptor tells of."""
-        return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
+        return bool(self.kept) or any(
+            peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values()
+        )
 
     def fileno(self) -> int:
         """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
@@ -141,37 +145,43 @@ class ReceiveLink(Link):
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
         """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
-        queue = peer.queue
+        queue, message = peer.queue, NOTHING
         if queue is None:
             return NOTHING
         try:
+            message = self._take(peer, queue, decode, lease_from)
+            if message is not NOTHING:
+                self.met_any = True
+                peer.heard = time.monotonic()
+                self._misses -= 1
+                if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
+                    self._only = peer
+            if peer.left:
+                self._forget_if_drained(peer)
+        except BaseException:
+            if message is not NOTHING:
+                self.kept.append(message)
+            raise
+        return message
+
+    def _take(self, peer: Peer, queue: Any, decode: Decode, lease_from: int) -> Any:
+        try:
             if queue.holds_back:
                 peer.room = 0  # it may take what is there, too
-                message = queue.get(0, decode, lease_from)
-            else:
-                if peer.room <= 0:
-                    peer.room = queue.tickets.unread()
-                    if not peer.room:
-                        self._only, self._misses = None, _MISSES
-                        return NOTHING
-                peer.room -= 1
-                message = queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
+                return queue.get(0, decode, lease_from)
+            if peer.room <= 0:
+                peer.room = queue.tickets.unread()
+                if not peer.room:
+                    self._only, self._misses = None, _MISSES
+                    return NOTHING
+            peer.room -= 1
+            return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
         except Empty:
             self._only = None
-            message = NOTHING
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
             self.reject(error)
             self._break_off(peer)
-            return NOTHING
-        else:
-            self.met_any = True
-            peer.heard = time.monotonic()
-            self._misses -= 1
-            if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
-                self._only = peer
-        if peer.left:
-            self._forget_if_drained(peer)
-        return message
+        return NOTHING
 
     def _break_off(self, peer: Peer) -> None:
         """Nothing that its queue holds can be believed any more."""

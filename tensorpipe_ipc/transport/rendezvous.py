@@ -36,7 +36,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
-from tensorpipe_ipc.memory.rows import ROWS_END
+from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
 
-from tensorpipe_ipc.memory.rows import PUT, Operation
+from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, GetEnd, Message, lease_from
 from tensorpipe_ipc.transport.put_end import Payload, PutEnd
 from tensorpipe_ipc.transport.queue_record import QueueRecord

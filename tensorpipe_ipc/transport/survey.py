@@ -1,6 +1,6 @@
 """What an onlooker sees of shared memory: every queue, who uses it, who holds what. Nobody has to do anything for it.
 
-The segments are found by their name among the descriptors of this user's processes, opened again through /proc for
+The segments are found by their name among the descriptors of processes that may be looked at, opened again through /proc for
 reading, and read with ``pread``. Nothing is mapped (what is read may be nonsense, but reading it is harmless), nothing is
 written, no row is taken. Holes are asked for first, as reading one through a mapping would cost memory. Figures of one
 survey are a few milliseconds apart: what moved meanwhile may be seen twice, or not at all.
@@ -32,12 +32,11 @@ from tensorpipe_ipc.memory.arena import (
     UNIT,
     WRITING,
 )
-from tensorpipe_ipc.memory.rows import (
+from tensorpipe_ipc.memory.ofd_locks import is_locked
+from tensorpipe_ipc.memory.row import (
     BATCHES,
     BYTES,
-    FINISHED,
     GET,
-    INCARNATIONS,
     LOST,
     MAX_ROWS,
     MESSAGES,
@@ -50,17 +49,16 @@ from tensorpipe_ipc.memory.rows import (
     SINGLES,
     WAITS,
     counters_word,
-    is_locked,
     row_byte,
     row_word,
 )
+from tensorpipe_ipc.memory.rows import FINISHED, INCARNATIONS
 from tensorpipe_ipc.memory.segment import NAME, read_head
-from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.process import identity, memfds
 from tensorpipe_ipc.transport.queue_record import FACTS, facts_of
 
 __all__ = ["Part", "QueueView", "SegmentView", "Use", "survey"]
 
-_LINK = f"/memfd:{NAME} (deleted)"
 _OFTEN = 1 << 12  # bytes: smaller blocks are read together, larger ones by their headers
 _Words = npt.NDArray[np.uint64]
 
@@ -126,7 +124,7 @@ class SegmentView(NamedTuple):
 
     inode: int
     pids: tuple[int, ...]
-    """Processes of this user that have it open."""
+    """Those of these processes that have it open."""
     capacity: int
     """Bytes that it may cost; 0: its maker did not say."""
     resident: int
@@ -152,40 +150,21 @@ class SegmentView(NamedTuple):
 
 
 def survey(pids: Iterable[int] | None = None) -> list[SegmentView]:
-    """Look at all segments of this user.
+    """Look at all segments that can be found.
 
     Args:
-        pids: those that these processes have open; None: those of all processes of this user.
+        pids: those that these processes have open; None: those of all processes that this one may look at.
     """
     found: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for pid in _own_processes() if pids is None else pids:
-        for inode, link in _segments_of(pid):
-            found[inode].append((pid, link))
+    for pid, link in memfds(NAME, pids):
+        with contextlib.suppress(OSError):
+            found[os.stat(link).st_ino].append((pid, link))
     views = []
     for inode, links in sorted(found.items()):
         view = _look(inode, tuple(sorted({pid for pid, _ in links})), [link for _, link in links])
         if view is not None:
             views.append(view)
     return views
-
-
-def _own_processes() -> Iterator[int]:
-    me = os.geteuid()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{name}").st_uid == me:
-                    yield int(name)
-
-
-def _segments_of(pid: int) -> Iterator[tuple[int, str]]:
-    """Inode and link of each."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            link = f"/proc/{pid}/fd/{name}"
-            with contextlib.suppress(OSError):
-                if os.readlink(link) == _LINK:
-                    yield os.stat(link).st_ino, link
 
 
 def _look(inode: int, pids: tuple[int, ...], links: list[str]) -> SegmentView | None:
@@ -207,9 +186,8 @@ class _Reader:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor, self._size = descriptor, size
         self._waiting: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by queue's block: messages, bytes
-        self._blocks: dict[int, list[int]] = defaultdict(
-            lambda: [0] * 7
-        )  # by row: count of each step, bytes, bytes held
+        # by row: count of each step, bytes, bytes held
+        self._blocks: dict[int, list[int]] = defaultdict(lambda: [0] * 7)
         self._kept: list[tuple[int, int]] = []  # block and generation of each queue's record
 
     def view(self, inode: int, pids: tuple[int, ...], capacity: int) -> SegmentView:

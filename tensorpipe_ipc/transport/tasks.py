@@ -1,6 +1,6 @@
 """How many tasks of a queue are not done: counts in the rows of those who put, took and finished them.
 
-Each operation (memory/rows.py) has a tally of what was done with it, in a word that only its process writes::
+Each operation (memory/row.py) has a tally of what was done with it, in a word that only its process writes::
 
     tally    63 ───────── 1 0
              │ n           │ 1 while a step is being counted
@@ -30,7 +30,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tensorpipe_ipc.memory.rows import DONE, GET, PUT, Operation, Rows
+from tensorpipe_ipc.memory.row import DONE, GET, PUT, Operation
+from tensorpipe_ipc.memory.rows import Rows
 
 __all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put", "settle_taken"]
 

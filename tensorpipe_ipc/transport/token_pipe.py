@@ -1,7 +1,7 @@
 """Tokens of 8 bytes through a kernel pipe: order, atomicity and wake-ups come from the kernel, and so survive any kill.
 
 A token is a number other than 0 and ``BELL`` (tickets and credits: transport/shared_memory.py). It is given from, and
-taken into, a word of the acting process's own row in shared memory (memory/rows.py), by ``writev`` and ``readv`` on
+taken into, a word of the acting process's own row in shared memory (memory/row.py), by ``writev`` and ``readv`` on
 that very word. The kernel copies a token into the taker's word and only then removes it from the pipe, under the
 pipe's mutex, in one system call that no signal can cut in two. So at every moment a token stands in the pipe or in a
 word of some row, and who has taken it is on record. An exception that a signal handler raises finds it there too: the

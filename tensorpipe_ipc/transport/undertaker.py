@@ -16,7 +16,7 @@ What each end of a queue does, a store or system call per line, in this order (t
     P7  C = 0                        (bounded)       G7  G = 0                                   (bounded)
     P8  T = 0
 
-C, T and G are the three words of the operation (memory/rows.py). A *ticket* is (block, generation), a *credit* (slot,
+C, T and G are the three words of the operation (memory/row.py). A *ticket* is (block, generation), a *credit* (slot,
 lap): no token is ever given twice. It is in one place at a time, and moves on in one direction only:
 
     giver's word, in doubt  ->  pipe or log  ->  taker's word  ->  stamped
@@ -96,7 +96,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
-from tensorpipe_ipc.memory.rows import DONE, GET, LOST, PUT, Operation, Record, row_word
+from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, Operation, Record, row_word
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, QueueRecord, number_of

@@ -72,9 +72,4 @@ def is_narrowed(own: torch.dtype, to: torch.dtype) -> bool:
     return own.is_floating_point and own in _PLAIN_FLOATS and to in NARROW and own.itemsize > to.itemsize
 
 
-_PLAIN_FLOATS = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}  # of the others, scales are kept elsewhere
+_PLAIN_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # the others' scales are kept elsewhere

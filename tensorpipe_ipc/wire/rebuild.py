@@ -245,9 +245,8 @@ def _text(data: Buffer) -> str:
 
 _NESTING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])  # with which msgpack begins a map or an array
 _PLAIN = bytes(set(range(256)) - set(_NESTING))
-_MOST_NESTING = (
-    500  # such bytes in a key that is a tuple: msgspec recurses, and how deep it may differs from Python to Python
-)
+# Such bytes in a key that is a tuple: msgspec recurses, and how deep it may differs from Python to Python.
+_MOST_NESTING = 500
 
 
 def _nesting(data: Buffer) -> int:

@@ -10,7 +10,8 @@ import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
-from tensorpipe_ipc.memory.rows import BATCH, GET, PUT, Rows
+from tensorpipe_ipc.memory.row import BATCH, GET, PUT
+from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
 

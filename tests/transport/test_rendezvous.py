@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 import zoo
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -407,9 +407,7 @@ def test_local_and_remote_consumers_mix() -> None:
         far.call(children.open_consumer, "mixed", bind=False, shared_memory="off")
         for child in (near, far):
             child.begin(children.take_all)
-        deadline = time.monotonic() + PATIENCE
-        while len(producer.statistics().peers) < 2:
-            assert time.monotonic() < deadline
+        wait_until(lambda: len(producer.statistics().peers) >= 2)
         for number in range(300):
             producer.put(number, PATIENCE)
             assert producer.statistics().in_flight <= 4

@@ -16,7 +16,7 @@ from crash_points import LIMIT, PACKAGE, SIGNAL_CHECKS, in_child, reap, run_trac
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import Arena
-from tensorpipe_ipc.memory.rows import GET
+from tensorpipe_ipc.memory.row import GET
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.undertaker import Undertaker

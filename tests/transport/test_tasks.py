@@ -8,7 +8,7 @@ from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.memory.arena import kind_of
-from tensorpipe_ipc.memory.rows import DONE, GET, PUT
+from tensorpipe_ipc.memory.row import DONE, GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
 STRIDE = stride(5)

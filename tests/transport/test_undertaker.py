@@ -6,7 +6,7 @@ from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.memory.arena import kind_of
-from tensorpipe_ipc.memory.rows import GET, PUT
+from tensorpipe_ipc.memory.row import GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
 pytestmark = pytest.mark.kills

@@ -1,0 +1,49 @@
+"""Locks on bytes of a file that belong to an open file description: Linux's OFD locks (fcntl(2)).
+
+The kernel drops one when the last descriptor of its description is closed, at once after SIGKILL, exit or exec, and nothing
+else does: other descriptors of the same file may be opened and closed at will, which a POSIX lock does not survive.
+Nobody here waits for one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+
+__all__ = ["is_locked", "lock", "read_lock", "unlock"]
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock where off_t has 64 bits, with native padding
+
+
+def lock(descriptor: int, start: int, length: int) -> bool:
+    """Have some bytes alone. Whether nobody else has any of them."""
+    return _lock(descriptor, fcntl.F_WRLCK, start, length)
+
+
+def read_lock(descriptor: int, byte: int) -> bool:
+    """Have an open file description of a segment share a byte's lock. Whether nobody has it alone; does not wait."""
+    return _lock(descriptor, fcntl.F_RDLCK, byte, 1)
+
+
+def unlock(descriptor: int, start: int, length: int) -> None:
+    """Let go of bytes."""
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
+
+
+def is_locked(descriptor: int, byte: int) -> bool:
+    """Whether somebody has a lock on a byte, through another open file description than this, which may be read-only."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
+    except OSError as failed:
+        if failed.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

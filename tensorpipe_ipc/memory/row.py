@@ -1,0 +1,171 @@
+"""One row: who its process is, and what that is doing with which queue.
+
+::
+
+    one row, in 64-bit words
+    0             16               2128                 10320                 22608                  31056  32768
+    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ 0 ──┤
+      incarnation    of each           single operations:    batch operations:     counters of each
+      pid, start     operation         credit ticket given   credit[64]            operation: messages
+      lost …                           tally                 ticket[64] given[64]  nbytes waits µs waited
+
+What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
+for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
+the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue the operation belongs to and whether
+it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
+lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
+it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from tensorpipe_ipc.memory.segment import Segment
+
+__all__ = [
+    "BATCH",
+    "BATCHES",
+    "BYTES",
+    "DONE",
+    "GET",
+    "INCARNATION",
+    "LOST",
+    "MAX_ROWS",
+    "MESSAGES",
+    "MICROSECONDS",
+    "NAMESPACE",
+    "PID",
+    "PURPOSES",
+    "PUT",
+    "ROWS_END",
+    "SINGLES",
+    "STARTED",
+    "WAITS",
+    "Operation",
+    "Record",
+    "clear_counters",
+    "counters_word",
+    "record_of",
+    "row_byte",
+    "row_word",
+]
+
+MAX_ROWS = 512  # processes attached at one time
+_ROWS_START = 1 << 18
+_ROW_BYTES = 1 << 18
+ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
+
+# words of a row
+INCARNATION, PID, STARTED, NAMESPACE, LOST = range(5)
+PURPOSES = 16
+SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
+BATCHES = 64
+BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
+_SINGLES_AT = PURPOSES + SINGLES + BATCHES
+_BATCHES_AT = _SINGLES_AT + 4 * SINGLES
+_COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES
+MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
+
+PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
+
+
+class Operation:
+    """Three words (or runs of words) in one's own row, with the views that system calls fill and read.
+
+    Attributes:
+        credit, ticket, given: index of the (first) word for a credit taken, a ticket taken or given, a credit given.
+        tally: index of the word that counts; of single operations.
+        tally_before: what it was when this process took the operation over.
+        counters: index of the first of the four words that tell onlookers what was done with it.
+        credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
+        messages, nbytes: what this process did with it, for ``statistics()``.
+        kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
+            names; None: nothing.
+        before: of such a get, how many others go first.
+    """
+
+    __slots__ = (
+        "before",
+        "counters",
+        "credit",
+        "credit_buffers",
+        "given",
+        "given_buffers",
+        "kept",
+        "messages",
+        "nbytes",
+        "purpose",
+        "size",
+        "tally",
+        "tally_before",
+        "ticket",
+        "ticket_buffers",
+    )
+
+    def __init__(self, segment: Segment, record: Record) -> None:
+        self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
+        self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
+        self.messages = self.nbytes = self.tally_before = self.before = 0
+        self.kept: list[Any] | None = None
+        self.counters = record.counters
+        octets = memoryview(segment.memory)
+        self.credit_buffers, self.ticket_buffers, self.given_buffers = (
+            [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
+        )
+
+
+class Record(NamedTuple):
+    """Where an operation's words lie, in anybody's row."""
+
+    purpose_word: int
+    size: int  # how many tokens: 1 or BATCH
+    credit: int
+    ticket: int
+    given: int
+    tally: int  # of a single operation
+    counters: int = 0  # for onlookers
+
+    def each(self) -> Iterator[Record]:
+        """A batch as so many single ones."""
+        purpose_word, size, credit, ticket, given, tally, _ = self
+        if size == 1:
+            yield self
+        else:
+            for i in range(size):
+                yield Record(purpose_word, 1, credit + i, ticket + i, given + i, tally)
+
+
+def row_word(row: int) -> int:
+    """Index of a row's first word."""
+    return (_ROWS_START + row * _ROW_BYTES) // 8
+
+
+def row_byte(row: int) -> int:
+    """The byte whose lock says that a row's process lives."""
+    return _ROWS_START + row * _ROW_BYTES
+
+
+def counters_word(row: int, number: int) -> int:
+    """Index of the first of the four counters of a row's operation."""
+    return row_word(row) + _COUNTERS_AT + 4 * number
+
+
+def record_of(row: int, number: int) -> Record:
+    """The record of a row's operation, by its number: the single ones are first."""
+    base = row_word(row)
+    if number < SINGLES:
+        size, first = 1, base + _SINGLES_AT + 4 * number
+    else:
+        size, first = BATCH, base + _BATCHES_AT + 3 * BATCH * (number - SINGLES)
+    tally = first + 3 if size == 1 else 0
+    return Record(
+        base + PURPOSES + number, size, first, first + size, first + 2 * size, tally, counters_word(row, number)
+    )
+
+
+def clear_counters(words: memoryview, first: int) -> None:
+    """Begin to count anew."""
+    for word in range(first, first + 4):
+        words[word] = 0
