@@ -61,7 +61,7 @@ def put_at_a_pace(ends: children.Ends, tree: Any, pace: float, seconds: float) -
 def take_until(ends: children.Ends, last: Any) -> int:
     """Take messages until a certain one comes. Returns how many there were before it."""
     count = 0
-    while ends.consumer.get(3 * children.PATIENCE) != last:
+    while ends.consumer.get() != last:
         count += 1
     return count
 
