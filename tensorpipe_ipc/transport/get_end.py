@@ -147,7 +147,7 @@ class GetEnd(QueueEnd):
                 tasks.settle_taken(words, operation.tally)  # J4
             counted = operation.messages = operation.messages + 1
             words[operation.counters] = counted
-            counted = operation.nbytes = operation.nbytes + words[word + NBYTES]
+            counted = operation.nbytes = operation.nbytes + words[word + NBYTES] & _WORD
             words[operation.counters + 1] = counted
             spare, operation = operation, None
             self._getting.append(spare)
@@ -209,7 +209,7 @@ class GetEnd(QueueEnd):
                 for i in range(count):
                     words[operation.given + i] = 0  # G7
             operation.messages += count
-            operation.nbytes += sum(words[word + NBYTES] for word in blocks)
+            operation.nbytes = operation.nbytes + sum(words[word + NBYTES] for word in blocks) & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             spare, operation = operation, None
             self._batches[GET].append(spare)

@@ -54,6 +54,7 @@ from tensorpipe_ipc.wire.header import (
 __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+MOST_PEERS = 1024  # of a binder: each may cost up to eight descriptors, and is looked at several times a second
 _REPEAT = 0.5  # seconds between a waiting connector's HELLOs
 
 
@@ -260,6 +261,8 @@ class Link:
         reason = self._objection(hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
+        if routing not in self.peers and len(self.peers) >= MOST_PEERS:
+            reason = f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
         if not reason:
             peer = self._admit(routing, hello)
             reason = self.arrangement.unmet(hello, peer.why_not)

@@ -130,6 +130,7 @@ class FrameSocket:
             zmq.RECONNECT_IVL: 200 if has_keys else 10,  # with the wrong ones it goes on for ever
             zmq.RECONNECT_IVL_MAX: 200,
             zmq.HANDSHAKE_IVL: 3000,
+            zmq.BACKLOG: 1024,  # so that a burst of strangers does not crowd out a friend, who would wait a second
         }
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
