@@ -32,6 +32,7 @@ from tensorpipe_ipc.transport.addresses import Address, check_folder, check_sock
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.handshakes import Handshakes
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.transport.pieces import LARGEST_PIECE, in_pieces, joined
 from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.transport.zmq_contexts import acquire, release
 from tensorpipe_ipc.wire.layout import BULK
@@ -100,6 +101,7 @@ class FrameSocket:
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
         self._receives = receives
+        self._in_pieces = security is not None
         self._handshakes: Handshakes | None = None
         self._gate: Gate | None = None
         self._gate_fd = -1
@@ -112,7 +114,7 @@ class FrameSocket:
                     use_keys(self._socket, security, bind=bind)
                     if bind:
                         self._gate = Gate(self._context, security, told or (lambda _: None))
-                self._open(address, security is not None)
+                self._open(address)
             except BaseException:
                 self._close_sockets(0)
                 raise
@@ -120,11 +122,12 @@ class FrameSocket:
             release(self._context)
             raise
 
-    def _open(self, address: Address, has_keys: bool) -> None:
+    def _open(self, address: Address) -> None:
+        has_keys = self._in_pieces
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.MAXMSGSIZE: _LARGEST,
+            zmq.MAXMSGSIZE: LARGEST_PIECE if has_keys else _LARGEST,
             zmq.LINGER: 0,
             zmq.RCVTIMEO: _SLICE_MS,
             zmq.RECONNECT_IVL: 200 if has_keys else 10,  # with the wrong ones it goes on for ever
@@ -188,6 +191,8 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         self._is_silent = False
+        if self._in_pieces:
+            frames = in_pieces(frames)
         send, last = self._socket.send, len(frames) - 1
         trackers = []
         try:
@@ -263,9 +268,9 @@ class FrameSocket:
             self._torn = False
         if not self._receives:
             self._heard = frames[-1]
-        if self.binds:
-            return frames[0].bytes, [frame.buffer for frame in frames[1:]]
-        return b"", [frame.buffer for frame in frames]
+        routing = frames[0].bytes if self.binds else b""
+        buffers = [frame.buffer for frame in frames[self.binds :]]
+        return routing, joined(buffers) if self._in_pieces else buffers
 
     def _mend(self) -> None:
         """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""
