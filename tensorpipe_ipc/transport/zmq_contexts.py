@@ -1,8 +1,12 @@
-"""ZeroMQ's contexts: one a process, for as long as it has an end open, and one more for each binder with keys."""
+"""ZeroMQ's contexts: one a process, for as long as it has an end open, and one more for each binder with keys.
+
+Where libzmq finds no descriptor for what it needs, it ends the process. So there must be enough before an end is opened.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from typing import Any
@@ -10,7 +14,11 @@ from typing import Any
 import zmq
 from zmq.utils import garbage
 
+from tensorpipe_ipc.errors import Refused
+
 __all__ = ["acquire", "release"]
+
+_DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 
 
 class _Shared:
@@ -28,7 +36,11 @@ def acquire(*, own: bool) -> zmq.Context[Any]:
 
     Args:
         own: one that no other end has.
+
+    Raises:
+        Refused: too few descriptors are left to open an end.
     """
+    _check_descriptors()
     shared = _shared.setdefault(os.getpid(), _Shared())
     with shared.lock:
         context = shared.common
@@ -38,6 +50,22 @@ def acquire(*, own: bool) -> zmq.Context[Any]:
                 shared.common = context
         shared.contexts[context] = shared.contexts.get(context, 0) + 1
         return context
+
+
+def _check_descriptors() -> None:
+    taken: list[int] = []
+    try:
+        while len(taken) < _DESCRIPTORS:
+            taken += os.pipe2(os.O_CLOEXEC)
+    except OSError as failed:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise Refused(
+            f"no end can be opened: {failed.strerror} (this process may have {limit}, and {_DESCRIPTORS} must be free): "
+            "close some, or raise the limit (ulimit -n)"
+        ) from None
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def release(context: zmq.Context[Any]) -> None:
