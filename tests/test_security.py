@@ -185,6 +185,37 @@ def test_a_binder_that_lists_the_client_later_is_found(keys: Path, free_port: in
             assert not any(NOT_LISTED in full for full, _ in list(exchanged(producer, consumer))[100:])
 
 
+def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: int) -> None:
+    """Turned away again and again, a consumer that only looks when its descriptor is readable still finds the binder that
+    lets it in; and is not woken all the time until then."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Consumer(endpoint, bind=False, security=connectors(keys), shared_memory="off") as consumer:
+        woken = 0
+        with tp.Producer(endpoint, bind=True, security=binders(keys, "other"), linger=0) as producer:
+            began = time.monotonic()
+            while time.monotonic() - began < 1:
+                producer.statistics()
+                if select.select([consumer], [], [], 0.01)[0]:
+                    woken += 1
+                    with pytest.raises(tp.Empty):
+                        consumer.get_nowait()
+            assert producer.statistics().rejected > 1
+        assert woken < 40
+        with tp.Producer(endpoint, bind=True, security=binders(keys), shared_memory="off", linger=0) as producer:
+            deadline = time.monotonic() + PATIENCE
+            put = False
+            while True:
+                assert time.monotonic() < deadline, "it does not come back"
+                with contextlib.suppress(tp.Full):
+                    if not put:
+                        producer.put("word", 0.01)
+                        put = True
+                if select.select([consumer], [], [], 0.01)[0]:
+                    with contextlib.suppress(tp.Empty):
+                        assert consumer.get_nowait() == "word"
+                        break
+
+
 def test_two_binders_of_one_process_have_lists_of_their_own(keys: Path) -> None:
     """Who is on one list is not on the other."""
     with (

@@ -16,6 +16,8 @@ from typing import Any
 
 import zmq
 
+from tensorpipe_ipc.transport.alarm import Alarm
+
 __all__ = ["Handshakes"]
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
@@ -48,6 +50,7 @@ class Handshakes:
         self._failure: tuple[int, int] | None = None
         self._failures = 0
         self._is_over = False  # libzmq will not try again
+        self._alarm: Alarm | None = None
         self._tried = time.monotonic()
         told = f"inproc://handshakes-{id(self)}"
         socket.monitor(told, _TOLD)
@@ -63,8 +66,18 @@ class Handshakes:
             event = monitor.recv(_DO_NOT_WAIT)
             if len(event) == _EVENT.size:  # the other frames are addresses
                 self._note(*_EVENT.unpack(event))
-        if self._is_over and time.monotonic() - self._tried > _AGAIN:
-            self._connect_anew()
+        if self._is_over:
+            if time.monotonic() - self._tried >= _AGAIN:
+                self._connect_anew()
+            elif self._alarm is not None:
+                self._alarm.set(_AGAIN)
+
+    def descriptors(self) -> list[int]:
+        """What tells of something to hear: the monitor's, and one that tells that the next try is due."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            self.hear()
+        return [int(self.monitor.getsockopt(zmq.FD)), *([self._alarm.fd] if self._alarm.fd >= 0 else [])]
 
     def _note(self, event: int, number: int) -> None:
         self._connections += 1
@@ -83,6 +96,8 @@ class Handshakes:
             self._socket.disconnect(self._address)
         self._socket.connect(self._address)
         self._is_over = False
+        if self._alarm is not None:
+            self._alarm.set(0)
 
     def trouble(self) -> str:
         """Why it does not get in; "" as long as nothing is known to be in the way."""
@@ -106,6 +121,8 @@ class Handshakes:
         return "the binder broke it off: it may want keys, or be no end of ours"
 
     def close(self) -> None:
-        """Close the monitor; before the socket."""
+        """Close the monitor; before the socket, and after what waits for its descriptors."""
+        if self._alarm is not None:
+            self._alarm.close()
         self._socket.disable_monitor()
         self.monitor.close(linger=0)

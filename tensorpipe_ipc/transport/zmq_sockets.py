@@ -93,7 +93,8 @@ class FrameSocket:
         self.connection = 0
         self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
         self._poll_fd: PollFd | None = None
-        self._fd = self._monitor_fd = -1  # once there is an epoll
+        self._fd = -1  # once there is an epoll
+        self._handshake_fds: list[int] = []
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
         self._is_shown = False  # whether anybody has asked for fileno
         self._frames: list[Any] = []  # of the message that is being received
@@ -369,7 +370,7 @@ class FrameSocket:
             self._is_silent = False
         if self._gate is not None and self._gate_fd in found:
             self._gate.answer()
-        if self._monitor_fd in found:
+        if any(fd in found for fd in self._handshake_fds):
             self.is_connected()  # which silences it
         return found
 
@@ -382,8 +383,8 @@ class FrameSocket:
             self._fd = int(self._socket.getsockopt(zmq.FD))
             watched = [self._fd]
             if self._handshakes is not None:
-                self._monitor_fd = int(self._handshakes.monitor.getsockopt(zmq.FD))
-                watched.append(self._monitor_fd)
+                self._handshake_fds = self._handshakes.descriptors()
+                watched += self._handshake_fds
             if self._gate is not None:
                 self._gate_fd = self._gate.fileno()
                 watched.append(self._gate_fd)
