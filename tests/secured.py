@@ -66,7 +66,7 @@ def take_until(ends: children.Ends, last: Any) -> int:
     return count
 
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMTP 3, up to the mechanism
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"  # of ZMTP 3, up to the mechanism
 
 
 def knock(port: int, how: int) -> None:
@@ -75,8 +75,8 @@ def knock(port: int, how: int) -> None:
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(64),
-        _GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xff\x00\x00\x00\x00\x00\x00\xff\xff" + bytes(100),
-        _GREETING + b"NULL".ljust(20, b"\0") + bytes(32),
+        GREETING + b"CURVE".ljust(20, b"\0") + bytes(32) + b"\x04\xff\x00\x00\x00\x00\x00\x00\xff\xff" + bytes(100),
+        GREETING + b"NULL".ljust(20, b"\0") + bytes(32),
     )[how % 5]
     with socket.create_connection(("127.0.0.1", port), timeout=children.PATIENCE) as caller:
         try:

@@ -7,13 +7,15 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
 import children
 import psutil
 import pytest
 from children import Child
-from secured import knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
+from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
 MIB = 1 << 20
 
@@ -50,6 +52,28 @@ def test_a_small_flood(tmp_path: Path) -> None:
     _, busy, grown, _ = flooded(tmp_path, 300, 100)
     assert busy > 0
     assert grown < 10 * MIB
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("silence", [2.0, 4.0])
+def test_who_says_nothing_is_let_go_after_three_seconds(silence: float, tmp_path: Path) -> None:
+    """A connection that does not begin a handshake, and one that stops within it, are closed then, and not before."""
+    with Child() as binder:
+        endpoint = binder.call(open_binder, "tcp://127.0.0.1:*", str(make_keys(tmp_path / "keys")))
+        address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        with socket.create_connection(address) as mute, socket.create_connection(address) as halting:
+            halting.sendall(GREETING + b"CURVE".ljust(20, b"\0") + bytes(32))
+            for caller in (mute, halting):
+                caller.settimeout(5)
+                assert caller.recv(64, socket.MSG_WAITALL)  # the binder's greeting
+            time.sleep(silence)
+            for caller in (mute, halting):
+                caller.setblocking(False)
+                if silence < 3:
+                    with pytest.raises(BlockingIOError):
+                        caller.recv(1)
+                else:
+                    assert caller.recv(1) == b""
 
 
 @pytest.mark.kills

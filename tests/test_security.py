@@ -190,12 +190,12 @@ def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: in
     lets it in; and is not woken all the time until then."""
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with tp.Consumer(endpoint, bind=False, security=connectors(keys), shared_memory="off") as consumer:
-        woken = 0
+        descriptor, woken = consumer.fileno(), 0
         with tp.Producer(endpoint, bind=True, security=binders(keys, "other"), linger=0) as producer:
             began = time.monotonic()
             while time.monotonic() - began < 1:
                 producer.statistics()
-                if select.select([consumer], [], [], 0.01)[0]:
+                if select.select([descriptor], [], [], 0.01)[0]:
                     woken += 1
                     with pytest.raises(tp.Empty):
                         consumer.get_nowait()
@@ -210,7 +210,7 @@ def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: in
                     if not put:
                         producer.put("word", 0.01)
                         put = True
-                if select.select([consumer], [], [], 0.01)[0]:
+                if select.select([descriptor], [], [], 0.01)[0]:
                     with contextlib.suppress(tp.Empty):
                         assert consumer.get_nowait() == "word"
                         break

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import secured
 import torch
 import zmq
 from children import PATIENCE, in_thread
@@ -61,7 +62,7 @@ def test_long_messages_with_keys(timeout: float | None, tmp_path: Path) -> None:
         assert consumer.statistics().rejected == 0
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+GREETING = secured.GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
 @pytest.mark.parametrize("size", [LARGEST_PIECE, LARGEST_PIECE + 1])
