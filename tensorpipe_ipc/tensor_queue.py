@@ -28,7 +28,7 @@ from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
-from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, SharedMemoryQueue, lease_from
+from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.flatten import flatten
@@ -178,30 +178,39 @@ class Queue:
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        if restore and not as_numpy and device is None:
-            return self._queue.get(_seconds(block, timeout), self._decode, lease_from(copy))
-        decode = functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
-        return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
+        return self._queue.get(_seconds(block, timeout), self._decode_as(restore, as_numpy, device), lease_from(copy))
 
-    def get_many(self, max_items: int, timeout: float | None = None) -> list[Any]:
+    def get_many(
+        self,
+        max_items: int,
+        timeout: float | None = None,
+        *,
+        copy: bool | Literal["auto"] = "auto",
+        device: Any = None,
+        restore: bool = True,
+        as_numpy: bool = False,
+    ) -> list[Any]:
         """Take the objects that are there, with one system call; wait where there is none.
 
         Args:
             max_items: at most so many. 64 at once are never exceeded.
             timeout: seconds to wait for the first; None: for ever.
+            copy, device, restore, as_numpy: what ``get`` takes, for each of them.
 
         Returns:
             At least one, in the order in which they were put. They belong to the caller.
 
         Raises:
             ValueError: ``max_items`` is not positive.
-            Empty: none came in time.
+            As ``get`` does: then all that were taken come with the next gets, those before the one at fault as they were
+                asked for here.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         if max_items < 1:
             raise ValueError(f"max_items must be at least 1, not {max_items}")
-        return self._queue.get_many(max_items, _seconds(True, timeout), self._decode)
+        decode = self._decode_as(restore, as_numpy, device)
+        return self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors in shared memory, to be filled, and sent without a copy::
@@ -335,6 +344,11 @@ class Queue:
         if said is None:
             return False
         return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
+
+    def _decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
+        if restore and not as_numpy and device is None:
+            return self._decode
+        return functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
 
     def _decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
         if metadata == _A_PICKLE:

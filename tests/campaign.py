@@ -50,6 +50,7 @@ import torch
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT
 from tensorpipe_ipc.tensor_queue import Queue
+from tests.guard import is_others
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
@@ -467,15 +468,6 @@ def held_by_this_process() -> tuple[int, int, set[str]]:
     )
 
 
-def is_in_use(name: str) -> bool:
-    """Whether a living process, another program's, maps an entry of /dev/shm, or it is gone by now."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if f"/dev/shm/{name}" in maps.read_text(errors="replace"):
-                return True
-    return not os.path.exists(f"/dev/shm/{name}")
-
-
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     """C8, as far as the supervisor can see."""
@@ -484,7 +476,7 @@ def nothing_left() -> Iterator[None]:
     gc.collect()
     after = held_by_this_process()
     assert after[:2] == before[:2], f"descriptors and mappings: {before[:2]} before, {after[:2]} after"
-    left = {name for name in after[2] - before[2] if not is_in_use(name)}
+    left = {name for name in after[2] - before[2] if not is_others(name)}
     assert not left, f"left in /dev/shm: {left}"
 
 

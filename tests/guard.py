@@ -27,6 +27,7 @@ import pytest
 SHM = Path("/dev/shm")
 ICEORYX2 = "iox2_"  # how the names of iceoryx2's files begin, which stay for the machine's next user of it
 PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
+_OTHERS: set[tuple[str, int, int]] = set()  # entries of /dev/shm that were seen to be another program's
 GRACE = 15.0  # seconds after the limit until a test that hangs in C takes the whole run with it
 
 
@@ -149,8 +150,7 @@ def _descriptors() -> set[str]:
 
 
 def _shared_memory() -> set[str]:
-    found = {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
-    return {name for name in found if not name.startswith(ICEORYX2)}
+    return {entry.name for entry in SHM.iterdir()} if SHM.is_dir() else set()
 
 
 def is_others(name: str) -> bool:
@@ -158,13 +158,23 @@ def is_others(name: str) -> bool:
 
     It is known by its inode, as glibc maps a semaphore under another name than it gets in the end.
     """
-    ours = {os.getpid(), *_descendants(os.getpid())}
+    if name.startswith(ICEORYX2):
+        return True
     path = str(SHM / name)
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return True
-    mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
+    which = (path, found.st_dev, found.st_ino)
+    if which not in _OTHERS and _is_in_use_elsewhere(*which):
+        _OTHERS.add(which)
+    return which in _OTHERS or not os.path.exists(path)
+
+
+def _is_in_use_elsewhere(path: str, device: int, inode: int) -> bool:
+    """Looks through all processes of the machine, some of which map thousands of files."""
+    ours = {os.getpid(), *_descendants(os.getpid())}
+    mapped = f" {os.major(device):02x}:{os.minor(device):02x} {inode} "
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in ours:
             with contextlib.suppress(OSError):
@@ -172,7 +182,7 @@ def is_others(name: str) -> bool:
                     return True
                 if any(os.readlink(link) == path for link in (process / "fd").iterdir()):
                     return True
-    return not os.path.exists(path)
+    return False
 
 
 def _files(folders: Iterable[Path]) -> set[str]:

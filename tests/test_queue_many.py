@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crash_points import in_child, reap
 
-from tensorpipe_ipc.errors import Closed, Empty, Full, ShutDown
+from tensorpipe_ipc.errors import Closed, Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 
 LIMIT = 20
@@ -88,6 +89,42 @@ def test_get_many_waits_for_one_and_takes_what_is_there() -> None:
     there.put_many("abc")
     assert there.get_many(2) == ["a", "b"]
     assert there.get_many(1000) == ["c"]
+
+
+@pytest.mark.parametrize("joinable", [False, True])  # whose objects are taken one by one
+def test_get_many_hands_each_over_as_get_would(joinable: bool) -> None:
+    """Arrays in the place of tensors; narrow ones as they crossed; as leases, or in memory of their own."""
+    there = (JoinableQueue if joinable else Queue)(wire_dtype=torch.float16)
+
+    def through(**options: Any) -> list[Any]:
+        there.put_many(torch.full((10,), float(i)) for i in range(4))
+        got: list[Any] = []
+        while len(got) < 4:
+            got += there.get_many(4, LIMIT, **options)
+        return got
+
+    for found in through(as_numpy=True):
+        assert isinstance(found, np.ndarray)
+        assert found.dtype == np.float32
+    assert {found.dtype for found in through(restore=False)} == {torch.float16}
+    kept = through(restore=False, copy=False)
+    assert there.statistics().leases == 4
+    with pytest.raises(ValueError, match="copy='no'"):
+        through(copy="no")
+    kept = there.get_many(4)
+    assert float(kept[0][0]) == 0
+
+
+def test_what_get_many_cannot_hand_over_is_kept_for_the_next_get() -> None:
+    """NumPy has no bfloat16: the error names it, and all that was taken comes again; what was an array by then, as one."""
+    there = Queue()
+    there.put_many([torch.ones(3), torch.ones(3, dtype=torch.bfloat16), torch.zeros(3)])
+    with pytest.raises(UnsupportedLeaf, match="bfloat16"):
+        there.get_many(3, as_numpy=True)
+    got: list[Any] = []
+    while len(got) < 3:
+        got += there.get_many(3, timeout=LIMIT)
+    assert [each.dtype for each in got] == [np.float32, torch.bfloat16, torch.float32]
 
 
 def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:

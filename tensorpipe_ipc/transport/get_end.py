@@ -161,26 +161,28 @@ class GetEnd(QueueEnd):
             self._take_up()
             raise
 
-    def get_many(self, most: int, timeout: float | None = None, decode: Decode = Message) -> list[Any]:
+    def get_many(
+        self, most: int, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM
+    ) -> list[Any]:
         """Take what is there, with one system call, and at least one message: wait for that as ``get`` does.
 
         Args:
             most: at most so many, and at most 64.
             timeout: seconds to wait for the first one; None: for ever; 0: not at all.
-            decode: makes each of what is returned.
+            decode, lease_from: as for ``get``, of each.
 
         Raises:
             As ``get`` does.
         """
         while True:
             if self._has_tasks or most == 1 or self.holds_back:
-                return [self.get(timeout, decode)]
+                return [self.get(timeout, decode, lease_from)]
             try:
-                return self._get_many(min(most, BATCH), timeout, decode)
+                return self._get_many(min(most, BATCH), timeout, decode, lease_from)
             except _Again:
                 continue
 
-    def _get_many(self, most: int, timeout: float | None, decode: Decode) -> list[Any]:
+    def _get_many(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
         operation: Operation | None = self._batch(GET)
         assert operation is not None
         messages = list[Any]()
@@ -200,7 +202,7 @@ class GetEnd(QueueEnd):
                     words[operation.given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give([operation.given_buffers[0][: 8 * count]])  # G3
             for word in blocks:
-                messages.append(self._open(word, decode))  # G4
+                messages.append(self._open(word, decode, lease_from))  # G4
             for word in blocks:
                 self._let_go(word)  # G5
             for i in range(count):
