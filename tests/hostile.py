@@ -19,8 +19,8 @@ _ODD = (0, 1, 2, 64, 65, 1 << 16, 1 << 31, (1 << 31) + 64, 1 << 32, 1 << 48, 1 <
 def scribble(ends: children.Ends, endpoint: str, seed: int, rounds: int) -> int:
     """Put messages, and write over what lies in their blocks, and wrong tickets into the pipe, before they are taken.
 
-    The words are those of its own blocks and queue: where the state, the lengths, the places and the metadata stand. Now
-    and then it comes anew, as the binder will have let it go by then.
+    The words are those of its own blocks and of its queue's record: where the state, the lengths, the places and the metadata
+    stand; maxsize, shutdown, laps. Now and then it comes anew, as the binder will have let it go by then.
 
     Returns:
         How many words and tickets it wrote.
@@ -47,6 +47,10 @@ def scribble(ends: children.Ends, endpoint: str, seed: int, rounds: int) -> int:
                 )
                 queue.words[word + index] = value
                 written += 1
+        if rng.random() < 0.1:
+            record = queue.record.block >> 3
+            queue.words[record + rng.randrange(8, 16 + queue.maxsize)] = rng.choice((1, rng.choice(_ODD)))
+            written += 1
         if rng.random() < 0.1:
             ticket = rng.getrandbits(64)
             made_up.add(ticket)
