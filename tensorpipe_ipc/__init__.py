@@ -6,6 +6,7 @@ The map of the house, bottom up; imports point down only:
   wait that ends with its parent.
 * ``wire``: what goes over the wire, as pure functions of bytes.
 * ``serializers``: what the bytes of a tensor are.
+* ``security``: which keys an end has, and whose it lets in.
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
 * ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
   pipes of tickets, and what finishes what the dead began.
@@ -44,6 +45,7 @@ from tensorpipe_ipc.errors import (
 )
 from tensorpipe_ipc.memory.loans import TensorSpec
 from tensorpipe_ipc.producer import Producer, ProducerStatistics
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
@@ -62,6 +64,7 @@ __all__ = [
     "Closed",
     "Consumer",
     "ConsumerStatistics",
+    "Curve",
     "Empty",
     "EndOfStream",
     "Full",

@@ -14,6 +14,7 @@ from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import lease_from
@@ -67,11 +68,13 @@ class Consumer:
         as_numpy: bool = False,
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
+        security: Curve | None = None,
     ) -> None:
         """Open the end. It does not wait for anybody.
 
         Args:
-            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
+            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback, unless there are keys), ``inproc://name``, or a bare
+                name.
             bind: whether this side has the address.
             accept: names of the serializers that producers may use; None for all that are registered here.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
@@ -85,19 +88,26 @@ class Consumer:
             maxsize: the most messages that each producer may have in flight towards this end.
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
                 frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
+            security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
             ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
-                ``device`` names none, or goes with ``as_numpy``.
-            Refused: the address is in use by a live process, is not loopback, or is not safe.
+                ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side.
+            Refused: the address is in use by a live process, is not safe, or is not loopback and there are no keys; a key
+                file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         names = None if accept is None else tuple(serializer_named(name).name for name in accept)
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._arrival = arrival_of(restore, as_numpy, device)
         self._link = ReceiveLink(
-            endpoint, bind=bind, window=check_count(maxsize, "maxsize"), accept=names, shared_memory=shared_memory
+            endpoint,
+            bind=bind,
+            window=check_count(maxsize, "maxsize"),
+            accept=names,
+            shared_memory=shared_memory,
+            security=security,
         )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0
@@ -242,7 +252,7 @@ class Consumer:
             elif not link.socket.has_incoming():
                 self._raise_if_ended()
                 if left <= 0:
-                    raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}")
+                    raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
 
     def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
         schema = schema_of(header.schema)

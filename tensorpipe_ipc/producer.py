@@ -19,6 +19,7 @@ from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.staging import staged
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.peer import Peer
@@ -80,11 +81,13 @@ class Producer:
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
         linger: float = 5.0,
+        security: Curve | None = None,
     ) -> None:
         """Open the end. It does not wait for anybody.
 
         Args:
-            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback), ``inproc://name``, or a bare name.
+            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback, unless there are keys), ``inproc://name``, or a bare
+                name.
             bind: whether this side has the address.
             serializer: the name of the serializer for tensors: "raw", "numpy", "torch_save", or one registered.
             wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
@@ -94,11 +97,14 @@ class Producer:
             shared_memory: "auto": messages go through shared memory to consumers of this user on this host, and in frames
                 to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
             linger: seconds that ``close`` waits for messages to be taken.
+            security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.
-            ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range.
-            Refused: the address is in use by a live process, is not loopback, or is not safe.
+            ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range;
+                ``security`` does not name the keys of the other side.
+            Refused: the address is in use by a live process, is not safe, or is not loopback and there are no keys; a key
+                file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         self._serializer = serializer_named(serializer)
@@ -110,6 +116,7 @@ class Producer:
             window=check_count(maxsize, "maxsize"),
             serializer=serializer,
             shared_memory=shared_memory,
+            security=security,
         )
         self._guard = Guard(f"Producer on {self._link.endpoint}")
         self._messages = self._bytes = self._waits = 0
@@ -311,7 +318,7 @@ class Producer:
     def _wait(self, deadline: float | None, what: str) -> None:
         left = remaining(deadline)
         if left <= 0:
-            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}")
+            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.trouble()}")
         self._link.wait(left)
         self._link.raise_refusal()
 
@@ -334,7 +341,7 @@ def _close(link: SendLink, guard: Guard, linger: float) -> None:
         while link.in_flight and remaining(deadline) > 0:
             link.wait(remaining(deadline))
     finally:
-        left, blocked = link.in_flight, link.why_blocked()
+        left, blocked = link.in_flight, link.why_blocked() + link.trouble()
         told = link.say_goodbye()
         link.close(linger if told else 0.0)
     if left:

@@ -77,6 +77,10 @@ class Child:
         """Have it begin a call."""
         self._line.send((function, arguments, options))
 
+    def has_result(self) -> bool:
+        """Whether ``result`` would not wait."""
+        return self._line.poll()
+
     def result(self) -> Any:
         """What the call that was begun returned; what it raised is raised."""
         assert self._line.poll(PATIENCE), "the child does not answer"

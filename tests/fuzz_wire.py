@@ -1,5 +1,8 @@
 """A fuzzer of the wire: valid messages, damaged in ways that know their structure, must end in a tree or in our errors.
 
+Messages are frames from a socket, or lie in a block of shared memory (metadata and payload); so are what ends say of
+themselves: HELLO, WELCOME and REFUSED in frames, and the notice that hangs in a memfd.
+
 The tests run some thousands. By hand, with the whole project's root as the working directory::
 
     python -m tests.fuzz_wire --examples 1000000 --seed 1
@@ -11,27 +14,38 @@ ends it, with the seed and number that make the input again.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import random
 import struct
 import sys
 import time
 import warnings
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the zoo, where this runs without pytest
 
+import numpy as np
 import torch
 import zoo
-from exchange import forget_schemas, read, sent
+from exchange import encoded, forget_schemas, read, sent
 
+from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
-from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
 from tensorpipe_ipc.wire import header
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 Frames = list[bytes]
+SOMEBODY = Identity("host", "01234567-89ab-cdef-0123-456789abcdef", 4026531836, 4242, 123456.0)
 INTERESTING = [0, 1, 2, 3, 4, 0x0F, 0x10, 0x20, 0x40, 0x41, 0x7F, 0x80, 0x90, 0xC1, 0xDD, 0xFE, 0xFF]
 LENGTHS = [
     0,
@@ -63,11 +77,39 @@ def corpus() -> list[Frames]:
                     found.append(sent(zoo.make(name), serializer))
                 except UnsupportedLeaf:
                     continue
-    hello = header.Hello("consumer", identity(), 64, accepts=("raw", "numpy"), sequence=3)
-    found.append([header.pack_control(header.Kind.HELLO, hello)])
-    found.append([header.pack_control(header.Kind.WELCOME, hello)])
+    offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
+    for terms in (None, header.SharedMemoryTerms("auto", 1000), header.SharedMemoryTerms("require", 0, offer, 5, "no")):
+        hello = header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 3, (5, 6, 7), terms)
+        found.append([header.pack_control(header.Kind.HELLO, hello)])
+        found.append([header.pack_control(header.Kind.WELCOME, hello)])
     found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
     return found + [[header.pack(header.Kind.CREDIT, 9)], [header.pack(header.Kind.GOODBYE, 9)]]
+
+
+def blocks() -> list[Frames]:
+    """What lies in a block of shared memory: metadata and payload, of the zoo's small animals, and by reference."""
+    found = []
+    for name in zoo.ZOO:
+        if "large" not in name:
+            with contextlib.suppress(UnsupportedLeaf):
+                message = encoded(zoo.make(name))
+                block, metadata = in_one_block(message)
+                payload = bytearray(block.nbytes)
+                block.write_into(memoryview(payload))
+                found.append([metadata, bytes(payload)])
+    for tree in (torch.arange(4.0), {"x": torch.arange(4.0), "y": 5}):
+        message = encoded(tree)
+        values = message.values
+        where = struct.pack("<I", len(values)) + values + struct.pack("<Q", 64)
+        found.append([metadata_of(BY_REFERENCE, message.schema, where), bytes(64) + bytes(message.payloads[0])])
+    return found
+
+
+def posted() -> list[Frames]:
+    """Notices, as they hang in a memfd."""
+    peer = Attached("producer", SOMEBODY, "shared memory", True)
+    whole = Notice("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
+    return [[framed(whole)], [framed(Notice("ipc:///x", "producer", False, SOMEBODY))]]
 
 
 _FEW = (
@@ -95,7 +137,7 @@ def damage(rng: random.Random, frames: Frames, others: list[Frames]) -> Frames:
             how = rng.choice(_BYTE_DAMAGE)
             damaged[index] = bytes(how(rng, bytearray(damaged[index]), rng.choice(rng.choice(others))))
     damaged = damaged or [b""]
-    if rng.random() < 0.5 and len(damaged[0]) >= 24:
+    if rng.random() < 0.5 and len(damaged[0]) >= 24 and frames[0].startswith(header.MAGIC):
         damaged[0] = _right_lengths(frames[0], damaged[0])
     return damaged
 
@@ -177,7 +219,8 @@ def _right_lengths(before: bytes, after: bytes) -> bytes:
 
 def outcome(frames: Frames) -> str:
     """How a message ends: "tree", "control", or the class of our error. Every other exception is let out."""
-    try:
+
+    def end() -> str:
         head = header.unpack(memoryview(frames[0]))
         body = {1: header.Hello, 2: header.Hello, 3: header.Refusal}.get(head.kind)
         if body is not None:
@@ -186,23 +229,64 @@ def outcome(frames: Frames) -> str:
             return "control"
         read([memoryview(bytearray(frame)) for frame in frames])
         return "tree"
+
+    return _ends(end)
+
+
+def outcome_in_block(frames: Frames) -> str:
+    """How a message in a block ends."""
+
+    def end() -> str:
+        payload: Octets = np.frombuffer(bytearray(frames[-1]), np.uint8)
+        how, read, values = parts_of(frames[0])
+        schema = schema_of(read)
+        serializer = serializer_named(schema.serializer)
+        if how & BY_REFERENCE:
+            said, found = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+            schema.tree(said, found, serializer, ALIAS)
+        else:
+            schema.tree_in(values, memoryview(payload), serializer)
+        return "tree"
+
+    return _ends(end)
+
+
+def outcome_of_notice(frames: Frames) -> str:
+    """What a notice is taken for: "notice", or "nothing". It never is an error: whoever posted it may be anybody."""
+    data = bytearray(frames[0])
+    if len(data) >= 8 and data[0] & 1:  # so that half of them get past the checksum
+        data[:8] = struct.pack("<II", zlib.crc32(data[8:]), len(data) - 8)
+    return "nothing" if read_notice(io.BytesIO(data)) is None else "notice"
+
+
+def _ends(end: Callable[[], str]) -> str:
+    try:
+        return end()
     except TensorPipeError as error:
         if len(str(error)) > 5000:
             raise RuntimeError("an error that repeats what arrived") from error
         return type(error).__name__
 
 
-def fuzz(examples: int, seed: int, progress: bool = False) -> Counter[str]:
+TARGETS: dict[str, tuple[Callable[[], list[Frames]], Callable[[Frames], str]]] = {
+    "frames": (corpus, outcome),
+    "blocks": (blocks, outcome_in_block),
+    "notices": (posted, outcome_of_notice),
+}
+
+
+def fuzz(examples: int, seed: int, progress: bool = False, target: str = "frames") -> Counter[str]:
     """Run so many damaged messages, and count how they end."""
-    messages = corpus()
+    make, ending = TARGETS[target]
+    messages = make()
     ends: Counter[str] = Counter()
     for number in range(examples):
         rng = random.Random(f"{seed} {number}")
         frames = damage(rng, rng.choice(messages), messages)
         try:
-            ends[outcome(frames)] += 1
+            ends[ending(frames)] += 1
         except BaseException:
-            print(f"seed {seed}, example {number}: {frames!r:.2000}", file=sys.stderr)
+            print(f"{target}, seed {seed}, example {number}: {frames!r:.2000}", file=sys.stderr)
             raise
         if progress and not (number + 1) % 100_000:
             print(f"{number + 1:,}: {dict(ends)}", flush=True)
@@ -210,17 +294,44 @@ def fuzz(examples: int, seed: int, progress: bool = False) -> Counter[str]:
     return ends
 
 
+def keep(folder: Path, most: int = 12) -> None:
+    """Write a few damaged messages of each end into a folder, one a line: how it ended, and its frames."""
+    for target, (make, ending) in TARGETS.items():
+        messages, kept = make(), dict[str, list[str]]()
+        for number in range(20_000):
+            rng = random.Random(f"corpus {number}")
+            frames = damage(rng, rng.choice(messages), messages)
+            if sum(map(len, frames)) < 600:
+                line = " ".join([ending(frames), *(frame.hex() or "-" for frame in frames)])
+                kept.setdefault(line.split()[0], []).append(line)
+        lines = [line for end in sorted(kept) for line in kept[end][:most]]
+        (folder / f"{target}.txt").write_text("\n".join(lines) + "\n")
+
+
+def kept(folder: Path) -> Iterator[tuple[str, str, Frames]]:
+    """What ``keep`` has written: the target, how it ended, and the frames."""
+    for target in TARGETS:
+        for line in (folder / f"{target}.txt").read_text().splitlines():
+            end, *frames = line.split()
+            yield target, end, [bytes.fromhex(frame.strip("-")) for frame in frames]
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz_wire", description="Damage messages and read them.")
     parser.add_argument("--examples", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target", choices=TARGETS, default="frames")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write a corpus there instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # as under pytest: a warning that bytes can cause is an exception
     warnings.filterwarnings("ignore", "(Sparse|The PyTorch API of nested|TypedStorage|ComplexHalf|.*quantiz)")
+    if arguments.keep:
+        keep(arguments.keep)
+        return
     start = time.perf_counter()
-    ends = fuzz(arguments.examples, arguments.seed, progress=True)
+    ends = fuzz(arguments.examples, arguments.seed, progress=True, target=arguments.target)
     print(f"{arguments.examples:,} inputs in {time.perf_counter() - start:.0f} s, no exception but ours")
     for name, count in ends.most_common():
         print(f"{count:>12,}  {name}")

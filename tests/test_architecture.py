@@ -26,6 +26,7 @@ FLOORS = {
     "serializers": 2,
     "memory": 2,
     "pickling": 2,
+    "security": 2,
     "transport": 3,
     "moving": 3,
     "loan": 3,
@@ -47,7 +48,7 @@ FLOORS = {
 
 # Each foreign library has one door, where its errors are translated. Files, or folders with a slash at the end.
 DOORS = {
-    "zmq": {"transport/zmq_sockets.py"},
+    "zmq": {f"transport/{file}.py" for file in ("zmq_sockets", "zmq_contexts", "handshakes", "curve")},
     "psutil": {"process.py", "tracking.py"},
     "mmap": {"memory/segment.py", "transport/token_pipe.py"},
     "rich": {"cli/"},

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from programs import ROOT, ended, ran, started
 
+from tensorpipe_ipc.cli import main
+
 EXAMPLES = ROOT / "examples"
 PROMISED = {
     "quickstart.py": r"(step \d: \(3, 224, 224\) torch.float32, every item as it was put\n){5}"
@@ -30,13 +32,14 @@ PROMISED = {
 SMALL = {"train_digits.py": ["2"]}  # the size at which it is tested
 PAIR = ("across_unrelated_programs/producer.py", "across_unrelated_programs/consumer.py")
 TWO = ("two_programs/reader.py", "two_programs/writer.py")
+HOSTS = ("across_hosts/gpu_host.py", "across_hosts/data_host.py")
 CAMERA = ("camera_to_model/model.py", "camera_to_model/camera.py")
 
 
 def test_every_example_is_listed() -> None:
     """No example goes without a test, each has less than 60 lines, and each says what it is for."""
     found = {path.relative_to(EXAMPLES).as_posix(): path.read_text() for path in EXAMPLES.rglob("*.py")}
-    assert set(found) == {*PROMISED, *PAIR, *TWO, *CAMERA}
+    assert set(found) == {*PROMISED, *PAIR, *TWO, *HOSTS, *CAMERA}
     for name, text in found.items():
         assert len(text.splitlines()) < 60, name
         assert text.startswith('"""'), name
@@ -83,6 +86,21 @@ def test_two_programs() -> None:
     reader, writer = _both([TWO[0]], [TWO[1]]).splitlines()
     assert reader == "reader: 40,000,000 bytes in 10 messages, by way of shared memory"
     assert writer == "writer: 40,000,000 bytes in 10 messages, by way of shared memory"
+
+
+@pytest.mark.limit(110)
+def test_across_hosts(tmp_path: Path, free_port: int) -> None:
+    """With keys that the command line made, each the other's; here over this host's loopback."""
+    gpu, data = str(tmp_path / "gpu.key"), str(tmp_path / "data.key")
+    assert [main(["keygen", str(tmp_path / name)]) for name in ("gpu", "data")] == [0, 0]
+    said = _both(
+        [HOSTS[0], f"tcp://*:{free_port}", f"{gpu}_secret", data],
+        [HOSTS[1], f"tcp://127.0.0.1:{free_port}", f"{data}_secret", gpu],
+    )
+    assert said == (
+        "gpu host: 20 tensors taken, every sum as it was sent; turned away: 0\n"
+        "data host: 20 tensors put, and all taken\n"
+    )
 
 
 @pytest.mark.limit(110)

@@ -10,7 +10,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from tensorpipe_ipc.cli import demo, doctor, latency, serializers, throughput, top
+from tensorpipe_ipc.cli import demo, doctor, keygen, latency, serializers, throughput, top
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.errors import TensorPipeError
 
@@ -19,6 +19,7 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": demo,
     "doctor": doctor,
+    "keygen": keygen,
     "latency": latency,
     "serializers": serializers,
     "throughput": throughput,

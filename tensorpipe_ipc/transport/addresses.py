@@ -1,8 +1,8 @@
 """Endpoints as people write them, and whether an address is safe to use.
 
 ``ipc:///path``, ``tcp://host:port``, ``inproc://name``, or a bare name (``frames``), which is an ipc path in the user's
-runtime folder. What is checked here: syntax, the length of a path, that tcp stays on this host, and that nobody but this
-user can have put a socket where we look for one.
+runtime folder. What is checked here: syntax, the length of a path, that tcp stays on this host where there are no keys, and
+that nobody but this user can have put a socket where we look for one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = ["Address", "check_folder", "check_socket_file", "parse", "runtime_fol
 
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
+_HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -29,14 +30,19 @@ class Address(NamedTuple):
     scheme: str  # "ipc", "tcp" or "inproc"
     text: str  # in full, as ZeroMQ takes it
     path: str = ""  # of an ipc socket
+    is_remote: bool = False  # whether other hosts come into it
 
 
-def parse(endpoint: str) -> Address:
+def parse(endpoint: str, *, has_keys: bool = False) -> Address:
     """Take an endpoint apart.
 
+    Args:
+        endpoint: as people write it.
+        has_keys: whether the end has CURVE keys.
+
     Raises:
-        ValueError: no endpoint, or an ipc path that is too long.
-        Refused: a tcp address other than this host's loopback.
+        ValueError: no endpoint, or an ipc path that is too long, or keys where nothing leaves the process.
+        Refused: a tcp address other than this host's loopback, without keys.
     """
     if not isinstance(endpoint, str):
         raise TypeError(f"endpoint {endpoint!r} is a {type(endpoint).__name__}, not a str")
@@ -46,9 +52,13 @@ def parse(endpoint: str) -> Address:
     if scheme == "ipc" and rest and "\0" not in rest and rest[0] not in "@*":
         return _ipc(os.path.abspath(rest))
     if scheme == "inproc" and rest and len(rest) <= 255:
+        if has_keys:
+            raise ValueError(
+                f"endpoint {endpoint!r} stays within this process, where keys do nothing: leave security out"
+            )
         return Address("inproc", endpoint)
     if scheme == "tcp":
-        return _tcp(endpoint, rest)
+        return _tcp(endpoint, rest, has_keys)
     raise ValueError(
         f"endpoint {endpoint!r}: write ipc:///path, tcp://host:port, inproc://name, or a bare name of letters, digits, "
         "'_', '-' and '.'"
@@ -127,21 +137,26 @@ def _ipc(path: str) -> Address:
     return Address("ipc", f"ipc://{path}", path)
 
 
-def _tcp(endpoint: str, rest: str) -> Address:
+def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
     host, separator, port = rest.rpartition(":")
     if not separator or not host or not (port == "*" or (port.isascii() and port.isdigit() and int(port) <= 0xFFFF)):
         raise ValueError(
             f"endpoint {endpoint!r}: write tcp://host:port with a port of 0 to 65535, or * for any free one"
         )
-    host = host.strip("[]").partition("%")[0]
+    host = host.strip("[]")
     port = "*" if port in ("0", "*") else port
-    if not _is_loopback(host):
+    is_remote = not _is_loopback(host)
+    if is_remote and not has_keys:
         raise Refused(
-            f"{endpoint}: without keys, tcp is for this host alone (127.0.0.1, ::1, localhost); other hosts come with "
-            "CURVE keys, which this version does not have yet: use ssh or a VPN to bring the port to loopback"
+            f"{endpoint}: tcp leaves this host (127.0.0.1, ::1, localhost) only with keys on both sides: make them with "
+            "`tensorpipe-ipc keygen NAME` and give security=tensorpipe_ipc.Curve(...)"
+        )
+    if is_remote and not _HOST.fullmatch(host):
+        raise ValueError(
+            f"endpoint {endpoint!r}: write tcp://host:port with a host's name or number, or * for all here"
         )
     host = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-    return Address("tcp", f"tcp://{host}:{port}")
+    return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote)
 
 
 def _is_loopback(host: str) -> bool:

@@ -39,6 +39,7 @@ __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_
 
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
+_WORD = (1 << 64) - 1  # what another process wrote may be anything
 _BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 
 
@@ -134,7 +135,7 @@ class GetEnd(QueueEnd):
                 raise _Again
             word = self._word_of(ticket)
             if self.credits is not None:
-                words[operation.given] = words[word + CREDIT] + NEXT_LAP  # G2
+                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give(operation.given_buffers)  # G3
             message = self._open(word, decode, lease_from)  # G4
             self._let_go(word)  # G5
@@ -146,7 +147,7 @@ class GetEnd(QueueEnd):
                 tasks.settle_taken(words, operation.tally)  # J4
             counted = operation.messages = operation.messages + 1
             words[operation.counters] = counted
-            counted = operation.nbytes = operation.nbytes + words[word + NBYTES]
+            counted = operation.nbytes = operation.nbytes + words[word + NBYTES] & _WORD
             words[operation.counters + 1] = counted
             spare, operation = operation, None
             self._getting.append(spare)
@@ -198,7 +199,7 @@ class GetEnd(QueueEnd):
             blocks = [self._word_of(ticket) for ticket in tickets]
             if self.credits is not None:
                 for i, word in enumerate(blocks):
-                    words[operation.given + i] = words[word + CREDIT] + NEXT_LAP  # G2
+                    words[operation.given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give([operation.given_buffers[0][: 8 * count]])  # G3
             for word in blocks:
                 messages.append(self._open(word, decode, lease_from))  # G4
@@ -210,7 +211,7 @@ class GetEnd(QueueEnd):
                 for i in range(count):
                     words[operation.given + i] = 0  # G7
             operation.messages += count
-            operation.nbytes += sum(words[word + NBYTES] for word in blocks)
+            operation.nbytes = operation.nbytes + sum(words[word + NBYTES] for word in blocks) & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             spare, operation = operation, None
             self._batches[GET].append(spare)
@@ -291,6 +292,9 @@ class GetEnd(QueueEnd):
         else:
             at, start = block + words[word + METADATA_AT], block + words[word + PAYLOAD_AT]
             metadata = self.memory[at : at + length - FORWARDED]
+        return self._read(block, metadata, start, nbytes, decode, lease_from)
+
+    def _read(self, block: int, metadata: bytes, start: int, nbytes: int, decode: Decode, lease_from: int) -> Any:
         if nbytes < LEASE_FROM and nbytes < lease_from:
             return decode(metadata, bytearray(self._view[start : start + nbytes]))
         array = self.leases.lease(block, start, nbytes) if nbytes >= lease_from else None
@@ -414,7 +418,7 @@ class GetEnd(QueueEnd):
         if ticket:
             word = ticket >> 32 << SMALLEST - 3
             if self.credits is not None:
-                words[given_word] = words[given_word] or words[word + CREDIT] + NEXT_LAP
+                words[given_word] = words[given_word] or words[word + CREDIT] + NEXT_LAP & _WORD
                 self.undertaker.give_credit(self._ends, self.number, given_word)
             if words[word] & 15 == QUEUED and words[word] >> GENERATION_AT == ticket % GENERATIONS:
                 self._let_go(word)

@@ -33,6 +33,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, VersionMismatch
 from tensorpipe_ipc.process import identity, is_alive
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
@@ -53,6 +54,7 @@ from tensorpipe_ipc.wire.header import (
 __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+MOST_PEERS = 1024  # of a binder: each may cost up to eight descriptors, and is looked at several times a second
 _REPEAT = 0.5  # seconds between a waiting connector's HELLOs
 
 
@@ -69,8 +71,16 @@ class Link:
 
     role = ""
 
-    def __init__(self, endpoint: str, *, bind: bool, window: int, shared_memory: str = "auto") -> None:
-        address = parse(endpoint)
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool,
+        window: int,
+        shared_memory: str = "auto",
+        security: Curve | None = None,
+    ) -> None:
+        address = parse(endpoint, has_keys=security is not None)
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
         self.peers: dict[bytes, Peer] = {}
@@ -83,7 +93,9 @@ class Link:
         self._greeted_on = 0  # and on which of its connections
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
-        self.socket = FrameSocket(address, bind=bind, receives=self.role == "consumer")
+        self.socket = FrameSocket(
+            address, bind=bind, receives=self.role == "consumer", security=security, told=self.reject
+        )
         self._board = NoticeBoard()
         self._post()
 
@@ -124,6 +136,11 @@ class Link:
     def owes_greeting(self) -> bool:
         """Whether a connector was seen to get its binder since it last said HELLO."""
         return self.socket.connection not in (0, self._greeted_on)
+
+    def trouble(self) -> str:
+        """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
+        trouble = "" if self.peers else self.socket.trouble()
+        return f"; {trouble}" if trouble else ""
 
     def has_lost_connection(self) -> bool:
         """Whether a connector was last seen without its binder, and those who were there have not left yet."""
@@ -244,6 +261,8 @@ class Link:
         reason = self._objection(hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
+        if routing not in self.peers and len(self.peers) >= MOST_PEERS:
+            reason = f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
         if not reason:
             peer = self._admit(routing, hello)
             reason = self.arrangement.unmet(hello, peer.why_not)

@@ -16,12 +16,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 
 from tensorpipe_ipc.process import Identity, memfds
 
-__all__ = ["Attached", "Notice", "NoticeBoard", "notices"]
+__all__ = ["Attached", "Notice", "NoticeBoard", "framed", "notices", "read_notice"]
 
 _NAME = "tensorpipe_ipc notice"
 _HEAD = struct.Struct("<II")
@@ -77,10 +78,10 @@ class NoticeBoard:
         """Hang it up, in the place of the last one."""
         if self._descriptor < 0:
             return
-        text = msgspec.json.encode(notice)
+        text = framed(notice)
         if text != self._last:
             with contextlib.suppress(OSError):  # no memory: it is no reason to fail
-                os.pwrite(self._descriptor, _HEAD.pack(zlib.crc32(text), len(text)) + text, 0)
+                os.pwrite(self._descriptor, text, 0)
                 self._last = text
 
     def close(self) -> None:
@@ -102,14 +103,28 @@ def notices() -> Iterator[Notice]:
 def _read(path: str) -> Notice | None:
     for _ in range(_TRIES):
         with open(path, "rb") as file:
-            head = file.read(_HEAD.size)
-            if len(head) < _HEAD.size:
-                continue
-            crc, length = _HEAD.unpack(head)
-            text = file.read(min(length, 1 << 20))
-        if zlib.crc32(text) == crc:
-            with contextlib.suppress(msgspec.DecodeError):
-                return msgspec.json.decode(text, type=Notice)
+            found = read_notice(file)
+        if found is not None:
+            return found
+    return None
+
+
+def framed(notice: Notice) -> bytes:
+    """A notice's bytes."""
+    text = msgspec.json.encode(notice)
+    return _HEAD.pack(zlib.crc32(text), len(text)) + text
+
+
+def read_notice(file: BinaryIO) -> Notice | None:
+    """What was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    crc, length = _HEAD.unpack(head)
+    text = file.read(min(length, 1 << 20))
+    if zlib.crc32(text) == crc:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(text, type=Notice)
     return None
 
 

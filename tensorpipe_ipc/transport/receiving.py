@@ -9,6 +9,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import Empty, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_names
 from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
@@ -34,7 +35,14 @@ class ReceiveLink(Link):
     role = "consumer"
 
     def __init__(
-        self, endpoint: str, *, bind: bool, window: int, accept: tuple[str, ...] | None, shared_memory: str = "auto"
+        self,
+        endpoint: str,
+        *,
+        bind: bool,
+        window: int,
+        accept: tuple[str, ...] | None,
+        shared_memory: str = "auto",
+        security: Curve | None = None,
     ) -> None:
         self._accept = accept
         self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
@@ -44,7 +52,7 @@ class ReceiveLink(Link):
         self.met_any = False
         self.vanished: list[Peer] = []
         self.kept: deque[Any] = deque()
-        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory)
+        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""

@@ -39,6 +39,7 @@ from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.transport.get_end import LEASE_FROM, Decode
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.queue_record import QueueRecord
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
@@ -65,20 +66,40 @@ class PairQueue(SharedMemoryQueue):
         """See GetEnd.
 
         Raises:
-            ProtocolError: a ticket that names no block, or lengths that go beyond the block.
+            ProtocolError: a ticket that names no block.
         """
-        words, unit = self.words, ticket >> 32 + 20 - SMALLEST
-        extent = words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
-        room, word = 1 << (extent >> 16 & 0x3F), ticket >> 32 << SMALLEST - 3
+        self._room_of(ticket >> 32 << SMALLEST - 3)
+        return super()._word_of(ticket)
+
+    def _room_of(self, word: int) -> int:
+        """How many bytes the block has whose state is at ``word``.
+
+        Raises:
+            ProtocolError: there is no block.
+        """
+        unit = word * 8 // UNIT
+        extent = self.words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
+        room = 1 << (extent >> 16 & 0x3F)
         if not extent or word << 3 & min(room, UNIT) - 1:
-            raise ProtocolError(f"ticket {ticket:#x} names no block")
-        length, nbytes = words[word + METADATA] >> 32, words[word + NBYTES]
+            raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
+        return room
+
+    def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
+
+        Raises:
+            ProtocolError: lengths that go beyond the block.
+        """
+        words, block, room = self.words, word << 3, self._room_of(word)
+        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
         metadata_at, payload_at = HEADER, HEADER + (length + 63 & -64)
         if length >= FORWARDED:
             metadata_at, payload_at, length = words[word + METADATA_AT], words[word + PAYLOAD_AT], length - FORWARDED
-        if max(metadata_at + length, payload_at + nbytes) > room or min(metadata_at, payload_at) < HEADER:
+        end = max(metadata_at + length, payload_at + nbytes)
+        if end > room or nbytes > self.arena.capacity or min(metadata_at, payload_at) < HEADER:
             raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
-        return super()._word_of(ticket)
+        metadata = self.memory[block + metadata_at : block + metadata_at + length]
+        return self._read(block, metadata, block + payload_at, nbytes, decode, lease_from)
 
     def _renew(self) -> None:
         """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""

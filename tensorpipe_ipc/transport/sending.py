@@ -7,6 +7,7 @@ import time
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.credit_pipe import CreditPipe
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
@@ -31,7 +32,16 @@ class SendLink(Link):
 
     role = "producer"
 
-    def __init__(self, endpoint: str, *, bind: bool, window: int, serializer: str, shared_memory: str = "auto") -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool,
+        window: int,
+        serializer: str,
+        shared_memory: str = "auto",
+        security: Curve | None = None,
+    ) -> None:
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
         self._framed = 0  # in flight, in frames
@@ -41,7 +51,7 @@ class SendLink(Link):
         self._credit_pipe = CreditPipe()
         self.left_behind: list[tuple[Peer, int]] = []
         try:
-            super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory)
+            super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
         except BaseException:
             self._credit_pipe.close()
             raise

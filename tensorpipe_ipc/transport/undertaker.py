@@ -300,7 +300,7 @@ class Undertaker:
         word = block_of(ticket) >> 3
         if ends.credits is not None:
             if not words[record.given]:
-                words[record.given] = words[word + CREDIT] + NEXT_LAP
+                words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
             self.give_credit(ends, queue, record.given)
         self._count(row, ticket)
         if words[word] >> GENERATION_AT == ticket % GENERATIONS and words[word] & 15 == QUEUED:

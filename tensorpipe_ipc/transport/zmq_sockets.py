@@ -18,21 +18,23 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
-from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.address_claim import claimed, unclaim
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
+from tensorpipe_ipc.transport.curve import Gate, use_keys
+from tensorpipe_ipc.transport.handshakes import Handshakes
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.transport.pieces import LARGEST_PIECE, in_pieces, joined
 from tensorpipe_ipc.transport.poll_fd import PollFd
+from tensorpipe_ipc.transport.zmq_contexts import acquire, release
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameSocket", "Unreachable", "library"]
@@ -43,8 +45,7 @@ _SLICE_MS = int(SLICE * 1000)
 # Plain ints: each `|` of pyzmq's enum members costs a microsecond.
 _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
 _MORE, _LAST, _POLLIN, _POLLOUT = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
-_EVENTS, _UP = int(zmq.EVENTS), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-_EVENT = struct.Struct("=HI")  # a monitor's: which, and a number that goes with it
+_EVENTS = int(zmq.EVENTS)
 _LARGEST = (
     1 << 40
 )  # bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word
@@ -65,23 +66,35 @@ class FrameSocket:
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
     """
 
-    def __init__(self, address: Address, *, bind: bool, receives: bool) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        bind: bool,
+        receives: bool,
+        security: Curve | None = None,
+        told: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Open and bind or connect.
 
         Args:
             address: where.
             bind: whether to have the address.
             receives: whether this is the end that the messages come to.
+            security: keys to use.
+            told: is called with a ``Refused`` for everybody who comes with a key that is not on the list.
 
         Raises:
-            Refused: the address is in use, not allowed, or not safe.
+            ValueError: keys that are needed were not named.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
         """
         self.address = address
         self.binds = bind
-        self.connection = self._connections = 0
+        self.connection = 0
         self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
         self._poll_fd: PollFd | None = None
-        self._fd = self._monitor_fd = -1  # once there is an epoll
+        self._fd = -1  # once there is an epoll
+        self._handshake_fds: list[int] = []
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
         self._is_shown = False  # whether anybody has asked for fileno
         self._frames: list[Any] = []  # of the message that is being received
@@ -89,30 +102,39 @@ class FrameSocket:
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
         self._receives = receives
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._in_pieces = security is not None
+        self._handshakes: Handshakes | None = None
+        self._gate: Gate | None = None
+        self._gate_fd = -1
         self._monitored = receives and not bind and address.scheme != "inproc"
-        self._context = _acquire()
+        self._context = acquire(own=bind and security is not None)
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
             try:
+                if security is not None:
+                    use_keys(self._socket, security, bind=bind)
+                    if bind:
+                        self._gate = Gate(self._context, security, told or (lambda _: None))
                 self._open(address)
             except BaseException:
                 self._close_sockets(0)
                 raise
         except BaseException:
-            _release()
+            release(self._context)
             raise
 
     def _open(self, address: Address) -> None:
+        has_keys = self._in_pieces
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.MAXMSGSIZE: _LARGEST,
+            zmq.MAXMSGSIZE: LARGEST_PIECE if has_keys else _LARGEST,
             zmq.LINGER: 0,
             zmq.RCVTIMEO: _SLICE_MS,
-            zmq.RECONNECT_IVL: 10,
+            zmq.RECONNECT_IVL: 200 if has_keys else 10,  # with the wrong ones it goes on for ever
             zmq.RECONNECT_IVL_MAX: 200,
             zmq.HANDSHAKE_IVL: 3000,
+            zmq.BACKLOG: 1024,  # so that a burst of strangers does not crowd out a friend, who would wait a second
         }
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
@@ -135,9 +157,12 @@ class FrameSocket:
             if address.path:
                 check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
                 check_socket_file(address.path)
-            if self._monitored:
-                self._monitor = self._socket.get_monitor_socket(_UP | zmq.EVENT_DISCONNECTED)
-            self._socket.connect(address.text)
+            if address.scheme != "inproc":
+                self._handshakes = Handshakes(self._context, self._socket, address.text, has_keys)
+            try:
+                self._socket.connect(address.text)
+            except zmq.ZMQError as error:
+                raise Refused(f"{address.text} cannot be connected to: {error.strerror}") from None
 
     def _bind(self, address: Address) -> None:
         deadline = time.monotonic() + _LETTING_GO
@@ -167,6 +192,8 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         self._is_silent = False
+        if self._in_pieces:
+            frames = in_pieces(frames)
         send, last = self._socket.send, len(frames) - 1
         trackers = []
         try:
@@ -226,6 +253,9 @@ class FrameSocket:
             self._mend()
         frames = self._frames
         if not frames:
+            if self._gate is not None:
+                self._gate.attend(self._socket, timeout)
+                timeout = 0
             try:
                 if 0 < timeout < SLICE and not self._socket.poll(max(1, int(timeout * 1000))):
                     return None
@@ -239,9 +269,9 @@ class FrameSocket:
             self._torn = False
         if not self._receives:
             self._heard = frames[-1]
-        if self.binds:
-            return frames[0].bytes, [frame.buffer for frame in frames[1:]]
-        return b"", [frame.buffer for frame in frames]
+        routing = frames[0].bytes if self.binds else b""
+        buffers = [frame.buffer for frame in frames[self.binds :]]
+        return routing, joined(buffers) if self._in_pieces else buffers
 
     def _mend(self) -> None:
         """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""
@@ -262,42 +292,51 @@ class FrameSocket:
 
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
-        if self._lends and self._heard is not None:
+        if self._lends and self._heard is not None and not self.address.is_remote:
             prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
 
     def has_incoming(self) -> bool:
         """Whether ``receive`` would find something now."""
+        if self._gate is not None:
+            self._gate.answer()
         self._is_silent = not (self._frames or self._events() & _POLLIN)
         return not self._is_silent
 
     def wait(self, timeout: float, fd: int) -> bool:
         """Wait up to ``timeout`` seconds, at most a slice, until a message or something on ``fd`` can be read."""
-        return bool(zmq.zmq_poll([(self._socket, _POLLIN), (fd, _POLLIN)], max(1, int(min(timeout, SLICE) * 1000))))
+        polled: list[tuple[Any, int]] = [(self._socket, _POLLIN), (fd, _POLLIN)]
+        if self._gate is not None:
+            polled.append((self._gate.socket, _POLLIN))
+        return bool(zmq.zmq_poll(polled, max(1, int(min(timeout, SLICE) * 1000))))
 
     def is_connected(self, timeout: float = 0) -> bool:
         """Whether a connector has its binder on the line, within ``timeout`` seconds."""
         self._is_silent = False
-        if self._monitor is not None:
-            if timeout > 0 and not self.connection:
-                self._monitor.poll(max(1, int(timeout * 1000)))
-            self._hear_monitor(self._monitor)
+        if self._monitored:
+            if timeout > 0 and not self.connection and self._handshakes is not None:
+                self._handshakes.monitor.poll(max(1, int(timeout * 1000)))
+            self._hear_handshakes()
         else:
+            self._hear_handshakes()
             if timeout > 0:
                 self._socket.poll(max(1, int(timeout * 1000)), _POLLOUT)
             self._events()
         return self.connection > 0
 
-    def _hear_monitor(self, monitor: zmq.Socket[bytes]) -> None:
-        while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
-            event = monitor.recv(_LAST)
-            if len(event) == _EVENT.size:  # the other frames are addresses
-                self._connections += 1
-                self.connection = self._connections if _EVENT.unpack(event)[0] == _UP else 0
+    def _hear_handshakes(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.hear()
+            if self._monitored:
+                self.connection = self._handshakes.connection
+
+    def trouble(self) -> str:
+        """Why a connector does not get in; "" as long as nothing is known to be in the way."""
+        return "" if self._handshakes is None else self._handshakes.trouble()
 
     def _events(self) -> int:
         """What can be done now. Looking silences ZeroMQ's descriptor: all that it may have told of is noted here."""
         events = int(self._socket.getsockopt(_EVENTS))
-        if self._monitor is None and not self.binds:
+        if not self._monitored and not self.binds:
             self.connection = 1 if events & _POLLOUT else 0
         return events
 
@@ -323,10 +362,15 @@ class FrameSocket:
 
         Of a message it tells only once ``has_incoming`` has said that there is none; a connector's binder is something, too.
         """
-        found = (self._poll_fd or self._polling()).wait(min(timeout, SLICE))
+        poll_fd = self._poll_fd or self._polling()
+        if self._gate is not None:
+            self._gate.answer()
+        found = poll_fd.wait(min(timeout, SLICE))
         if self._fd in found:
             self._is_silent = False
-        if self._monitor_fd in found:
+        if self._gate is not None and self._gate_fd in found:
+            self._gate.answer()
+        if any(fd in found for fd in self._handshake_fds):
             self.is_connected()  # which silences it
         return found
 
@@ -338,9 +382,12 @@ class FrameSocket:
         if self._poll_fd is None:
             self._fd = int(self._socket.getsockopt(zmq.FD))
             watched = [self._fd]
-            if self._monitor is not None:
-                self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
-                watched.append(self._monitor_fd)
+            if self._handshakes is not None:
+                self._handshake_fds = self._handshakes.descriptors()
+                watched += self._handshake_fds
+            if self._gate is not None:
+                self._gate_fd = self._gate.fileno()
+                watched.append(self._gate_fd)
             self._poll_fd = PollFd(watched)
         return self._poll_fd
 
@@ -352,9 +399,8 @@ class FrameSocket:
 
     def look(self) -> bool:
         """Whether ``receive`` would find something now. What has changed until now, ``fileno`` will not tell any more."""
-        if self._monitor is not None:
-            self._hear_monitor(self._monitor)
-        return self.has_incoming()
+        self._hear_handshakes()
+        return self.has_incoming() or (self._gate is not None and self._gate.is_behind)
 
     def show(self, ready: bool) -> None:
         """Have ``fileno`` be readable, or only when something comes."""
@@ -368,12 +414,13 @@ class FrameSocket:
         if self.binds and self.address.path:
             unclaim(self.address.path)  # libzmq leaves the file
         self._close_sockets(linger)
-        _release()
+        release(self._context)
 
     def _close_sockets(self, linger: float) -> None:
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+        if self._handshakes is not None:
+            self._handshakes.close()
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=int(linger * 1000))
 
 
@@ -387,44 +434,3 @@ def _until_read(tracker: Any) -> None:
 def library() -> tuple[str, str, bool]:
     """The versions of pyzmq and libzmq, and whether that has CURVE."""
     return zmq.__version__, zmq.zmq_version(), bool(zmq.has("curve"))
-
-
-# -- one context a process, for as long as it has an end open
-
-
-class _Shared:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.context: zmq.Context[Any] | None = None
-        self.users = 0
-
-
-_shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's context nor its lock
-
-
-def _acquire() -> zmq.Context[Any]:
-    shared = _shared.setdefault(os.getpid(), _Shared())
-    with shared.lock:
-        if shared.context is None:
-            shared.context = zmq.Context()
-        shared.users += 1
-        return shared.context
-
-
-def _release() -> None:
-    shared = _shared[os.getpid()]
-    with shared.lock:
-        shared.users -= 1
-        if shared.users == 0 and shared.context is not None:
-            shared.context.term()
-            shared.context = None
-            _stop_reaper()
-
-
-def _stop_reaper() -> None:
-    """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
-    deadline = time.monotonic() + 1
-    while garbage.gc.refs and time.monotonic() < deadline:  # it is just being told of the last ones
-        time.sleep(0.001)
-    if not garbage.gc.refs:
-        garbage.gc.stop()

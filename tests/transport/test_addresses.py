@@ -160,10 +160,23 @@ def test_addresses_that_are_not_loopback(host: str) -> None:
     endpoint = f"tcp://{host}:5555"
     for end, bind in ((Producer, True), (Producer, False), (Consumer, True), (Consumer, False)):
         with pytest.raises(
-            Refused, match="without keys, tcp is for this host alone.*CURVE keys.*ssh or a VPN"
+            Refused,
+            match=r"only with keys on both sides: make them with `tensorpipe-ipc keygen NAME` and give security=",
         ) as error:
             end(endpoint, bind=bind)
         assert str(error.value).startswith(endpoint)
+
+
+def test_addresses_with_keys() -> None:
+    """With keys, other hosts' addresses are taken, as they are; but not what libzmq would read as two."""
+    for host in ("*", "0.0.0.0", "[::]", "10.0.0.1", "gpu-7.example.org", "eth0", "[fe80::1%eth0]", "[2001:db8::1]"):
+        assert parse(f"tcp://{host}:5555", has_keys=True) == Address("tcp", f"tcp://{host}:5555", is_remote=True)
+    assert not parse("tcp://localhost:5555", has_keys=True).is_remote
+    for host in ("eth0;10.0.0.1", " 10.0.0.1", "a b", "a/b", "fe80::1%e/0"):
+        with pytest.raises(ValueError, match="a host's name or number"):
+            parse(f"tcp://{host}:5555", has_keys=True)
+    with pytest.raises(ValueError, match="leave security out"):
+        parse("inproc://name", has_keys=True)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "tcp://localhost:*"])

@@ -256,6 +256,38 @@ def test_a_binder_that_talks_garbage(role: str, free_port: int) -> None:
             assert end.statistics().rejected >= len(garbage) - 1
 
 
+def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many come in; the next one is refused with the number, counted, and comes in when another has left."""
+    monkeypatch.setattr("tensorpipe_ipc.transport.link.MOST_PEERS", 2)
+    with tp.Consumer("crowded") as consumer, RawEnd(consumer.endpoint) as one, RawEnd(consumer.endpoint) as two:
+        for raw in (one, two):
+            _attach(consumer, raw)
+        one.say(hello("producer"))  # who is in may say so again
+        _listen(consumer, lambda: not one.is_quiet(0))
+        assert one.hear_header().kind == Kind.WELCOME
+        with tp.Producer("crowded", linger=0) as third:
+            used = in_thread(lambda: _use(third, PATIENCE))
+            _listen(consumer, lambda: consumer.statistics().rejected)
+            with pytest.raises(tp.Refused, match="2 peers are attached to .* already, and it takes no more"):
+                used()
+            assert len(consumer.statistics().peers) == 2
+            one.say(pack(Kind.GOODBYE, 0))
+            _listen(consumer, lambda: len(consumer.statistics().peers) == 1)
+            putting = in_thread(lambda: _put_when_let_in(third))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+
+
+def _put_when_let_in(producer: tp.Producer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            producer.put(1, 0.2)
+            return
+        except (tp.Refused, tp.Full):
+            assert time.monotonic() < deadline
+
+
 # -- what may come to a socket
 
 

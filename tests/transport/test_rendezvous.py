@@ -23,6 +23,7 @@ from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.get_end import Message
 from tensorpipe_ipc.transport.queue_end import FORWARDED
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Hello, Kind, QueueOffer, SharedMemoryTerms
@@ -526,7 +527,7 @@ def test_lengths_beyond_the_block() -> None:
             queue.words[word + 4], queue.words[word + 5] = (1 << 30, 64) if value == forwarded else (64, 1 << 30)
             before, queue.words[word + index] = queue.words[word + index], value
             with pytest.raises(ProtocolError, match="in a block of"):
-                queue._word_of(ticket)
+                queue._open(queue._word_of(ticket), Message)
             queue.words[word + index] = before
         assert consumer.get(PATIENCE) == "will be spoilt"
         del queue

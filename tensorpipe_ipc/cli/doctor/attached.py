@@ -21,7 +21,7 @@ def findings(endpoint: str) -> Iterator[Finding]:
         ValueError: it is no endpoint, or one within a process.
         Refused: its address is not one that may be used, or what lies there is not this user's.
     """
-    address = parse(endpoint)
+    address = parse(endpoint, has_keys=not endpoint.startswith("inproc:"))
     if address.scheme == "inproc":
         raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
     ends = [notice for notice in notices() if notice.endpoint == address.text]

@@ -1,0 +1,26 @@
+"""``tensorpipe-ipc keygen``: makes a pair of CURVE keys, as files, for ends that talk between hosts.
+
+``NAME.key`` is for those who are to trust this end; ``NAME.key_secret`` stays where it is. Neither is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tensorpipe_ipc.security import write_key_pair
+from tensorpipe_ipc.transport.curve import key_pair
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("name", metavar="NAME", help="a name, or a path without ending: NAME.key and NAME.key_secret")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the two files, and say which is which. No key is printed."""
+    public, secret = write_key_pair(arguments.name, *key_pair())
+    print(f"{public}  public: copy it to the other side")
+    print(f"{secret}  secret: stays here, readable by you alone")
+    return 0

@@ -1,0 +1,40 @@
+"""Alarm: a descriptor that is readable from a certain moment on. For who waits on descriptors alone, and has no thread."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from contextlib import suppress
+
+__all__ = ["Alarm"]
+
+_MONOTONIC = 1
+_SETTING = struct.Struct("@4l")  # interval and time left, in seconds and nanoseconds
+
+
+class Alarm:
+    """A timer of the kernel's (timerfd).
+
+    Attributes:
+        fd: readable once the time is over, until it is set again; -1 where there are no such timers.
+    """
+
+    def __init__(self) -> None:
+        self.fd = -1
+        with suppress(AttributeError, OSError):
+            self._libc = ctypes.CDLL(None, use_errno=True)
+            self.fd = int(self._libc.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+
+    def set(self, seconds: float) -> None:
+        """Be silent now, and readable after so many seconds; 0: never."""
+        if self.fd >= 0:
+            whole, part = divmod(seconds, 1)
+            setting = _SETTING.pack(0, 0, int(whole), int(part * 1e9))
+            self._libc.timerfd_settime(self.fd, 0, setting, None)
+
+    def close(self) -> None:
+        """Close it."""
+        descriptor, self.fd = self.fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,0 +1,128 @@
+"""Handshakes: whether a connector is on the line, why it does not get in, and its next try.
+
+When a connection stands, the two ends agree on a mechanism and, with keys, prove that they have them. How that ends libzmq
+tells a monitor. Where the connection just ended it tries again by itself; once it got an answer that is a no, it never does.
+So that a binder which was started anew, with other keys or a longer list, is found, the connector connects anew then.
+
+The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from tensorpipe_ipc.transport.alarm import Alarm
+
+__all__ = ["Handshakes"]
+
+_EVENT = struct.Struct("=HI")  # which, and a number that goes with it
+_AGAIN = 0.25  # seconds between two tries
+_UP, _AUTH = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_PROTOCOL, _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_TOLD = _UP | int(zmq.EVENT_DISCONNECTED) | _AUTH | _PROTOCOL | _BROKEN_OFF
+_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
+
+
+class Handshakes:
+    """A connector's, with its binder.
+
+    Attributes:
+        connection: the number of the connection as it was last heard of; 0 while there is none.
+        monitor: what libzmq tells of them by.
+    """
+
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], address: str, has_keys: bool) -> None:
+        """
+        Args:
+            context: the socket's.
+            socket: the connector's, not connected yet.
+            address: what it will connect to.
+            has_keys: whether it uses CURVE.
+        """
+        self.connection = self._connections = 0
+        self._socket, self._address, self._has_keys = socket, address, has_keys
+        self._failure: tuple[int, int] | None = None
+        self._failures = 0
+        self._is_over = False  # libzmq will not try again
+        self._alarm: Alarm | None = None
+        self._tried = time.monotonic()
+        told = f"inproc://handshakes-{id(self)}"
+        socket.monitor(told, _TOLD)
+        self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self.monitor.setsockopt(zmq.LINGER, 0)
+        self.monitor.setsockopt(zmq.RCVHWM, 0)
+        self.monitor.connect(told)
+
+    def hear(self) -> None:
+        """Take note of what has happened, and try again where that is due."""
+        monitor = self.monitor
+        while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+            event = monitor.recv(_DO_NOT_WAIT)
+            if len(event) == _EVENT.size:  # the other frames are addresses
+                self._note(*_EVENT.unpack(event))
+        if self._is_over:
+            if time.monotonic() - self._tried >= _AGAIN:
+                self._connect_anew()
+            elif self._alarm is not None:
+                self._alarm.set(_AGAIN)
+
+    def descriptors(self) -> list[int]:
+        """What tells of something to hear: the monitor's, and one that tells that the next try is due."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            self.hear()
+        return [int(self.monitor.getsockopt(zmq.FD)), *([self._alarm.fd] if self._alarm.fd >= 0 else [])]
+
+    def _note(self, event: int, number: int) -> None:
+        self._connections += 1
+        self.connection = self._connections if event == _UP else 0
+        if event == _UP:
+            self._failure, self._failures = None, 0
+        elif event in (_AUTH, _PROTOCOL, _BROKEN_OFF):
+            if event != _BROKEN_OFF or self._failure is None:  # an answer says more than none
+                self._failure = event, number
+            self._failures += 1
+            self._is_over = event != _BROKEN_OFF
+
+    def _connect_anew(self) -> None:
+        self._tried = time.monotonic()
+        with suppress(zmq.ZMQError):  # it has let go of it by itself
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
+        self._is_over = False
+        if self._alarm is not None:
+            self._alarm.set(0)
+
+    def trouble(self) -> str:
+        """Why it does not get in; "" as long as nothing is known to be in the way."""
+        self.hear()
+        if self._failure is None:
+            return ""
+        times = f" ({self._failures} times)" if self._failures > 1 else ""
+        return f"handshake with {self._address} failed{times}: {self._reason(*self._failure)}"
+
+    def _reason(self, event: int, number: int) -> str:
+        if event == _AUTH:
+            return "the binder's clients= do not list this end's public key"
+        if event == _PROTOCOL and number == _MISMATCH:
+            if self._has_keys:
+                return "the binder has no keys: give it security=Curve(...), or leave security out here"
+            return "the binder wants keys: give security=Curve(...)"
+        if event == _PROTOCOL:
+            return f"what the binder said makes no sense (libzmq's {number:#x})"
+        if self._has_keys:
+            return "the binder broke it off: server= may not be its public key; or it is busy, and lets in nobody yet"
+        return "the binder broke it off: it may want keys, or be no end of ours"
+
+    def close(self) -> None:
+        """Close the monitor; before the socket, and after what waits for its descriptors."""
+        if self._alarm is not None:
+            self._alarm.close()
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)

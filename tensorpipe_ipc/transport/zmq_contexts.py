@@ -1,0 +1,91 @@
+"""ZeroMQ's contexts: one a process, for as long as it has an end open, and one more for each binder with keys.
+
+Where libzmq finds no descriptor for what it needs, it ends the process. So there must be enough before an end is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from typing import Any
+
+import zmq
+from zmq.utils import garbage
+
+from tensorpipe_ipc.errors import Refused
+
+__all__ = ["acquire", "release"]
+
+_DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.contexts: dict[zmq.Context[Any], int] = {}  # and how many ends use each
+        self.common: zmq.Context[Any] | None = None
+
+
+_shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's contexts nor its lock
+
+
+def acquire(*, own: bool) -> zmq.Context[Any]:
+    """A context for one more end.
+
+    Args:
+        own: one that no other end has.
+
+    Raises:
+        Refused: too few descriptors are left to open an end.
+    """
+    _check_descriptors()
+    shared = _shared.setdefault(os.getpid(), _Shared())
+    with shared.lock:
+        context = shared.common
+        if own or context is None:
+            context = zmq.Context()
+            if not own:
+                shared.common = context
+        shared.contexts[context] = shared.contexts.get(context, 0) + 1
+        return context
+
+
+def _check_descriptors() -> None:
+    taken: list[int] = []
+    try:
+        while len(taken) < _DESCRIPTORS:
+            taken += os.pipe2(os.O_CLOEXEC)
+    except OSError as failed:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise Refused(
+            f"no end can be opened: {failed.strerror} (this process may have {limit}, and {_DESCRIPTORS} must be free): "
+            "close some, or raise the limit (ulimit -n)"
+        ) from None
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def release(context: zmq.Context[Any]) -> None:
+    """An end has closed its sockets. The last one waits until what they had to send has left, or their linger is over."""
+    shared = _shared[os.getpid()]
+    with shared.lock:
+        shared.contexts[context] -= 1
+        if not shared.contexts[context]:
+            context.term()
+            del shared.contexts[context]
+            if context is shared.common:
+                shared.common = None
+        if not shared.contexts:
+            _stop_reaper()
+
+
+def _stop_reaper() -> None:
+    """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
+    deadline = time.monotonic() + 1
+    while garbage.gc.refs and time.monotonic() < deadline:  # it is just being told of the last ones
+        time.sleep(0.001)
+    if not garbage.gc.refs:
+        garbage.gc.stop()

@@ -1,0 +1,113 @@
+"""With keys, long frames go in pieces: they come whole, and nobody without a key makes the binder hold more than one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import secured
+import torch
+import zmq
+from children import PATIENCE, in_thread
+from secured import binders, connectors, make_keys
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import memory
+from tensorpipe_ipc.transport.pieces import LARGEST_PIECE, PIECE, in_pieces, joined
+
+SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE - 1)
+
+
+def _joined(pieces: list[bytes]) -> list[bytes]:
+    return [bytes(frame) for frame in joined([memoryview(piece) for piece in pieces])]
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("second", SIZES)
+def test_frames_come_whole(first: int, second: int) -> None:
+    """Whatever their lengths; no piece is longer than it may be."""
+    frames = [b"header", b"x" * first, b"y" * second, b"end"]
+    pieces = [bytes(piece) for piece in in_pieces(frames)]
+    assert max(map(len, pieces)) <= PIECE
+    assert _joined(pieces) == frames
+
+
+def test_a_message_that_was_cut_off_is_no_other_one() -> None:
+    """Its frame is shorter, or there is an empty one behind it."""
+    assert _joined([b"h", b"x" * PIECE, b""]) == [b"h", b"x" * PIECE]
+    assert _joined([b"h", b"x" * PIECE]) == [b"h", b"x" * PIECE]
+    assert _joined([b"h", b"x", b""]) == [b"h", b"x", b""]
+
+
+@pytest.mark.parametrize("timeout", [None, PATIENCE])
+def test_long_messages_with_keys(timeout: float | None, tmp_path: Path) -> None:
+    """Tensors of many lengths around a piece's, lent to ZeroMQ or copied, and a header of several pieces."""
+    keys = make_keys(tmp_path)
+    trees = [torch.arange(size // 4 + more) for size in (PIECE // 2, PIECE, 3 * PIECE) for more in (-1, 0, 1)]
+    trees += [{"x": trees[-1], "y": trees[0], "text": "t" * (3 * PIECE)}]
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", security=binders(keys), shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, security=connectors(keys), shared_memory="off") as producer,
+    ):
+        putting = in_thread(lambda: [producer.put(tree, timeout) for tree in trees])
+        for tree in trees:
+            got = consumer.get(PATIENCE)
+            if isinstance(tree, dict):
+                assert got["text"] == tree["text"]
+                got, tree = got["x"], tree["x"]
+            assert torch.equal(got, tree)
+        putting()
+        assert consumer.statistics().rejected == 0
+
+
+GREETING = secured.GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+@pytest.mark.parametrize("size", [LARGEST_PIECE, LARGEST_PIECE + 1])
+def test_who_has_no_key_yet_sends_no_more_than_a_piece(size: int, tmp_path: Path) -> None:
+    """A command before the handshake of a piece's length is read, and then refused; a longer one is not even read."""
+    keys = make_keys(tmp_path)
+    with tp.Consumer("tcp://127.0.0.1:*", security=binders(keys)) as consumer:
+        port = int(consumer.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
+            caller.sendall(GREETING + b"\x06" + size.to_bytes(8, "big"))
+            sent = 0
+            with pytest.raises(OSError) as gone:  # noqa: PT012
+                while sent < size:
+                    sent += caller.send(bytes(min(1 << 16, size - sent)))
+                    time.sleep(0.001)
+                while caller.recv(1 << 16):
+                    pass
+                raise ConnectionError("closed")
+            assert not isinstance(gone.value, TimeoutError)
+            assert (sent == size) == (size == LARGEST_PIECE)
+
+
+def test_strangers_make_a_binder_hold_little(tmp_path: Path) -> None:
+    """Twenty connections that announce 100 MiB each, and send as much of it as they can."""
+    keys = make_keys(tmp_path)
+    with tp.Consumer("tcp://127.0.0.1:*", security=binders(keys)) as consumer:
+        port = int(consumer.endpoint.rpartition(":")[2])
+        before = memory().uss
+        callers = [socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) for _ in range(20)]
+        for caller in callers:
+            caller.sendall(GREETING + b"\x06" + (100 << 20).to_bytes(8, "big"))
+        for caller in callers:
+            try:
+                for _ in range(100):
+                    caller.sendall(bytes(1 << 16))
+            except OSError:
+                continue
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert memory().uss - before < 20 << 20
+        for caller in callers:
+            caller.close()
+
+
+def test_the_limit_without_keys_is_anothers() -> None:
+    """There, a frame is what this machine holds; libzmq's "no limit" would take a hostile length at its word."""
+    with tp.Consumer("unlimited") as consumer:
+        assert consumer._link.socket._socket.getsockopt(zmq.MAXMSGSIZE) == 1 << 40
