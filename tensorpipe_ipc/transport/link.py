@@ -17,8 +17,21 @@ REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one
 
 Both sides count a producer's messages towards one peer from 1, so that a message that got lost with a connection is
 noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a binder its
-WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands. A
-peer is gone when its connection is.
+WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
+
+**When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
+and what it had not taken is lost. Over tcp the line may have. So a producer keeps what was not acknowledged
+(``unacknowledged``), and a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and
+Empty name it and say how long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
+direction, and it is looked at every half second; it connects anew by itself. By each new connection the consumer counts its
+``round`` up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the
+consumer takes each message that is its next, and drops the others. So every message is taken once and in order, however
+often the line breaks, and a break costs what was in flight, once more.
+
+One that is away is waited for as long as its process is seen to live, from the same host; one that cannot be seen has
+``peer.PATIENCE`` seconds. After that, and at once when its process is seen to be dead or another end answers in its place,
+it counts as gone: what was kept for it is lost, and told once by PeerLost. If it comes back even then, the two go on with
+what is put from then on, and the consumer counts the gap.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
 How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk.
@@ -28,6 +41,7 @@ There is no thread: whatever has arrived is dealt with inside put, get, flush an
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -73,6 +87,8 @@ class Link:
         address = parse(endpoint)
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
+        self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
+        self.end = int.from_bytes(os.urandom(7), "little")
         self.peers: dict[bytes, Peer] = {}
         self.last_left: Peer | None = None
         self.lost = 0
@@ -106,6 +122,8 @@ class Link:
         now, connection = time.monotonic(), self.socket.connection
         if now - self._greeted < _REPEAT and self._greeted_on == connection:
             return
+        if self._greeted_on != connection:
+            self.reconnected()
         if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
             self._greeted, self._greeted_on = now, connection
 
@@ -126,8 +144,10 @@ class Link:
         return self.socket.connection not in (0, self._greeted_on)
 
     def has_lost_connection(self) -> bool:
-        """Whether a connector was last seen without its binder, and those who were there have not left yet."""
-        return bool(self.peers) and not (self.socket.binds or self.socket.connection)
+        """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
+        if self.socket.binds or self.socket.connection:
+            return False
+        return any(not peer.away_at for peer in self.peers.values())
 
     def say_goodbye(self) -> bool:
         """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
@@ -188,16 +208,20 @@ class Link:
             return None
         header = unpack(frames[0])
         kind = header.kind
-        if kind == Kind.DATA or kind == Kind.CREDIT or kind == Kind.GOODBYE:
+        if kind >= Kind.DATA:
             peer = self.peers.get(routing)
             if peer is None:
                 self._meet_stranger(routing, kind)
                 return None
             peer.heard = time.monotonic()
             if kind == Kind.DATA:
-                return (peer, header, frames) if self.expects(peer, header) else None
+                if not self.expects(peer, header):
+                    return None
+                return peer, header, frames if peer.assembly is None else peer.assembly.completed(header, frames)
             if kind == Kind.CREDIT:
                 self.credited(peer, header.sequence)
+            elif kind == Kind.PIECE:
+                self.piece(peer, header, frames)
             else:
                 self._leaves(peer, "said goodbye")
         elif kind == Kind.HELLO:
@@ -272,14 +296,14 @@ class Link:
         if hello.role == self.role:
             raise ProtocolError(f"a WELCOME from another {self.role}")
         peer = self.peers.get(routing)
-        if peer is None or peer.identity != hello.identity or self.arrangement.begins_anew(peer, hello):
+        if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
                 self._leaves(peer, "vanished")
             peer = self.peers[routing] = Peer(routing, hello)
             self.met(peer)
         self._refusal = None
         peer.hello = hello
-        peer.heard = time.monotonic()
+        peer.heard_of()
         self._arrange(peer)
         self.stands_at(peer, hello.sequence)
         self._post()
@@ -362,7 +386,11 @@ class Link:
         if dead and connected:
             peer.dead_at = peer.dead_at or time.monotonic()
             return time.monotonic() - peer.dead_at > (_REPEAT if peer.queue is None else SLICE / 4)
-        return not connected
+        return not connected and not self.waits_for(peer)
+
+    def waits_for(self, peer: Peer) -> bool:
+        """Whether a peer whose connection has ended is away, and not gone."""
+        return self.keeps and peer.settled and peer.queue is None and peer.may_return()
 
     # -- what the two roles add
 
@@ -384,6 +412,13 @@ class Link:
 
     def parted(self, peer: Peer) -> None:
         """The peer is gone."""
+
+    def reconnected(self) -> None:
+        """A connector is about to say HELLO by a new connection."""
+
+    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+        """A piece of a message came."""
+        raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")
 
     def expects(self, peer: Peer, header: Header) -> bool:
         """Whether a DATA message is the peer's next one."""

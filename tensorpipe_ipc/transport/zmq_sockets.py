@@ -45,6 +45,15 @@ _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
 _MORE, _LAST, _POLLIN, _POLLOUT = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENTS, _UP = int(zmq.EVENTS), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _EVENT = struct.Struct("=HI")  # a monitor's: which, and a number that goes with it
+# Milliseconds. A connection by which nothing has come for 1.6 s is given up, and made anew. An attempt to connect that the
+# kernel would repeat after 1, 3, 7 ... s is made again by us, so that a line that is back is found within a second.
+_HEARTBEATS = {
+    zmq.HEARTBEAT_IVL: 400,
+    zmq.HEARTBEAT_TIMEOUT: 1600,
+    zmq.HEARTBEAT_TTL: 1600,
+    zmq.TCP_MAXRT: 3000,
+    zmq.CONNECT_TIMEOUT: 700,
+}
 _LARGEST = (
     1 << 40
 )  # bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word
@@ -90,7 +99,8 @@ class FrameSocket:
         self._heard: Any = None  # the last frame that came to an end that sends
         self._receives = receives
         self._monitor: zmq.Socket[bytes] | None = None
-        self._monitored = receives and not bind and address.scheme != "inproc"
+        # One that sends needs it on tcp: it must know of every new connection, for what the last one swallowed.
+        self._monitored = not bind and address.scheme != "inproc" and (receives or address.scheme == "tcp")
         self._context = _acquire()
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
@@ -117,12 +127,12 @@ class FrameSocket:
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             if self.binds
-            else {zmq.IMMEDIATE: int(not self._monitored)}
+            else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
         )
         if not self.binds:
             options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
         if address.scheme == "tcp":
-            options[zmq.IPV6] = 1
+            options |= {zmq.IPV6: 1, **_HEARTBEATS}
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         if self.binds:
@@ -166,6 +176,21 @@ class FrameSocket:
         Raises:
             Unreachable: the peer is not connected. Nothing was sent.
         """
+        for tracker in self.lend(peer, frames, large=lend and self._lends):
+            _until_read(tracker)
+
+    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True) -> list[Any]:
+        """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
+
+        Args:
+            large: False: they are copied.
+
+        Returns:
+            A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
+
+        Raises:
+            Unreachable: the peer is not connected. Nothing was sent.
+        """
         self._is_silent = False
         send, last = self._socket.send, len(frames) - 1
         trackers = []
@@ -174,7 +199,7 @@ class FrameSocket:
                 send(peer, _MORE)
             for index, frame in enumerate(frames):
                 flags = _MORE if index < last else _LAST
-                if lend and self._lends and len(frame) >= BULK:
+                if large and len(frame) >= BULK:
                     trackers.append(send(frame, flags, copy=False, track=True))
                 else:
                     send(frame, flags)
@@ -185,8 +210,7 @@ class FrameSocket:
         except BaseException:  # a signal's handler raised
             self._abort()
             raise
-        for tracker in trackers:
-            _until_read(tracker)
+        return trackers
 
     def send_small(self, peer: bytes, frame: bytes) -> bool:
         """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
