@@ -78,7 +78,7 @@ class Copying:
 
     def receive(self) -> torch.Tensor:
         """Receive one. It may not be written to."""
-        frame = self._socket.recv_multipart(copy=self.copy)[1]
+        frame: Any = self._socket.recv_multipart(0, self.copy)[1]
         return torch.frombuffer(frame if self.copy else frame.buffer, dtype=torch.uint8)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from children import PATIENCE, in_thread
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
+from tests.partitions import campaign
 
 pytestmark = pytest.mark.limit(30)
 NOTICED = 3.0  # seconds until a partition is noticed
@@ -122,3 +123,11 @@ def _noticed(says: Callable[[], str], began: float) -> float:
     while not re.search(r"not heard of for \d+\.\d s", says()):
         assert time.monotonic() - began < PATIENCE
     return time.monotonic() - began
+
+
+@pytest.mark.kills
+@pytest.mark.limit(1200)
+def test_a_thousand_disconnects_and_a_hundred_partitions() -> None:
+    """``python -m tests.partitions``: all that it promises holds."""
+    done = campaign(disconnects=1000, partitions=100, seed=7)
+    assert (done.disconnects, done.partitions) == (1000, 100)

@@ -7,6 +7,7 @@ than the copy (``unacknowledged``).
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from typing import Any
 
@@ -44,12 +45,11 @@ class Regions:
         base = self._ready(size)
         if base is None:
             try:
-                base = np.empty(size, np.uint8)
-            except (MemoryError, ValueError) as error:
+                base = (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8).data)
+            except (MemoryError, ValueError, OverflowError) as error:
                 raise ProtocolError(f"a message with payloads of {nbytes:,} bytes: {error}") from None
-        start = -base.ctypes.data % ALIGN
-        region = base[start : start + nbytes].view(_Region)
-        region.home = self._idle
+        region = _Region((nbytes,), np.uint8, base, -ctypes.addressof(base) % ALIGN)
+        region.whole, region.home = base, self._idle
         return memoryview(region)
 
     def _ready(self, size: int) -> Any:
@@ -65,14 +65,18 @@ class Regions:
 
 
 class _Region(np.ndarray):
-    """What was handed out. Views are made of the ``memoryview`` of it, so it goes when the last of them does."""
+    """What was handed out: it goes when the last view of it does.
 
+    NumPy has a view refer to what an array is a view of, and not to the array, if that is an array too. So it is none.
+    """
+
+    whole: Any = None
     home: deque[Any] | None = None
 
     def __del__(self) -> None:
         """See Regions: it comes back."""
         if self.home is not None:
-            self.home.appendleft(self.base)
+            self.home.appendleft(self.whole)
             while sum(map(len, self.home.copy())) > _IDLE_AT_MOST:
                 self.home.pop()
 

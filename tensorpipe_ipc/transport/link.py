@@ -254,7 +254,12 @@ class Link:
             self._refusal = error
 
     def _meet_stranger(self, routing: bytes, kind: int) -> None:
-        """Somebody talks as if we had met. He met a binder that died, or none at all."""
+        """Somebody talks as if we had met. He met a binder that died, or none at all.
+
+        Over tcp, what is left of a connection that a new one took over comes so, too, by a name that ROUTER gave it.
+        """
+        if self.keeps and routing.startswith(b"\0"):
+            return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
             self._say(routing, pack_control(Kind.HELLO, self.own_hello(None)))

@@ -46,6 +46,7 @@ class ReceiveLink(Link):
         self._misses = 0
         self.met_any = False
         self.duplicates = 0
+        self._torn_at = 0.0
         self._regions = Regions()
         self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
         self.vanished: list[Peer] = []
@@ -233,6 +234,16 @@ class ReceiveLink(Link):
             peer.round += 1
             kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
             self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
+
+    def look_around(self) -> None:
+        """See Link. What an exception tore out of a receive has to be sent again, and may have been the last."""
+        super().look_around()
+        if self.socket.torn_at > self._torn_at:
+            for peer in self.peers.values():
+                if peer.resends and peer.queue is None:
+                    peer.asked_at = 0.0
+                    self._ask(peer)
+            self._torn_at = self.socket.torn_at
 
     def reconnected(self) -> None:
         """See Link."""

@@ -278,8 +278,8 @@ class SendLink(Link):
             self.socket.prepare_for_bulk()
             self.credited(peer, sequence)
             if peer.hello.round > peer.served:
-                peer.served = peer.hello.round
                 self._resend(peer)
+                peer.served = peer.hello.round  # now: an exception in between has it done again
 
     def credited(self, peer: Peer, sequence: int) -> None:
         """See Link."""
