@@ -52,6 +52,7 @@ from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
 from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.role import Role, misfit
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
     Header,
@@ -70,7 +71,7 @@ _STALE = 0.01  # seconds; a producer in full swing looks for credits after it ha
 _REPEAT = 0.5  # seconds between a waiting connector's HELLOs
 
 
-class Link:
+class Link(Role):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
     Attributes:
@@ -80,8 +81,6 @@ class Link:
         rejected: incoming messages that were dropped because they broke a rule.
         last_rejection: which rule; "" as long as none was.
     """
-
-    role = ""
 
     def __init__(self, endpoint: str, *, bind: bool, window: int, shared_memory: str = "auto") -> None:
         address = parse(endpoint)
@@ -109,10 +108,6 @@ class Link:
         return self.socket.address.text
 
     # -- what goes out
-
-    def own_hello(self, peer: Peer | None) -> Hello:
-        """What this end says of itself, to ``peer``."""
-        raise NotImplementedError
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
@@ -270,7 +265,7 @@ class Link:
             self._greet()
             return
         hello = unpack_control(header, Hello)
-        reason = self._objection(hello) or self.arrangement.unmet(
+        reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
         if not reason:
@@ -283,19 +278,6 @@ class Link:
             self._say(routing, pack_control(Kind.REFUSED, Refusal(reason)))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
-
-    def _objection(self, hello: Hello) -> str:
-        """Why the two ends do not go together; "" if they do."""
-        if hello.role == self.role or hello.role not in ("producer", "consumer"):
-            return f"both ends are a {self.role}: one side must be a producer and the other a consumer"
-        ours = self.own_hello(None)
-        producer, consumer = (hello, ours) if self.role == "consumer" else (ours, hello)
-        if producer.serializer not in consumer.accepts:
-            return (
-                f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
-                f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'})"
-            )
-        return ""
 
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
         if hello.role == self.role:
@@ -396,45 +378,6 @@ class Link:
     def waits_for(self, peer: Peer) -> bool:
         """Whether a peer whose connection has ended is away, and not gone."""
         return self.keeps and peer.settled and peer.queue is None and peer.may_return()
-
-    # -- what the two roles add
-
-    def met(self, peer: Peer) -> None:
-        """A new peer."""
-
-    def shares(self, peer: Peer) -> None:
-        """The two have a queue; said perhaps more than once."""
-
-    def unshare(self, peer: Peer) -> None:
-        """The end of that, if they had one. May be called again."""
-        peer.queue = None
-
-    def stands_at(self, peer: Peer, sequence: int) -> None:
-        """A HELLO or WELCOME said which message the peer last sent, or took."""
-
-    def settle(self) -> None:
-        """A peer is about to be struck off the list: take note of what it did before."""
-
-    def parted(self, peer: Peer) -> None:
-        """The peer is gone."""
-
-    def reconnected(self) -> None:
-        """A connector is about to say HELLO by a new connection."""
-
-    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
-        """A piece of a message came."""
-        raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")
-
-    def expects(self, peer: Peer, header: Header) -> bool:
-        """Whether a DATA message is the peer's next one."""
-        raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
-
-    def taken(self, peer: Peer, header: Header) -> None:
-        """The message that was expected is taken."""
-
-    def credited(self, peer: Peer, sequence: int) -> None:
-        """The peer took a message."""
-        raise ProtocolError(f"CREDIT {sequence} for a {self.role} (from {peer})")
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.
