@@ -108,6 +108,11 @@ class Peer:
         """Whether it is a producer that sends again what a connection swallowed."""
         return self.hello.round > 0
 
+    @property
+    def is_near(self) -> bool:
+        """Whether it is on this host."""
+        return bool(self.identity.boot) and self.identity.boot == identity().boot
+
     def may_return(self) -> bool:
         """Whether it is to be waited for, now that its connection has ended. Noted is since when.
 

@@ -12,7 +12,7 @@ from tensorpipe_ipc.transport.credit_pipe import CreditPipe
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
-from tensorpipe_ipc.transport.unacknowledged import Kept, Unacknowledged
+from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
@@ -184,7 +184,7 @@ class SendLink(Link):
             peer.kept.append(kept)
             peer.sent = kept.sequence
             self._framed += 1
-            for part in self._unacknowledged.keep(kept, message):
+            for part in self._unacknowledged.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
                 connected = connected and self._lend(peer, kept, part)
                 if not connected and len(kept.parts) == 1:
                     break

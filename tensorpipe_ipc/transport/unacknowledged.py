@@ -8,17 +8,23 @@ Large payloads are laid one after the other and cut into pieces. Each is a messa
 leaves while the next is still being copied, on the receiver's it is put in its place while the next still comes, and
 neither side has more than a few pieces of fresh memory to touch. Fresh memory is what costs: the kernel's zeroes for 100 MB
 take twice as long as the copy. So the pieces' own memory is used again, the last first. And heartbeats pass between the
-pieces of a message, which they cannot within a frame: whoever sends a frame of seconds would be taken for dead.
+pieces of a message, which they cannot within a frame: whoever needs longer for one than a silence may last (1.6 s) is taken
+for dead, again and again. So to another host pieces are smaller: 1.3 Mbit/s are enough for them.
 
-Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (under other load,
-median of rounds; faults are the receiver's, in pages a message)::
+Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (bare prototypes,
+under other load, median of rounds). Where malloc has not learned yet to keep 4 MB, the receiver of that loop gets fresh
+pages; where it has (``assembly``), its one copy less weighs as much as all that is won here::
 
-    pieces of               4 MB: rate   faults     100 MB: rate   faults
-    256 KB                        1.18      248             2.18        0
-    512 KB                        1.14      226             2.18    9,376
-    1 MB                          1.33      106             2.18        0
-    2 MB                          1.25      218             1.59    5,761
-    1 MB, none kept, copied by ZeroMQ: 1.08 to 1.32 and, as malloc gives 100 MB back each time, 1.34
+    pieces of            4 MB: malloc new    learned     100 MB
+    256 KB                           1.18       0.76       2.18
+    512 KB                           1.14       0.78       2.18
+    1 MB                             1.33       0.80       2.18
+    2 MB                             1.25                  1.59
+    in Frames of pyzmq's             1.32                  1.34      malloc gives 100 MB back each time
+
+The whole of this, beside the better of pyzmq's two recipes in each round (``python -m bench tcp``): 1.09 (0.54 to 1.16) at
+4 MB, 2.27 (1.48 to 4.18) at 100 MB; beside ``copy=True`` alone, which too leaves the caller's memory to the caller, 2.6 and
+4.8 times its median.
 """
 
 from __future__ import annotations
@@ -33,9 +39,10 @@ from tensorpipe_ipc.wire.header import Kind, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["KEPT_AT_MOST", "PIECE", "Kept", "Unacknowledged"]
+__all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "Kept", "Unacknowledged"]
 
-PIECE = 1 << 20  # bytes, a multiple of ALIGN
+PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
+PIECE_AFAR = PIECE // 4  # to another host
 KEPT_AT_MOST = 1 << 28  # bytes of payloads towards all consumers together; one message may always be kept
 
 
@@ -84,8 +91,12 @@ class Unacknowledged:
         """Why there is no room."""
         return f"{self.nbytes:,} bytes are kept until they are taken, and the limit is {KEPT_AT_MOST:,}"
 
-    def keep(self, kept: Kept, message: Outgoing) -> Iterator[list[Any]]:
-        """Copy a message, part by part; each is to be sent before the next is asked for. The last one completes it."""
+    def keep(self, kept: Kept, message: Outgoing, piece: int) -> Iterator[list[Any]]:
+        """Copy a message, part by part; each is to be sent before the next is asked for. The last one completes it.
+
+        Args:
+            piece: bytes of large payloads from which on they go in pieces of so many.
+        """
         first, *large = message.frames(kept.sequence)
         kept.nbytes = message.nbytes
         self.nbytes += message.nbytes
@@ -93,30 +104,32 @@ class Unacknowledged:
             kept.parts.append([first])
             yield kept.parts[0]
             return
-        for part in self._copied(kept, first, [np.frombuffer(frame, np.uint8) for frame in large]):
+        for part in self._copied(kept, first, [np.frombuffer(frame, np.uint8) for frame in large], piece):
             kept.parts.append(part)
             yield part
 
-    def _copied(self, kept: Kept, first: bytes, large: list[Any]) -> Iterator[list[Any]]:
+    def _copied(self, kept: Kept, first: bytes, large: list[Any], piece: int) -> Iterator[list[Any]]:
         total = sum(-(-len(source) // ALIGN) * ALIGN for source in large[:-1]) + len(large[-1])
-        if total <= PIECE:
+        if total <= piece:
             views = []
             for start, end in _copy(large, block := self._block(kept)):
                 views.append(memoryview(block)[start:end])
             yield [first, *views]
             return
-        block, filled, sent = self._block(kept), 0, 0
+        block, begun, filled, sent = self._block(kept), 0, 0, 0
         for source in large:
             filled += -filled % ALIGN
             start = 0
             while start < len(source):
-                if filled == PIECE:
-                    yield [pack_piece(kept.sequence, sent, total), memoryview(block)]
-                    block, filled, sent = self._block(kept), 0, sent + PIECE
-                count = min(PIECE - filled, len(source) - start)
+                if filled - begun == piece:
+                    yield [pack_piece(kept.sequence, sent, total), memoryview(block)[begun:filled]]
+                    begun, sent = filled, sent + piece
+                    if filled == PIECE:
+                        block, begun, filled = self._block(kept), 0, 0
+                count = min(begun + piece - filled, len(source) - start)
                 block[filled : filled + count] = source[start : start + count]
                 filled, start = filled + count, start + count
-        yield [pack_piece(kept.sequence, sent, total), memoryview(block)[:filled]]
+        yield [pack_piece(kept.sequence, sent, total), memoryview(block)[begun:filled]]
         yield [first]
 
     def give_up(self, kept: Kept) -> None:

@@ -13,10 +13,11 @@ from children import PATIENCE, in_thread
 from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc import process
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.transport import peer, unacknowledged
-from tensorpipe_ipc.transport.unacknowledged import PIECE
-from tensorpipe_ipc.wire.header import Kind, pack, pack_piece
+from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR
+from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -197,6 +198,29 @@ def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
         assert consumer.get(PATIENCE) == "good"
         assert consumer.statistics().rejected == 2
         assert "payload frames" in consumer.statistics().last_rejection
+
+
+@pytest.mark.parametrize("identity", [ELSEWHERE, process.identity()], ids=["another host", "this host"])
+def test_the_size_of_pieces(identity: Identity) -> None:
+    """None is larger than what a slow line gets over before it is taken for dead; on one host they are larger."""
+    limit = PIECE if identity is not ELSEWHERE else PIECE_AFAR
+    tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (limit + 1, 70_001, 3 * limit)]
+    total = limit + 64 + 70_016 + 3 * limit
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", identity=identity, window=1))
+        producer.put(tree, PATIENCE)
+        laid = bytearray()
+        while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
+            if head.kind == Kind.PIECE:
+                assert piece_of(head) == (len(laid), total)
+                assert len(frames[1]) == min(limit, total - len(laid))
+                laid += frames[1]
+        at = 0
+        for tensor in tree:
+            assert laid[at : at + len(tensor)] == bytes(tensor.numpy())
+            at += -(-len(tensor) // 64) * 64
+        raw.say(pack(Kind.CREDIT, 1))
+        producer.flush(PATIENCE)
 
 
 def test_a_message_with_a_piece_missing_is_dropped() -> None:
