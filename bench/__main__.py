@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from bench import dataloader, endpoints, precision, queue, serializers
+from bench import dataloader, endpoints, precision, queue, serializers, tcp
 
-COMMANDS = (serializers, endpoints, queue, dataloader, precision)
+COMMANDS = (serializers, endpoints, tcp, queue, dataloader, precision)
 
 
 def main(arguments: list[str] | None = None) -> None:

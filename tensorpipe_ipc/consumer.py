@@ -39,6 +39,8 @@ class ConsumerStatistics:
     """Bytes of their payloads."""
     lost: int
     """Messages of which only the gap came: they were lost on the way."""
+    duplicates: int
+    """Messages that came again after a connection broke, and were dropped (over tcp)."""
     rejected: int
     """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
     last_rejection: str
@@ -179,6 +181,7 @@ class Consumer:
                 messages=self._messages,
                 bytes=self._bytes,
                 lost=link.lost,
+                duplicates=link.duplicates,
                 rejected=link.rejected,
                 last_rejection=link.last_rejection,
                 peers=tuple(str(peer) for peer in link.peers.values()),

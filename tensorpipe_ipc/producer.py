@@ -33,6 +33,8 @@ from tensorpipe_ipc.wire.message import Outgoing, encode
 
 __all__ = ["Producer", "ProducerStatistics"]
 
+_FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
+
 
 @dataclasses.dataclass(frozen=True)
 class ProducerStatistics:
@@ -46,6 +48,8 @@ class ProducerStatistics:
     """Messages that no consumer has taken yet."""
     lost: int
     """Messages that were in flight when the consumer that had them left."""
+    resent: int
+    """Messages sent again, as it was not known whether they had come when a connection broke (over tcp)."""
     rejected: int
     """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
     last_rejection: str
@@ -131,9 +135,10 @@ class Producer:
     def put(self, tree: Any, timeout: float | None = None, *, move: bool = False) -> None:
         """Send one message. When this returns, the tree has been read: it may be changed or dropped.
 
-        Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned; without
-        a timeout, large tensors are then read by ZeroMQ in place, and put returns when it has read them; with one they are
-        copied first, so that put can keep it.
+        Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned. Over
+        tcp it is copied, kept until it is known to be taken, and sent again where a connection broke before. Over ipc,
+        without a timeout, large tensors are read by ZeroMQ in place, and put returns when it has read them; with one they
+        are copied first, so that put can keep it.
 
         Args:
             tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
@@ -145,7 +150,8 @@ class Producer:
                 (0,). Otherwise the tree is copied, and stays as it was.
 
         Raises:
-            Full: no consumer had room in time. Who holds what is named; nothing was sent.
+            Full: no consumer had room in time, or, over tcp, 256 MiB are kept for them. Who holds what is named; nothing was
+                sent.
             UnsupportedLeaf: something in the tree cannot be sent; its path is named, and what to do. Nothing was sent.
             Refused: the consumer does not accept this serializer, or one of the two requires shared memory, and what is in
                 the way of it; both ends are named.
@@ -229,6 +235,7 @@ class Producer:
                 bytes=self._bytes,
                 in_flight=link.in_flight,
                 lost=link.lost,
+                resent=link.resent,
                 rejected=link.rejected,
                 last_rejection=link.last_rejection,
                 waits=self._waits,
@@ -343,7 +350,7 @@ def _close(link: SendLink, guard: Guard, linger: float) -> None:
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
         told = link.say_goodbye()
-        link.close(linger if told else 0.0)
+        link.close(max(linger, _FAREWELL) if told else 0.0)
     if left:
         warnings.warn(
             f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",

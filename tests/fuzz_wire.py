@@ -39,6 +39,7 @@ from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
@@ -83,6 +84,7 @@ def corpus() -> list[Frames]:
         found.append([header.pack_control(header.Kind.HELLO, hello)])
         found.append([header.pack_control(header.Kind.WELCOME, hello)])
     found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
+    found += [[header.pack_piece(3, 0, 128), bytes(64)], [header.pack_piece(3, 64, 128), bytes(64)]]
     return found + [[header.pack(header.Kind.CREDIT, 9)], [header.pack(header.Kind.GOODBYE, 9)]]
 
 
@@ -225,12 +227,21 @@ def outcome(frames: Frames) -> str:
         body = {1: header.Hello, 2: header.Hello, 3: header.Refusal}.get(head.kind)
         if body is not None:
             header.unpack_control(head, body)
+        if head.kind == header.Kind.PIECE:
+            return _put_in_place(head, frames)
         if head.kind != header.Kind.DATA:
             return "control"
         read([memoryview(bytearray(frame)) for frame in frames])
         return "tree"
 
     return _ends(end)
+
+
+def _put_in_place(head: header.Header, frames: Frames) -> str:
+    total = header.piece_of(head)[1]
+    if len(frames) != 2 or total > 1 << 20:  # of more, address space is asked for, and pages as they come
+        return "control"
+    return "piece" if Assembly(head.sequence, Regions().take(total)).add(head, memoryview(frames[1])) else "gap"
 
 
 def outcome_in_block(frames: Frames) -> str:

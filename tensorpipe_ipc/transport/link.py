@@ -17,8 +17,21 @@ REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one
 
 Both sides count a producer's messages towards one peer from 1, so that a message that got lost with a connection is
 noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a binder its
-WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands. A
-peer is gone when its connection is.
+WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
+
+**When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
+and what it had not taken is lost. Over tcp the line may have. So a producer keeps what was not acknowledged
+(``unacknowledged``), and a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and
+Empty name it and say how long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
+direction, and it is looked at every half second; it connects anew by itself. By each new connection the consumer counts its
+``round`` up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the
+consumer takes each message that is its next, and drops the others. So every message is taken once and in order, however
+often the line breaks, and a break costs what was in flight, once more.
+
+One that is away is waited for as long as its process is seen to live, from the same host; one that cannot be seen has
+``peer.PATIENCE`` seconds. After that, and at once when its process is seen to be dead or another end answers in its place,
+it counts as gone: what was kept for it is lost, and told once by PeerLost. If it comes back even then, the two go on with
+what is put from then on, and the consumer counts the gap.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
 How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk.
@@ -28,6 +41,7 @@ There is no thread: whatever has arrived is dealt with inside put, get, flush an
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -39,6 +53,7 @@ from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
 from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.role import Role, misfit
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
     Header,
@@ -58,7 +73,7 @@ MOST_PEERS = 1024  # of a binder: each may cost up to eight descriptors, and is 
 _REPEAT = 0.5  # seconds between a waiting connector's HELLOs
 
 
-class Link:
+class Link(Role):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
     Attributes:
@@ -68,8 +83,6 @@ class Link:
         rejected: incoming messages that were dropped because they broke a rule.
         last_rejection: which rule; "" as long as none was.
     """
-
-    role = ""
 
     def __init__(
         self,
@@ -83,6 +96,8 @@ class Link:
         address = parse(endpoint, has_keys=security is not None)
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
+        self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
+        self.end = int.from_bytes(os.urandom(7), "little")
         self.peers: dict[bytes, Peer] = {}
         self.last_left: Peer | None = None
         self.lost = 0
@@ -106,10 +121,6 @@ class Link:
 
     # -- what goes out
 
-    def own_hello(self, peer: Peer | None) -> Hello:
-        """What this end says of itself, to ``peer``."""
-        raise NotImplementedError
-
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
 
@@ -118,6 +129,8 @@ class Link:
         now, connection = time.monotonic(), self.socket.connection
         if now - self._greeted < _REPEAT and self._greeted_on == connection:
             return
+        if self._greeted_on != connection:
+            self.reconnected()
         if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
             self._greeted, self._greeted_on = now, connection
 
@@ -143,8 +156,10 @@ class Link:
         return f"; {trouble}" if trouble else ""
 
     def has_lost_connection(self) -> bool:
-        """Whether a connector was last seen without its binder, and those who were there have not left yet."""
-        return bool(self.peers) and not (self.socket.binds or self.socket.connection)
+        """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
+        if self.socket.binds or self.socket.connection:
+            return False
+        return any(not peer.away_at for peer in self.peers.values())
 
     def say_goodbye(self) -> bool:
         """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
@@ -205,16 +220,20 @@ class Link:
             return None
         header = unpack(frames[0])
         kind = header.kind
-        if kind == Kind.DATA or kind == Kind.CREDIT or kind == Kind.GOODBYE:
+        if kind >= Kind.DATA:
             peer = self.peers.get(routing)
             if peer is None:
                 self._meet_stranger(routing, kind)
                 return None
             peer.heard = time.monotonic()
             if kind == Kind.DATA:
-                return (peer, header, frames) if self.expects(peer, header) else None
+                if not self.expects(peer, header):
+                    return None
+                return peer, header, frames if peer.assembly is None else peer.assembly.completed(header, frames)
             if kind == Kind.CREDIT:
                 self.credited(peer, header.sequence)
+            elif kind == Kind.PIECE:
+                self.piece(peer, header, frames)
             else:
                 self._leaves(peer, "said goodbye")
         elif kind == Kind.HELLO:
@@ -247,7 +266,12 @@ class Link:
             self._refusal = error
 
     def _meet_stranger(self, routing: bytes, kind: int) -> None:
-        """Somebody talks as if we had met. He met a binder that died, or none at all."""
+        """Somebody talks as if we had met. He met a binder that died, or none at all.
+
+        Over tcp, what is left of a connection that a new one took over comes so, too, by a name that ROUTER gave it.
+        """
+        if self.keeps and routing.startswith(b"\0"):
+            return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
             self._say(routing, pack_control(Kind.HELLO, self.own_hello(None)))
@@ -258,7 +282,7 @@ class Link:
             self._greet()
             return
         hello = unpack_control(header, Hello)
-        reason = self._objection(hello) or self.arrangement.unmet(
+        reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
         if routing not in self.peers and len(self.peers) >= MOST_PEERS:
@@ -274,31 +298,18 @@ class Link:
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
 
-    def _objection(self, hello: Hello) -> str:
-        """Why the two ends do not go together; "" if they do."""
-        if hello.role == self.role or hello.role not in ("producer", "consumer"):
-            return f"both ends are a {self.role}: one side must be a producer and the other a consumer"
-        ours = self.own_hello(None)
-        producer, consumer = (hello, ours) if self.role == "consumer" else (ours, hello)
-        if producer.serializer not in consumer.accepts:
-            return (
-                f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
-                f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'})"
-            )
-        return ""
-
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
         if hello.role == self.role:
             raise ProtocolError(f"a WELCOME from another {self.role}")
         peer = self.peers.get(routing)
-        if peer is None or peer.identity != hello.identity or self.arrangement.begins_anew(peer, hello):
+        if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
                 self._leaves(peer, "vanished")
             peer = self.peers[routing] = Peer(routing, hello)
             self.met(peer)
         self._refusal = None
         peer.hello = hello
-        peer.heard = time.monotonic()
+        peer.heard_of()
         self._arrange(peer)
         self.stands_at(peer, hello.sequence)
         self._post()
@@ -381,39 +392,11 @@ class Link:
         if dead and connected:
             peer.dead_at = peer.dead_at or time.monotonic()
             return time.monotonic() - peer.dead_at > (_REPEAT if peer.queue is None else SLICE / 4)
-        return not connected
+        return not connected and not self.waits_for(peer)
 
-    # -- what the two roles add
-
-    def met(self, peer: Peer) -> None:
-        """A new peer."""
-
-    def shares(self, peer: Peer) -> None:
-        """The two have a queue; said perhaps more than once."""
-
-    def unshare(self, peer: Peer) -> None:
-        """The end of that, if they had one. May be called again."""
-        peer.queue = None
-
-    def stands_at(self, peer: Peer, sequence: int) -> None:
-        """A HELLO or WELCOME said which message the peer last sent, or took."""
-
-    def settle(self) -> None:
-        """A peer is about to be struck off the list: take note of what it did before."""
-
-    def parted(self, peer: Peer) -> None:
-        """The peer is gone."""
-
-    def expects(self, peer: Peer, header: Header) -> bool:
-        """Whether a DATA message is the peer's next one."""
-        raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
-
-    def taken(self, peer: Peer, header: Header) -> None:
-        """The message that was expected is taken."""
-
-    def credited(self, peer: Peer, sequence: int) -> None:
-        """The peer took a message."""
-        raise ProtocolError(f"CREDIT {sequence} for a {self.role} (from {peer})")
+    def waits_for(self, peer: Peer) -> bool:
+        """Whether a peer whose connection has ended is away, and not gone."""
+        return self.keeps and peer.settled and peer.queue is None and peer.may_return()
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.

@@ -11,15 +11,18 @@ from tensorpipe_ipc.errors import Empty, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_names
+from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack
+from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack, pack_control, piece_of
 
 __all__ = ["NOTHING", "ReceiveLink"]
 
 _MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
+_AGAIN = 0.5  # seconds
+_REMEMBERED = 1000  # producers that vanished
 NOTHING: Any = object()  # there is no message, as None might be one
 
 
@@ -28,6 +31,7 @@ class ReceiveLink(Link):
 
     Attributes:
         met_any: whether any producer ever came.
+        duplicates: messages that came again, and were dropped.
         vanished: producers that left without a goodbye, until get() has told.
         kept: what ``take`` returned, or would have, when a signal's handler raised. It is to be served first.
     """
@@ -50,6 +54,10 @@ class ReceiveLink(Link):
         self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
         self._misses = 0
         self.met_any = False
+        self.duplicates = 0
+        self._torn_at = 0.0
+        self._regions = Regions()
+        self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
         self.vanished: list[Peer] = []
         self.kept: deque[Any] = deque()
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
@@ -64,6 +72,8 @@ class ReceiveLink(Link):
             accepts=self._accepted(),
             sequence=taken,
             shared_memory=self.arrangement.terms(peer),
+            end=self.end,
+            round=1 if peer is None else peer.round,
         )
 
     # -- queues
@@ -212,6 +222,7 @@ class ReceiveLink(Link):
         self._give_credit(peer, header.sequence)
         skipped, peer.taken = header.sequence - peer.taken - 1, header.sequence
         self.lost += skipped
+        peer.assembly, peer.asked_at = None, 0.0
         self.socket.received()
 
     def _give_credit(self, peer: Peer, sequence: int) -> None:
@@ -219,14 +230,58 @@ class ReceiveLink(Link):
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
 
     def expects(self, peer: Peer, header: Header) -> bool:
-        """See Link. Ones that were taken before are dropped."""
+        """See Link. Ones that were taken before are dropped; what comes after a gap is, too, if the gap can be filled."""
         if peer.queue is not None:
             raise ProtocolError("DATA in frames from a producer that shares memory")
-        return header.sequence > peer.taken
+        if header.sequence <= peer.taken:
+            self.duplicates += 1
+            return False
+        return self._is_next(peer, header)
+
+    def _is_next(self, peer: Peer, header: Header) -> bool:
+        if header.sequence == peer.taken + 1 or not peer.resends:
+            return True
+        self._ask(peer)
+        return False
+
+    def _ask(self, peer: Peer) -> None:
+        """Ask for what is missing; again only if that was of no use for a while."""
+        now = time.monotonic()
+        if now - peer.asked_at > _AGAIN:
+            peer.asked_at = now
+            peer.round += 1
+            kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
+            self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
+
+    def look_around(self) -> None:
+        """See Link. What an exception tore out of a receive has to be sent again, and may have been the last."""
+        super().look_around()
+        if self.socket.torn_at > self._torn_at:
+            for peer in self.peers.values():
+                if peer.resends and peer.queue is None:
+                    peer.asked_at = 0.0
+                    self._ask(peer)
+            self._torn_at = self.socket.torn_at
+
+    def reconnected(self) -> None:
+        """See Link."""
+        for peer in self.peers.values():
+            peer.round += 1
+
+    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+        """See Link. It is put in its place; DATA of the same number completes the message."""
+        if peer.queue is not None or len(frames) != 2:
+            raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
+        if header.sequence <= peer.taken or not self._is_next(peer, header):
+            return
+        if peer.assembly is None or peer.assembly.sequence != header.sequence:
+            peer.assembly = Assembly(header.sequence, self._regions.take(piece_of(header)[1]))
+        if not peer.assembly.add(header, frames[1]):
+            self._ask(peer)
 
     def met(self, peer: Peer) -> None:
         """See Link."""
-        peer.taken = peer.hello.sequence
+        peer.began = peer.taken = max(peer.hello.sequence, self._known.pop(peer.hello.end, 0))
         if peer.hello.credit_pipe is not None:
             peer.number = peer.hello.credit_pipe[2]
             peer.credit_fd = open_credit_pipe(peer.identity, peer.hello.credit_pipe)
@@ -250,14 +305,23 @@ class ReceiveLink(Link):
         if peer.hello.credit_pipe is not None:  # by another connection it may call us by another number
             peer.number = peer.hello.credit_pipe[2]
         if sequence > peer.taken:
-            self.lost += sequence - peer.taken
-            peer.taken = sequence
+            # One that sends again will not send those: the end that was here before had them, or they were given up.
+            self.lost += sequence - peer.taken if peer.taken > peer.began or not peer.resends else 0
+            peer.taken, peer.assembly = sequence, None
             self._give_credit(peer, sequence)
+        if peer.hello.round > peer.served:  # a new connection of the other end's
+            peer.served = peer.hello.round
+            peer.round += self.socket.binds
 
     def parted(self, peer: Peer) -> None:
         """See Link."""
         self.met_any = self.met_any or peer.left != "was refused"
         self._let_go(peer)
+        peer.assembly = None
+        if peer.left == "vanished" and peer.resends and peer.hello.end:
+            self._known[peer.hello.end] = peer.taken
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
         if peer.queue is not None:
             if peer.left == "vanished":
                 peer.queue.undertaker.look()

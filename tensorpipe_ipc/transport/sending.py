@@ -1,8 +1,9 @@
-"""SendLink: the producer's side of a link. Credits, and which consumer gets the next message."""
+"""SendLink: the producer's side of a link. Credits, which consumer gets the next message, and what is sent again."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
@@ -12,6 +13,7 @@ from tensorpipe_ipc.transport.credit_pipe import CreditPipe
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
@@ -27,6 +29,7 @@ class SendLink(Link):
     """What a producer sends through.
 
     Attributes:
+        resent: messages that were sent again.
         left_behind: consumers that left with messages they had not taken, and how many; until flush has told.
     """
 
@@ -49,6 +52,8 @@ class SendLink(Link):
         self._sharing: list[Peer] = []  # those with a queue
         self._numbers = 0
         self._credit_pipe = CreditPipe()
+        self._unacknowledged = Unacknowledged()
+        self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
         try:
             super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
@@ -58,7 +63,10 @@ class SendLink(Link):
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""
-        sent = peer.sent if peer is not None else 0 if self.socket.binds else self._sent
+        if peer is not None:
+            sent = peer.taken if self.keeps else peer.sent
+        else:
+            sent = 0 if self.socket.binds else self._sent
         offer = self._credit_pipe.offer(peer.number if peer is not None else 1)
         return Hello(
             self.role,
@@ -68,6 +76,8 @@ class SendLink(Link):
             sequence=sent,
             credit_pipe=offer,
             shared_memory=self.arrangement.terms(peer),
+            end=self.end,
+            round=max(1, self.socket.connection) if self.keeps else 0,
         )
 
     @property
@@ -82,6 +92,8 @@ class SendLink(Link):
 
     def drain(self) -> None:
         """See Link. The pipe's credit too."""
+        if self.keeps and self._framed:
+            self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
         super().drain()
         self._read_credit()
 
@@ -126,24 +138,24 @@ class SendLink(Link):
             if peer.queue is not None:
                 return peer if peer.settled and _has_room(peer) else None
             has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
-            return peer if has_room and peer.settled else None
+            return peer if has_room and peer.settled and not peer.away_at else None
         if self.in_flight >= self.window:
             return None
         best, best_load = None, 1 << 62
         for peer in self.peers.values():
             load = _load(peer)
-            if load < best_load and load < self._room(peer) and peer.settled:
+            if load < best_load and load < self._room(peer) and peer.settled and not peer.away_at:
                 best, best_load = peer, load
         if best is not None:  # to the end of the line
             self.peers[best.routing] = self.peers.pop(best.routing)
         return best
 
     def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
-        """Send ``peer``'s next message. False if it just left, or its queue finds no memory in a slice: nothing was sent.
+        """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
 
         Args:
             timeout: seconds.
-            lend: in frames, whether ZeroMQ may read the caller's memory.
+            lend: in frames that are not kept, whether ZeroMQ may read the caller's memory.
             held: the block that the message lies in already, and the metadata that say so; it goes as it lies, if the
                 peer shares that memory.
 
@@ -152,6 +164,8 @@ class SendLink(Link):
         """
         if peer.queue is not None:
             return self._put(peer, peer.queue, message, timeout, held)
+        if self.keeps:
+            return self._send_kept(peer, message, timeout)
         peer.sent += 1
         self._framed += 1
         try:
@@ -163,6 +177,65 @@ class SendLink(Link):
             return False
         self._sent = peer.sent
         return True
+
+    def _send_kept(self, peer: Peer, message: Outgoing, timeout: float) -> bool:
+        """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
+        if not self._unacknowledged.has_room(message.nbytes):
+            self._unacknowledged.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
+            if timeout <= 0:
+                raise Full(
+                    f"{self.endpoint}: no memory in time: {self._unacknowledged.why_full()}: {self.why_blocked()}"
+                )
+            self.wait(timeout)
+            return False
+        kept = Kept(peer.sent + 1)
+        connected = True
+        try:
+            peer.kept.append(kept)
+            peer.sent = kept.sequence
+            self._framed += 1
+            for part in self._unacknowledged.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+                connected = connected and self._lend(peer, kept, part)
+                if not connected and len(kept.parts) == 1:
+                    break
+        except BaseException:  # a signal's handler raised, or there is no memory for it
+            self._give_up(peer, kept)
+            raise
+        if not connected and len(kept.parts) == 1:  # nothing of it has left
+            peer.kept.pop()
+            self._unacknowledged.let_go(kept)
+            peer.sent -= 1
+            self._framed -= 1
+        self._sent = peer.sent
+        if not connected and not self.waits_for(peer):
+            self._leaves(peer, "vanished")
+        return connected or peer.sent == kept.sequence
+
+    def _lend(self, peer: Peer, kept: Kept, part: list[Any]) -> bool:
+        """Send one part of what is kept. False if there is no connection."""
+        try:
+            kept.lent += self.socket.lend(peer.routing, part)
+        except Unreachable:
+            return False
+        return True
+
+    def _give_up(self, peer: Peer, kept: Kept) -> None:
+        """A message's sending was cut short by an exception: its number is used up, and that is all."""
+        if peer.sent < kept.sequence:
+            if peer.kept and peer.kept[-1] is kept:
+                peer.kept.pop()
+            return
+        self._sent = peer.sent
+        self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
+        self._unacknowledged.give_up(kept)
+        self._lend(peer, kept, kept.parts[0])
+
+    def _resend(self, peer: Peer) -> None:
+        for kept in peer.kept:
+            kept.lent = [tracker for tracker in kept.lent if not tracker.done]
+            if not all(self._lend(peer, kept, part) for part in kept.parts):
+                return
+            self.resent += 1
 
     def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
         peer.room -= 1
@@ -206,18 +279,25 @@ class SendLink(Link):
         peer.number = self._numbers if self.socket.binds else 1
         # It counts on where the last connection ended, which the other end may not have noticed.
         peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
+        if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
+            self._greeted = 0.0  # it is told at once from where on
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
         if peer.queue is None:
             self.socket.prepare_for_bulk()
             self.credited(peer, sequence)
+            if peer.hello.round > peer.served:
+                self._resend(peer)
+                peer.served = peer.hello.round  # now: an exception in between has it done again
 
     def credited(self, peer: Peer, sequence: int) -> None:
         """See Link."""
         if peer.taken < sequence <= peer.sent:
             self._framed -= sequence - peer.taken
             peer.taken = sequence
+        while peer.kept and peer.kept[0].sequence <= peer.taken:
+            self._unacknowledged.let_go(peer.kept.popleft())
 
     def settle(self) -> None:
         """See Link. What a consumer took before it left counts as taken."""
@@ -226,6 +306,8 @@ class SendLink(Link):
     def parted(self, peer: Peer) -> None:
         """See Link."""
         untaken = _load(peer)
+        while peer.kept:
+            self._unacknowledged.let_go(peer.kept.popleft())
         if peer.queue is None:
             self._framed -= untaken
             if self.socket.binds and peer.left == "vanished":

@@ -30,9 +30,9 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.address_claim import claimed, unclaim
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
 from tensorpipe_ipc.transport.curve import Gate, use_keys
+from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.handshakes import Handshakes
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
-from tensorpipe_ipc.transport.pieces import LARGEST_PIECE, in_pieces, joined
 from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.transport.zmq_contexts import acquire, release
 from tensorpipe_ipc.wire.layout import BULK
@@ -46,9 +46,17 @@ _SLICE_MS = int(SLICE * 1000)
 _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
 _MORE, _LAST, _POLLIN, _POLLOUT = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.POLLOUT)
 _EVENTS = int(zmq.EVENTS)
-_LARGEST = (
-    1 << 40
-)  # bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word
+# Milliseconds. A connection by which nothing has come for 1.6 s is given up, and made anew. An attempt to connect that the
+# kernel would repeat after 1, 3, 7 ... s is made again by us, so that a line that is back is found within a second.
+_HEARTBEATS = {
+    zmq.HEARTBEAT_IVL: 400,
+    zmq.HEARTBEAT_TIMEOUT: 1600,
+    zmq.HEARTBEAT_TTL: 1600,
+    zmq.TCP_MAXRT: 3000,
+    zmq.CONNECT_TIMEOUT: 700,
+}
+# Bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word.
+_LARGEST = 1 << 40
 
 
 class Unreachable(Exception):
@@ -102,11 +110,12 @@ class FrameSocket:
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
         self._receives = receives
-        self._in_pieces = security is not None
+        self._has_keys = security is not None
         self._handshakes: Handshakes | None = None
         self._gate: Gate | None = None
         self._gate_fd = -1
-        self._monitored = receives and not bind and address.scheme != "inproc"
+        # One that sends needs it on tcp: it must know of every new connection, for what the last one swallowed.
+        self._monitored = not bind and address.scheme != "inproc" and (receives or address.scheme == "tcp")
         self._context = acquire(own=bind and security is not None)
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
@@ -124,14 +133,13 @@ class FrameSocket:
             raise
 
     def _open(self, address: Address) -> None:
-        has_keys = self._in_pieces
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.MAXMSGSIZE: LARGEST_PIECE if has_keys else _LARGEST,
+            zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._has_keys else _LARGEST,
             zmq.LINGER: 0,
             zmq.RCVTIMEO: _SLICE_MS,
-            zmq.RECONNECT_IVL: 200 if has_keys else 10,  # with the wrong ones it goes on for ever
+            zmq.RECONNECT_IVL: 200 if self._has_keys else 10,  # with the wrong ones it goes on for ever
             zmq.RECONNECT_IVL_MAX: 200,
             zmq.HANDSHAKE_IVL: 3000,
             zmq.BACKLOG: 1024,  # so that a burst of strangers does not crowd out a friend, who would wait a second
@@ -139,12 +147,12 @@ class FrameSocket:
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             if self.binds
-            else {zmq.IMMEDIATE: int(not self._monitored)}
+            else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
         )
         if not self.binds:
             options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
         if address.scheme == "tcp":
-            options[zmq.IPV6] = 1
+            options |= {zmq.IPV6: 1, **_HEARTBEATS}
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         if self.binds:
@@ -158,7 +166,7 @@ class FrameSocket:
                 check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
                 check_socket_file(address.path)
             if address.scheme != "inproc":
-                self._handshakes = Handshakes(self._context, self._socket, address.text, has_keys)
+                self._handshakes = Handshakes(self._context, self._socket, address.text, self._has_keys)
             try:
                 self._socket.connect(address.text)
             except zmq.ZMQError as error:
@@ -191,9 +199,24 @@ class FrameSocket:
         Raises:
             Unreachable: the peer is not connected. Nothing was sent.
         """
+        for tracker in self.lend(peer, frames, large=lend and self._lends):
+            _until_read(tracker)
+
+    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True) -> list[Any]:
+        """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
+
+        Args:
+            large: False: they are copied.
+
+        Returns:
+            A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
+
+        Raises:
+            Unreachable: the peer is not connected. Nothing was sent.
+        """
         self._is_silent = False
-        if self._in_pieces:
-            frames = in_pieces(frames)
+        if self._has_keys:
+            frames = in_fragments(frames)
         send, last = self._socket.send, len(frames) - 1
         trackers = []
         try:
@@ -201,7 +224,7 @@ class FrameSocket:
                 send(peer, _MORE)
             for index, frame in enumerate(frames):
                 flags = _MORE if index < last else _LAST
-                if lend and self._lends and len(frame) >= BULK:
+                if large and len(frame) >= BULK:
                     trackers.append(send(frame, flags, copy=False, track=True))
                 else:
                     send(frame, flags)
@@ -212,8 +235,7 @@ class FrameSocket:
         except BaseException:  # a signal's handler raised
             self._abort()
             raise
-        for tracker in trackers:
-            _until_read(tracker)
+        return trackers
 
     def send_small(self, peer: bytes, frame: bytes) -> bool:
         """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
@@ -271,7 +293,7 @@ class FrameSocket:
             self._heard = frames[-1]
         routing = frames[0].bytes if self.binds else b""
         buffers = [frame.buffer for frame in frames[self.binds :]]
-        return routing, joined(buffers) if self._in_pieces else buffers
+        return routing, joined(buffers) if self._has_keys else buffers
 
     def _mend(self) -> None:
         """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""

@@ -13,6 +13,9 @@ Little-endian::
   stream, so both ends keep it; ``values`` is a msgpack array of the numbers and strings that differ; ``packed`` is the
   small payloads, which are copied anyway and would cost more as a frame of their own (see ``message``).
   ``sequence`` counts the producer's messages towards this peer, from 1.
+* PIECE: a part of the large payloads of the DATA message of that ``sequence``, which follows when all its pieces are sent.
+  ``schema`` is two numbers (``pack_piece``): where in them the part begins, and how long they are together. The part is the
+  next frame. Payloads follow each other in this, each at the next multiple of 64.
 * CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
 * GOODBYE: ``sequence`` is the last that was sent. No body.
 
@@ -41,24 +44,27 @@ __all__ = [
     "SharedMemoryTerms",
     "pack",
     "pack_control",
+    "pack_piece",
+    "piece_of",
     "unpack",
     "unpack_control",
 ]
 
 MAGIC = b"TPIC"
-VERSION = 3
+VERSION = 4
 MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
 
 PREFIX = struct.Struct("<4sBBHQII")
+_PIECE = struct.Struct("<QQ")
 MAX_BODY = MAX_HEADER - PREFIX.size  # schema and values
 
 
 class Kind:
     """What a message is for."""
 
-    HELLO, WELCOME, REFUSED, DATA, CREDIT, GOODBYE = range(1, 7)
-    NAMES = ("", "HELLO", "WELCOME", "REFUSED", "DATA", "CREDIT", "GOODBYE")
+    HELLO, WELCOME, REFUSED, DATA, CREDIT, GOODBYE, PIECE = range(1, 8)
+    NAMES = ("", "HELLO", "WELCOME", "REFUSED", "DATA", "CREDIT", "GOODBYE", "PIECE")
 
 
 class Header(NamedTuple):
@@ -125,9 +131,13 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         window: the most messages that may be in flight between the two; the smaller of both ends' counts.
         serializer: the name of the producer's serializer; empty from a consumer.
         accepts: names of the serializers that the consumer takes; empty from a producer.
-        sequence: from a producer, of the last message that it sent to this peer; from a consumer, of the last that it took.
+        sequence: from a consumer, of the last message that it took; from a producer, of the last that it sent to this peer,
+            or, where it sends again what a connection swallowed, of the last that it would not send again.
         credit_pipe: from a producer, where a consumer on its host may write credit (see ``transport.credit_pipe``).
         shared_memory: its terms, unless it wants none.
+        end: a random number that no other end has: one process may have many, one after the other, at one address.
+        round: from a producer that sends again what a connection swallowed, by which of its connections it says so, from 1
+            (from a binder always 1); from one that does not, 0. From a consumer, how often it has asked for that.
     """
 
     role: str
@@ -138,6 +148,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: _AtLeast0 = 0
     credit_pipe: tuple[_AtLeast0, _AtLeast0, _U32] | None = None
     shared_memory: SharedMemoryTerms | None = None
+    end: _AtLeast0 = 0
+    round: _AtLeast0 = 0
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,6 +166,7 @@ Control = TypeVar("Control", Hello, Refusal)
 
 _DECODERS: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Refusal)}
 _encode = msgspec.msgpack.Encoder().encode
+_BODIES = {Kind.PIECE: _PIECE.size}  # bytes, of the kinds whose bodies are not msgpack
 
 
 def pack(kind: int, sequence: int, schema: bytes = b"", values: bytes = b"") -> bytes:
@@ -164,6 +177,17 @@ def pack(kind: int, sequence: int, schema: bytes = b"", values: bytes = b"") -> 
 def pack_control(kind: int, body: Hello | Refusal) -> bytes:
     """Frame 0's bytes of a control message that has a body."""
     return pack(kind, 0, _encode(body))
+
+
+def pack_piece(sequence: int, offset: int, total: int) -> bytes:
+    """Frame 0's bytes of a PIECE that begins at byte ``offset`` of ``total``."""
+    return pack(Kind.PIECE, sequence, _PIECE.pack(offset, total))
+
+
+def piece_of(header: Header) -> tuple[int, int]:
+    """Of a PIECE: where it begins, and the bytes of all."""
+    offset, total = _PIECE.unpack(header.schema)
+    return offset, total
 
 
 def unpack(frame: memoryview) -> Header:
@@ -184,14 +208,14 @@ def unpack(frame: memoryview) -> Header:
         raise ProtocolError(f"magic {magic!r}, expected {MAGIC!r}")
     if version != VERSION:
         raise VersionMismatch(f"the message is of wire version {version}, this process speaks version {VERSION}")
-    if not Kind.HELLO <= kind <= Kind.GOODBYE or zero:
-        raise ProtocolError(f"message kind {kind} (reserved bytes {zero}), known are 1 to {Kind.GOODBYE}")
+    if not Kind.HELLO <= kind <= Kind.PIECE or zero:
+        raise ProtocolError(f"message kind {kind} (reserved bytes {zero}), known are 1 to {Kind.PIECE}")
     start = PREFIX.size + schema
     end = start + values
     limit = MAX_HEADER if kind == Kind.DATA else MAX_CONTROL
     if end > limit:
         raise ProtocolError(f"a {Kind.NAMES[kind]} header of {end} bytes, the limit is {limit}")
-    if kind != Kind.DATA and (values or size != end) or schema and kind >= Kind.CREDIT:
+    if kind != Kind.DATA and (values or size != end) or kind >= Kind.CREDIT and schema != _BODIES.get(kind, 0):
         raise ProtocolError(f"a {Kind.NAMES[kind]} with {schema}, {values} and {size - end} bytes where it has none")
     if end > size:
         raise ProtocolError(

@@ -17,7 +17,7 @@ from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, pack
+from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, pack, pack_piece
 
 pytestmark = pytest.mark.limit(20)
 
@@ -315,11 +315,13 @@ def _bad_messages() -> dict[str, list[bytes]]:
         "HELLO of a stranger kind": [hello("spy")],
         "HELLO of a consumer": [hello("consumer")],
         "kind 0": [schema[:5] + b"\0" + schema[6:]],
-        "kind 7": [schema[:5] + b"\7" + schema[6:]],
+        "kind 8": [schema[:5] + b"\x08" + schema[6:]],
         "reserved bytes": [schema[:6] + b"\1\0" + schema[8:]],
         "WELCOME from a connector": [hello("producer", Kind.WELCOME)],
         "REFUSED from a connector": [pack(Kind.REFUSED, 0, b"\x81\xa6reason\xa1x")],
         "DATA before HELLO": good,
+        "PIECE before HELLO": [pack_piece(1, 0, 4), b"four"],
+        "PIECE that says nothing": [schema[:5] + b"\7" + schema[6:], b"four"],
         "CREDIT before HELLO": [pack(Kind.CREDIT, 1)],
         "GOODBYE before HELLO": [pack(Kind.GOODBYE, 0)],
         "GOODBYE with a body": [pack(Kind.GOODBYE, 0, b"x")],

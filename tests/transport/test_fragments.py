@@ -1,4 +1,4 @@
-"""With keys, long frames go in pieces: they come whole, and nobody without a key makes the binder hold more than one."""
+"""With keys, long frames go in fragments: they come whole, and nobody without a key makes the binder hold more than one."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.transport.pieces import LARGEST_PIECE, PIECE, in_pieces, joined
+from tensorpipe_ipc.transport.fragments import FRAGMENT, LARGEST_FRAGMENT, in_fragments, joined
 
-SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE - 1)
+SIZES = (0, 1, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, 2 * FRAGMENT, 3 * FRAGMENT - 1)
 
 
-def _joined(pieces: list[bytes]) -> list[bytes]:
-    return [bytes(frame) for frame in joined([memoryview(piece) for piece in pieces])]
+def _joined(fragments: list[bytes]) -> list[bytes]:
+    return [bytes(frame) for frame in joined([memoryview(fragment) for fragment in fragments])]
 
 
 @pytest.mark.parametrize("first", SIZES)
 @pytest.mark.parametrize("second", SIZES)
 def test_frames_come_whole(first: int, second: int) -> None:
-    """Whatever their lengths; no piece is longer than it may be."""
+    """Whatever their lengths; no fragment is longer than it may be."""
     frames = [b"header", b"x" * first, b"y" * second, b"end"]
-    pieces = [bytes(piece) for piece in in_pieces(frames)]
-    assert max(map(len, pieces)) <= PIECE
-    assert _joined(pieces) == frames
+    fragments = [bytes(fragment) for fragment in in_fragments(frames)]
+    assert max(map(len, fragments)) <= FRAGMENT
+    assert _joined(fragments) == frames
 
 
 def test_a_message_that_was_cut_off_is_no_other_one() -> None:
     """Its frame is shorter, or there is an empty one behind it."""
-    assert _joined([b"h", b"x" * PIECE, b""]) == [b"h", b"x" * PIECE]
-    assert _joined([b"h", b"x" * PIECE]) == [b"h", b"x" * PIECE]
+    assert _joined([b"h", b"x" * FRAGMENT, b""]) == [b"h", b"x" * FRAGMENT]
+    assert _joined([b"h", b"x" * FRAGMENT]) == [b"h", b"x" * FRAGMENT]
     assert _joined([b"h", b"x", b""]) == [b"h", b"x", b""]
 
 
 @pytest.mark.parametrize("timeout", [None, PATIENCE])
 def test_long_messages_with_keys(timeout: float | None, tmp_path: Path) -> None:
-    """Tensors of many lengths around a piece's, lent to ZeroMQ or copied, and a header of several pieces."""
+    """Tensors of many lengths around a fragment's, lent to ZeroMQ or copied, and a header of several fragments."""
     keys = make_keys(tmp_path)
-    trees = [torch.arange(size // 4 + more) for size in (PIECE // 2, PIECE, 3 * PIECE) for more in (-1, 0, 1)]
-    trees += [{"x": trees[-1], "y": trees[0], "text": "t" * (3 * PIECE)}]
+    trees = [torch.arange(size // 4 + more) for size in (FRAGMENT // 2, FRAGMENT, 3 * FRAGMENT) for more in (-1, 0, 1)]
+    trees += [{"x": trees[-1], "y": trees[0], "text": "t" * (3 * FRAGMENT)}]
     with (
         tp.Consumer("tcp://127.0.0.1:*", security=binders(keys), shared_memory="off") as consumer,
         tp.Producer(consumer.endpoint, security=connectors(keys), shared_memory="off") as producer,
@@ -65,9 +65,9 @@ def test_long_messages_with_keys(timeout: float | None, tmp_path: Path) -> None:
 GREETING = secured.GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
-@pytest.mark.parametrize("size", [LARGEST_PIECE, LARGEST_PIECE + 1])
+@pytest.mark.parametrize("size", [LARGEST_FRAGMENT, LARGEST_FRAGMENT + 1])
 def test_who_has_no_key_yet_sends_no_more_than_a_piece(size: int, tmp_path: Path) -> None:
-    """A command before the handshake of a piece's length is read, and then refused; a longer one is not even read."""
+    """A command before the handshake of a fragment's length is read, and then refused; a longer one is not even read."""
     keys = make_keys(tmp_path)
     with tp.Consumer("tcp://127.0.0.1:*", security=binders(keys)) as consumer:
         port = int(consumer.endpoint.rpartition(":")[2])
@@ -82,7 +82,7 @@ def test_who_has_no_key_yet_sends_no_more_than_a_piece(size: int, tmp_path: Path
                     pass
                 raise ConnectionError("closed")
             assert not isinstance(gone.value, TimeoutError)
-            assert (sent == size) == (size == LARGEST_PIECE)
+            assert (sent == size) == (size == LARGEST_FRAGMENT)
 
 
 def test_strangers_make_a_binder_hold_little(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Fragments: with keys, a long frame goes as several. Who has not shown a key yet can make a binder hold one of them only.
+
+libzmq reads a frame to its end before it looks at what is in it, and so also one of somebody whom it does not know yet. How
+long a frame may be it has one limit for, which is the same before and after. So that limit is a fragment's::
+
+    frame of n bytes    FRAGMENT | FRAGMENT | ... | the rest: fewer than FRAGMENT bytes, perhaps none
+
+One of exactly ``FRAGMENT`` bytes is followed by the next one. Both ends do so, as either both have keys or they do not talk.
+To join them costs a copy; to encrypt them costs several times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
+
+FRAGMENT = (1 << 20) + 64  # bytes; what goes over tcp in pieces of 1 MiB (``unacknowledged``) is not cut again
+LARGEST_FRAGMENT = FRAGMENT + 1024  # as it goes over the wire: CURVE adds 33 bytes
+
+
+def in_fragments(frames: Iterable[Any]) -> list[Any]:
+    """A message's frames, the long ones cut. Nothing is copied."""
+    found: list[Any] = []
+    for frame in frames:
+        if len(frame) < FRAGMENT:
+            found.append(frame)
+        else:
+            view = memoryview(frame).cast("B")
+            found += [view[start : start + FRAGMENT] for start in range(0, len(view) + 1, FRAGMENT)]
+    return found
+
+
+def joined(fragments: Sequence[memoryview]) -> list[memoryview]:
+    """The frames again."""
+    found: list[memoryview] = []
+    run: list[memoryview] = []
+    for fragment in fragments:
+        run.append(fragment)
+        if len(fragment) != FRAGMENT:
+            found.append(_one(run))
+            run = []
+    if run:  # cut off by its sender
+        found.append(_one(run))
+    return found
+
+
+def _one(run: list[memoryview]) -> memoryview:
+    if len(run) == 1:
+        return run[0]
+    whole = bytearray(sum(map(len, run)))
+    start = 0
+    for fragment in run:
+        whole[start : start + len(fragment)] = fragment
+        start += len(fragment)
+    return memoryview(whole)

@@ -1,0 +1,71 @@
+"""What an end's role adds to the conversation: a producer's (``sending``), a consumer's (``receiving``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.wire.header import Header, Hello
+
+__all__ = ["Role", "misfit"]
+
+
+class Role:
+    """What ``Link`` asks of its role, or tells it of. Where nothing is said here, a role need not do anything."""
+
+    role = ""
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """What this end says of itself, to ``peer``."""
+        raise NotImplementedError
+
+    def met(self, peer: Peer) -> None:
+        """A new peer."""
+
+    def shares(self, peer: Peer) -> None:
+        """The two have a queue; said perhaps more than once."""
+
+    def unshare(self, peer: Peer) -> None:
+        """The end of that, if they had one. May be called again."""
+        peer.queue = None
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """A HELLO or WELCOME said which message the peer last sent, or took."""
+
+    def settle(self) -> None:
+        """A peer is about to be struck off the list: take note of what it did before."""
+
+    def parted(self, peer: Peer) -> None:
+        """The peer is gone."""
+
+    def reconnected(self) -> None:
+        """A connector is about to say HELLO by a new connection."""
+
+    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+        """A piece of a message came."""
+        raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")
+
+    def expects(self, peer: Peer, header: Header) -> bool:
+        """Whether a DATA message is the peer's next one."""
+        raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
+
+    def taken(self, peer: Peer, header: Header) -> None:
+        """The message that was expected is taken."""
+
+    def credited(self, peer: Peer, sequence: int) -> None:
+        """The peer took a message."""
+        raise ProtocolError(f"CREDIT {sequence} for a {self.role} (from {peer})")
+
+
+def misfit(ours: Hello, theirs: Hello) -> str:
+    """Why two ends do not go together; "" if they do."""
+    if theirs.role == ours.role or theirs.role not in ("producer", "consumer"):
+        return f"both ends are a {ours.role}: one side must be a producer and the other a consumer"
+    producer, consumer = (theirs, ours) if ours.role == "consumer" else (ours, theirs)
+    if producer.serializer not in consumer.accepts:
+        return (
+            f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
+            f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'})"
+        )
+    return ""

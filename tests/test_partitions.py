@@ -1,0 +1,133 @@
+"""Over a bad line: connections that break in mid-stream, and partitions each way. Nothing is lost, doubled or out of order."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from children import PATIENCE, in_thread
+from proxy import Proxy
+
+import tensorpipe_ipc as tp
+from tests.partitions import campaign
+
+pytestmark = pytest.mark.limit(30)
+NOTICED = 3.0  # seconds until a partition is noticed
+RESUMED = 1.0  # seconds after its end until messages go on
+MARGIN = 1.0  # seconds, on a machine that does other things too
+LARGE = 3 << 20  # bytes: a message that goes in pieces
+
+
+class Line(NamedTuple):
+    """Two ends that have met, and the line between them."""
+
+    producer: tp.Producer
+    consumer: tp.Consumer
+    proxy: Proxy
+
+
+@pytest.fixture(params=[False, True], ids=["consumer binds", "producer binds"])
+def line(request: pytest.FixtureRequest) -> Iterator[Line]:
+    """A producer and a consumer that know each other."""
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        if request.param:
+            producer = enter(tp.Producer("tcp://127.0.0.1:0", bind=True, linger=0, shared_memory="off"))
+            proxy = enter(Proxy(int(producer.endpoint.rpartition(":")[2])))
+            consumer = enter(tp.Consumer(proxy.endpoint, bind=False))
+        else:
+            consumer = enter(tp.Consumer("tcp://127.0.0.1:0", shared_memory="off"))
+            proxy = enter(Proxy(int(consumer.endpoint.rpartition(":")[2])))
+            producer = enter(tp.Producer(proxy.endpoint, linger=0))
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        yield Line(producer, consumer, proxy)
+        for end in (consumer, producer):  # while there is a line to say goodbye by
+            end.close()
+
+
+def _message(number: int) -> Any:
+    """Small ones; every fifth has a frame of its own; every tenth goes in pieces, one of two with a hundred small leaves."""
+    size = LARGE + number if number % 10 == 0 else 100_000 if number % 5 == 0 else 10
+    sizes = [size, 70_001, *([2_000] * 100)] if number % 20 == 0 else [size]
+    return number, *(torch.full((size,), number % 251, dtype=torch.uint8) for size in sizes)
+
+
+def _same(message: Any, number: int) -> None:
+    assert message[0] == number
+    for one, other in zip(message[1:], _message(number)[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_connections_break_in_mid_stream(line: Line) -> None:
+    """Each message comes once, in order and whole, though the connection breaks twenty times, with FIN and with RST."""
+    count = 300
+
+    def put() -> None:
+        for number in range(count):
+            line.producer.put(_message(number), PATIENCE)
+        line.producer.flush(PATIENCE)
+
+    putting = in_thread(put)
+    for number in range(count):
+        _same(line.consumer.get(PATIENCE), number)
+        if number % 15 == 7:
+            line.proxy.cut(reset=number % 2 == 0)
+    with pytest.raises(tp.Empty):
+        line.consumer.get(0)
+    putting()
+    sent, got = line.producer.statistics(), line.consumer.statistics()
+    assert (sent.lost, sent.in_flight, got.lost, got.messages) == (0, 0, 0, count + 1)
+    assert sent.resent > 0
+    assert got.duplicates <= sent.resent
+
+
+@pytest.mark.parametrize("ways", [("there",), ("back",)], ids=["from the connector", "to the connector"])
+def test_a_partition_is_noticed_and_heals(line: Line, ways: tuple[str, ...]) -> None:
+    """Each end names the other within 3 s, also where one direction still works; when it heals messages go on."""
+    line.proxy.silence(*ways)
+    began, taken = time.monotonic(), []
+    line.producer.put(1, PATIENCE)
+
+    def empty() -> str:
+        try:
+            taken.append(line.consumer.get(0.05))
+        except tp.Empty as raised:
+            return str(raised)
+        return ""
+
+    noticing = in_thread(lambda: _noticed(lambda: str(line.producer.statistics().peers), began))
+    for seconds in (_noticed(empty, began), noticing()):
+        assert seconds < NOTICED + MARGIN
+    with pytest.raises(tp.Full, match=r"no room in time: consumer pid .* \(alive, not heard of for \d\.\d s\)"):
+        line.producer.put(2, 0)
+    line.proxy.heal()
+    healed = time.monotonic()
+    putting = in_thread(lambda: (line.producer.put(2, PATIENCE), line.producer.flush(PATIENCE)))
+    while len(taken) < 2:
+        taken.append(line.consumer.get(PATIENCE))
+    assert time.monotonic() - healed < RESUMED + MARGIN
+    putting()
+    assert taken == [1, 2]
+    assert line.producer.statistics().lost == line.consumer.statistics().lost == 0
+
+
+def _noticed(says: Callable[[], str], began: float) -> float:
+    """Ask until what is said says that the other end is away. How long that took."""
+    while not re.search(r"not heard of for \d+\.\d s", says()):
+        assert time.monotonic() - began < PATIENCE
+    return time.monotonic() - began
+
+
+@pytest.mark.kills
+@pytest.mark.limit(1200)
+def test_a_thousand_disconnects_and_a_hundred_partitions() -> None:
+    """``python -m tests.partitions``: all that it promises holds."""
+    done = campaign(disconnects=1000, partitions=100, seed=7)
+    assert (done.disconnects, done.partitions) == (1000, 100)

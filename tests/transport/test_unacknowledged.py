@@ -1,0 +1,260 @@
+"""What a producer keeps over tcp, and what a consumer makes of it: spoken by hand on one side, so that nothing is chance."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import exchange
+import pytest
+import torch
+from children import PATIENCE, in_thread
+from raw_ends import RawEnd, hello, hello_of
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import process
+from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.transport import peer, unacknowledged
+from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR
+from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
+
+pytestmark = pytest.mark.limit(20)
+LOOPBACK = "tcp://127.0.0.1:0"
+ELSEWHERE = Identity("far-away", "another boot", 1, 2, 3.0)
+
+
+def _listen(consumer: tp.Consumer, seconds: float = 0.05) -> str:
+    """Let the consumer deal with what comes, which is no message for its user. What it says of whom it waits for."""
+    with pytest.raises(tp.Empty) as raised:
+        consumer.get(seconds)
+    return str(raised.value)
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def _sequences(raw: RawEnd, count: int) -> list[int]:
+    return [raw.hear_of(Kind.DATA).sequence for _ in range(count)]
+
+
+def test_a_consumer_asks_for_what_is_missing() -> None:
+    """After a gap nothing is taken until it is filled; then each comes once and in order, and nothing counts as lost."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1, end=5))
+        raw.say(*exchange.sent(1, sequence=1))
+        assert consumer.get(PATIENCE) == 1
+        assert hello_of(raw.hear_of(Kind.WELCOME)).round == 1
+        for sequence in (3, 4):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+        _listen(consumer, 0.2)
+        while (asked := hello_of(raw.hear_of(Kind.WELCOME))).round == 1:
+            continue  # repeated while it waits
+        assert (asked.round, asked.sequence) == (2, 1)
+        for sequence in (1, 2, 3, 4):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+        assert [consumer.get(PATIENCE) for _ in range(3)] == [2, 3, 4]
+        found = consumer.statistics()
+        assert (found.messages, found.lost, found.duplicates) == (4, 0, 1)
+
+
+def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
+    """All that was not taken, and no more; a HELLO that is only repeated changes nothing."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", round=1))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        assert _sequences(raw, 3) == [1, 2, 3]
+        for _ in range(2):
+            raw.say(hello("consumer", round=2, sequence=1))
+        _until(lambda: producer.statistics().resent == 2)
+        producer.put(3, PATIENCE)
+        assert _sequences(raw, 3) == [2, 3, 4]
+        raw.say(pack(Kind.CREDIT, 4))
+        producer.flush(PATIENCE)
+        assert producer.statistics().resent == 2
+        assert producer._link._unacknowledged.nbytes == 0
+
+
+def test_a_consumer_elsewhere_is_waited_for_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process cannot be seen: as long as it may come back its messages are kept, and then they are lost, told once."""
+    monkeypatch.setattr(peer, "PATIENCE", 0.5)
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer:
+        with RawEnd(producer.endpoint) as raw:
+            raw.say(hello("consumer", identity=ELSEWHERE))
+            producer.put(1, PATIENCE)
+            assert _sequences(raw, 1) == [1]
+        away = r"consumer pid 2 on far-away \(out of reach, not heard of for \d\.\d s\)"
+        with pytest.raises(tp.Full, match=rf"not taken in time: {away} holds 1 untaken"):
+            _flush_until_away(producer)
+        with pytest.raises(tp.Full, match=rf"no room in time: {away}"):
+            producer.put(2, 0)
+        assert producer.statistics().lost == 0
+        with pytest.raises(tp.PeerLost, match=r"pid 2 on far-away vanished .* with 1 messages"):
+            producer.flush(PATIENCE)
+        producer.flush(0)
+        assert producer.statistics().lost == 1
+
+
+def _flush_until_away(producer: tp.Producer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            producer.flush(0.02)
+        except tp.Full as full:
+            if "not heard of" in str(full):
+                raise
+
+
+def test_another_end_of_the_same_process_is_another_peer(free_port: int) -> None:
+    """What the end before it had not taken is lost and told; it goes on with what is put from then on."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Producer(endpoint, linger=0) as producer:
+        for end in (1, 2):
+            with RawEnd(endpoint, bind=True) as raw:
+                putting = in_thread(lambda end=end: _put_to(producer, end))
+                raw.hear_of(Kind.HELLO)
+                raw.say(hello("consumer", Kind.WELCOME, end=end))
+                assert raw.hear_of(Kind.DATA).sequence == end
+                putting()
+                if end == 2:
+                    raw.say(pack(Kind.CREDIT, end))
+                    with pytest.raises(tp.PeerLost, match="with 1 messages"):
+                        producer.flush(PATIENCE)
+        assert producer.statistics().lost == 1
+
+
+def _put_to(producer: tp.Producer, end: int) -> None:
+    """Put, to the end that has just come."""
+    while end > 1 and producer.statistics().lost == 0:
+        continue
+    producer.put(end, PATIENCE)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many bytes put waits, though there is credit; a single message may always go."""
+    monkeypatch.setattr(unacknowledged, "KEPT_AT_MOST", PIECE)
+    large = torch.ones(PIECE + 1, dtype=torch.uint8)
+    with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, linger=0, shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put(large, PATIENCE))
+        assert torch.equal(consumer.get(PATIENCE), large)
+        putting()
+        producer.flush(PATIENCE)
+        producer.put(large, PATIENCE)
+        with pytest.raises(
+            tp.Full, match=r"1,048,577 bytes are kept until they are taken, and the limit is 1,048,576: "
+        ):
+            producer.put(large, 0.2)
+        assert torch.equal(consumer.get(PATIENCE), large)
+        producer.put(large, PATIENCE)
+        assert torch.equal(consumer.get(PATIENCE), large)
+
+
+def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
+    """A tensor that came in pieces keeps its bytes as long as any view of it lives; then the next one lies there."""
+    with tp.Consumer(LOOPBACK, copy=False) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+
+        def through(value: int) -> torch.Tensor:
+            putting = in_thread(lambda: producer.put(torch.full((3 * PIECE,), value, dtype=torch.uint8), PATIENCE))
+            got = consumer.get(PATIENCE)
+            putting()
+            return got
+
+        first = through(1)
+        address, view = first.data_ptr(), first[10:20]
+        del first
+        second = through(2)
+        assert second.data_ptr() != address
+        assert view.tolist() == [1] * 10
+        del view
+        third = through(3)
+        assert third.data_ptr() == address
+        assert (second[-1], third[0]) == (2, 3)
+        third[0] = 4  # it is the caller's
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([(pack_piece(1, 0, 1 << 62), b"x")], id="more than there is"),
+        pytest.param([(pack_piece(1, 0, (1 << 64) - 1), b"x")], id="more than there can be"),
+        pytest.param([(pack_piece(1, 0, 4), b"fives")], id="beyond what was announced"),
+        pytest.param([(pack_piece(1, 0, 8), b"four"), (pack_piece(1, 4, 9), b"four")], id="of another length"),
+        pytest.param([(pack_piece(1, 0, 4), b"four", b"more")], id="of two frames"),
+        pytest.param([(pack_piece(1, 0, 4),)], id="of none"),
+    ],
+)
+def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
+    """They are counted, with the rule that they broke; the message they were for is dropped, and the next one comes."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1))
+        for piece in pieces:
+            raw.say(*piece)
+        raw.say(exchange.sent(torch.ones(PIECE))[0])
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert consumer.statistics().rejected == 2
+        assert "payload frames" in consumer.statistics().last_rejection
+
+
+@pytest.mark.parametrize("identity", [ELSEWHERE, process.identity()], ids=["another host", "this host"])
+def test_the_size_of_pieces(identity: Identity) -> None:
+    """None is larger than what a slow line gets over before it is taken for dead; on one host they are larger."""
+    limit = PIECE if identity is not ELSEWHERE else PIECE_AFAR
+    tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (limit + 1, 70_001, 3 * limit)]
+    total = limit + 64 + 70_016 + 3 * limit
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", identity=identity, window=1))
+        producer.put(tree, PATIENCE)
+        laid = bytearray()
+        while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
+            if head.kind == Kind.PIECE:
+                assert piece_of(head) == (len(laid), total)
+                assert len(frames[1]) == min(limit, total - len(laid))
+                laid += frames[1]
+        at = 0
+        for tensor in tree:
+            assert laid[at : at + len(tensor)] == bytes(tensor.numpy())
+            at += -(-len(tensor) // 64) * 64
+        raw.say(pack(Kind.CREDIT, 1))
+        producer.flush(PATIENCE)
+
+
+def test_a_message_with_a_piece_missing_is_dropped() -> None:
+    """A producer that does not send its pieces again gets no more than that."""
+    head, payload = exchange.sent(torch.ones(PIECE, dtype=torch.uint8))
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1))
+        raw.say(pack_piece(1, 0, PIECE), payload[: PIECE // 2])
+        raw.say(head)
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert consumer.statistics().rejected == 1
+        assert raw.hear_of(Kind.CREDIT).sequence == 1
+
+
+def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the middle of a message's pieces: it never comes, and the next one does."""
+    with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        lend, sent = producer._link.socket.lend, []
+
+        def cut(*arguments: Any) -> Any:
+            sent.append(arguments)
+            if len(sent) == 2:
+                raise KeyboardInterrupt
+            return lend(*arguments)
+
+        monkeypatch.setattr(producer._link.socket, "lend", cut)
+        with contextlib.suppress(KeyboardInterrupt):
+            producer.put(torch.ones(4 * PIECE, dtype=torch.uint8), PATIENCE)
+        putting = in_thread(lambda: producer.put("next", PATIENCE))
+        assert consumer.get(PATIENCE) == "next"
+        putting()
+        producer.flush(PATIENCE)
+        assert (producer.statistics().in_flight, consumer.statistics().lost) == (0, 0)
