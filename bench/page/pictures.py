@@ -1,0 +1,159 @@
+"""The pictures of ``bench all``: of each family of peers the fastest is drawn, the tables have all."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench.page.lines import BYTES, COUNTS, RATES, TIMES, Line, figure, panel
+from bench.page.results import Results, rows
+
+__all__ = ["PICTURES", "fastest"]
+
+Row = dict[str, Any]
+
+
+def one_way(results: Results) -> Any:
+    """Time from put to get, by size."""
+    return _by_size(results, "one way", "From put to get, the receiver waiting: lower is better", "one way, p50", TIMES)
+
+
+def stream(results: Results) -> Any:
+    """Bytes a second, by size."""
+    drawn, (axis,) = figure("A stream of tensors, one sender, one receiver: higher is better")
+    found = fastest(results, "stream", "nbytes")
+    lines = [
+        Line(
+            name,
+            family,
+            [row["nbytes"] for row in of],
+            [row["nbytes"] / row["us"]["median"] for row in of],  # bytes a microsecond: megabytes a second
+        )
+        for name, family, of in found
+    ]
+    panel(axis, lines, across="tensor", up="throughput", x_ticks=BYTES, y_ticks=RATES)
+    return drawn
+
+
+def trees(results: Results) -> Any:
+    """Time of a dict, by number of tensors in it."""
+    drawn, (axis,) = figure("A dict of 1 kB tensors, from put to get: lower is better")
+    lines = [
+        Line(name, family, [row["leaves"] for row in of], [row["us"]["median"] for row in of])
+        for name, family, of in fastest(results, "trees", "leaves")
+    ]
+    panel(axis, lines, across="tensors in the dict", up="one way, p50", x_ticks=COUNTS, y_ticks=TIMES)
+    return drawn
+
+
+def held(results: Results) -> Any:
+    """Descriptors and memory, by number of tensors that are held."""
+    drawn, axes = figure("What tensors of 40 kB cost while a receiver holds them: lower is better", 2, 5.4)
+    for axis, what, up, unit in (
+        (axes[0], "descriptors", "file descriptors, all processes", 1.0),
+        (axes[1], "memory", "proportional memory, all processes, MB", 1e6),
+    ):
+        lines = []
+        for family, of in _families(results, "held").items():
+            points = [
+                (count, statistics.median(row[what] for row in of if row["held"] == count and what in row) / unit)
+                for count in dict.fromkeys(row["held"] for row in of if what in row)
+            ]
+            lines.append(Line(family, family, [x for x, _ in points], [max(y, 0.5) for _, y in points]))
+        title = (
+            "descriptors (0 is drawn at the foot)" if unit == 1 else "memory (a copy of the tensors is 40 MB at 1,000)"
+        )
+        panel(axis, _merged(lines), across="tensors held", up=up, x_ticks=COUNTS, y_ticks=COUNTS, title=title)
+    return drawn
+
+
+def fans(results: Results) -> Any:
+    """Messages a second, by number of senders and of receivers."""
+    drawn, axes = figure("Streams of 4 kB tensors that several share: higher is better", 2, 5.4)
+    for axis, one, many in ((axes[0], "receivers", "senders"), (axes[1], "senders", "receivers")):
+        lines = [
+            Line(name, family, [row[many] for row in of], [1e3 / row["us"]["median"] for row in of])
+            for name, family, of in fastest(results, "fans", many, **{one: 1})
+        ]
+        counts = {float(count): str(count) for count in (1, 2, 4, 8, 16, 32)}
+        panel(
+            axis,
+            lines,
+            across=f"{many}, one {one[:-1]}",
+            up="thousand messages a second, all together",
+            x_ticks=counts,
+            y_ticks={value: f"{value:g}" for value in (0.5, 1, 2, 5, 10, 20, 50, 100, 200)},
+        )
+    return drawn
+
+
+PICTURES: dict[str, Callable[[Results], Any]] = {
+    "one way": one_way,
+    "stream": stream,
+    "trees": trees,
+    "held": held,
+    "fans": fans,
+}
+
+
+def fastest(results: Results, item: str, by: str, **what: Any) -> list[tuple[str, str, list[Row]]]:
+    """Of each family, the peer that is fastest at most points: its name, the family, its rows in order."""
+    found = []
+    for family, of in _families(results, item, **what).items():
+        peers = dict.fromkeys(row["peer"] for row in of)
+        by_peer = {peer: sorted((row for row in of if row["peer"] == peer), key=lambda row: row[by]) for peer in peers}
+        if family == "floor":
+            found += [(peer, family, mine) for peer, mine in by_peer.items()]
+            continue
+        most = max(map(len, by_peer.values()))
+        wins = {
+            peer: sum(
+                row["us"]["median"] <= min(other["us"]["median"] for other in of if other[by] == row[by])
+                for row in mine
+            )
+            for peer, mine in by_peer.items()
+            if len(mine) == most
+        }
+        best = max(wins, key=lambda peer: wins[peer])
+        found.append((best, family, by_peer[best]))
+    return found
+
+
+def _families(results: Results, item: str, **what: Any) -> dict[str, list[Row]]:
+    family_of = {peer["peer"]: peer["family"] for peer in results["peers"]}
+    found: dict[str, list[Row]] = {}
+    for row in rows(results, item, **what):
+        found.setdefault(family_of[row["peer"]], []).append(row)
+    return found
+
+
+def _merged(lines: Sequence[Line]) -> list[Line]:
+    """Lines that lie on each other, as one with all their names."""
+    merged: list[Line] = []
+    for line in lines:
+        for index, other in enumerate(merged):
+            near = len(line.ys) == len(other.ys) and all(
+                abs(y - z) <= 0.12 * max(y, z, 3.0) for y, z in zip(line.ys[-2:], other.ys[-2:], strict=True)
+            )
+            if near and "ours" != other.family:
+                merged[index] = other._replace(name=f"{other.name}, {line.name}")
+                break
+        else:
+            merged.append(line)
+    return [line._replace(name=_folded(line.name)) for line in merged]
+
+
+def _folded(name: str) -> str:
+    words = name.split(", ")
+    return "\n".join(", ".join(words[start : start + 3]) for start in range(0, len(words), 3))
+
+
+def _by_size(results: Results, item: str, title: str, up: str, ticks: dict[float, str]) -> Any:
+    drawn, (axis,) = figure(title)
+    lines = [
+        Line(name, family, [row["nbytes"] for row in of], [row["us"]["median"] for row in of])
+        for name, family, of in fastest(results, item, "nbytes")
+    ]
+    panel(axis, lines, across="tensor", up=up, x_ticks=BYTES, y_ticks=ticks)
+    return drawn
