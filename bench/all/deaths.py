@@ -29,7 +29,7 @@ from bench.all.tree import PeerFailed
 
 __all__ = ["measure"]
 
-WAIT = 3.0  # seconds
+WAIT = 5.0  # seconds
 TRIES = 3
 MESSAGES, SMALL, LARGE = 20, 4_000, 4_000_000
 _FORK = multiprocessing.get_context("fork")
@@ -181,7 +181,7 @@ class Crowd:
                 return fine
             if error:
                 return f"error: {error}"
-        return "hangs" if not done else f"hangs after {done} of {count}"
+        return f"{count - done} of {count} never come" if 0 < done and count == MESSAGES else "hangs"
 
     def end(self) -> None:
         for process, told, go in self.members:

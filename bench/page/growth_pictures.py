@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from bench.page import tables
-from bench.page.lines import BYTES, COUNTS, TIMES, Line, figure, panel
+from bench.page.lines import BYTES, COUNTS, FINE_TIMES, TIMES, Line, figure, panel
 from bench.page.results import Results, rows
 
 __all__ = ["ACROSS", "PICTURES", "summary", "table"]
 
-MEGABYTES = {1e-2: "10 kB", 1e-1: "100 kB", 1.0: "1 MB", 10.0: "10 MB", 100.0: "100 MB", 1e3: "1 GB", 1e4: "10 GB"}
+LEAST = 0.1  # MB: what is less is drawn there
+MEGABYTES = {value * 10.0**power: "" for power in range(-1, 5) for value in (1, 2, 5)}
+MEGABYTES = {at: f"{at / 1e3:g} GB" if at >= 1e3 else f"{at:g} MB" for at in MEGABYTES}
 ACROSS = {
     "size": ("tensor", "With the size of a tensor"),
     "leaves": ("tensors of 1 kB in a dict", "With the number of tensors in a message"),
@@ -27,9 +29,14 @@ def _picture(what: str, results: Results) -> Any:
     across, title = ACROSS[what]
     drawn, (time, memory) = figure(title, 2, 4.2)
     found = [row for row in rows(results, "growth", **{"with": what}) if "us" in row]
-    ticks = BYTES if what == "size" else {float(n): str(n) for n in (2, 4, 8, 16, 32)} if what == "peers" else COUNTS
+    ticks = COUNTS
+    if what == "size":
+        ticks = {at: BYTES[at] for at in (8, 4e3, 4e5, 4e7, 2**30)}
+    elif what in ("peers", "messages"):
+        ticks = {float(row["at"]): f"{row['at']:,}" for row in found}
     xs = [row["at"] for row in found]
     times = [row["us"]["median"] for row in found]
+    megabytes = [max(row["memory"] / 1e6, LEAST) for row in found]
     panel(
         time,
         [Line("ours", "ours", xs, times)] if xs else [],
@@ -38,19 +45,26 @@ def _picture(what: str, results: Results) -> Any:
         x_ticks=ticks,
         y_ticks=TIMES,
     )
-    if xs:
-        time.set_ylim(min(times) / 4, max(times) * 4)  # what is level looks level
-        within = {at: text for at, text in TIMES.items() if min(times) / 4 <= at <= max(times) * 4}
-        time.set_yticks(list(within), list(within.values()))
     panel(
         memory,
-        [Line("ours", "ours", xs, [max(row["memory"] / 1e6, 0.01) for row in found])] if xs else [],
+        [Line("ours", "ours", xs, megabytes)] if xs else [],
         across=across,
-        up="proportional memory of both, more than before",
+        up="memory, more than before",
         x_ticks=ticks,
         y_ticks=MEGABYTES,
     )
+    if xs:
+        _level(time, times, FINE_TIMES, TIMES)
+        _level(memory, megabytes, MEGABYTES, {at: text for at, text in MEGABYTES.items() if text[0] == "1"})
     return drawn
+
+
+def _level(axis: Any, ys: Sequence[float], fine: Mapping[float, str], coarse: Mapping[float, str]) -> None:
+    """Give an axis so much room that what is level looks level, and as many ticks as that has room for."""
+    low, high = min(ys) / 4, max(ys) * 4
+    axis.set_ylim(low, high)
+    within = {at: text for at, text in (fine if high / low < 100 else coarse).items() if low <= at <= high}
+    axis.set_yticks(list(within), list(within.values()))
 
 
 PICTURES: dict[str, Callable[[Results], Any]] = {what: partial(_picture, what) for what in ACROSS}

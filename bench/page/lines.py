@@ -13,7 +13,7 @@ from matplotlib import pyplot
 
 from bench.plot import apart
 
-__all__ = ["BYTES", "COUNTS", "RATES", "TIMES", "Line", "figure", "panel", "style"]
+__all__ = ["BYTES", "COUNTS", "FINE_TIMES", "RATES", "TIMES", "Line", "figure", "panel", "style"]
 
 # Okabe and Ito's colours and three more, which people with any colour vision tell apart with the dashes. Ours are solid.
 FAMILIES: dict[str, tuple[str, Any]] = {
@@ -31,7 +31,17 @@ FAMILIES: dict[str, tuple[str, Any]] = {
     "Ray": ("#882255", (0, (1, 2))),
     "floor": ("#888888", ":"),
 }
-TIMES = {1e0: "1 µs", 1e1: "10 µs", 1e2: "100 µs", 1e3: "1 ms", 1e4: "10 ms", 1e5: "100 ms", 1e6: "1 s", 1e7: "10 s"}
+TIMES = {
+    1e-1: "0.1 µs",
+    1e0: "1 µs",
+    1e1: "10 µs",
+    1e2: "100 µs",
+    1e3: "1 ms",
+    1e4: "10 ms",
+    1e5: "100 ms",
+    1e6: "1 s",
+    1e7: "10 s",
+}
 BYTES = {
     8: "8 B",
     400: "400 B",
@@ -39,8 +49,14 @@ BYTES = {
     4e4: "40 kB",
     4e5: "400 kB",
     4e6: "4 MB",
+    4e7: "40 MB",
     1e8: "100 MB",
     2**30: "1 GiB",
+}
+FINE_TIMES = {
+    value * power: f"{value * power:g} µs" if power < 1e3 else f"{value * power / 1e3:g} ms"
+    for power in (1.0, 10.0, 100.0, 1e3, 1e4)
+    for value in (1, 2, 5)
 }
 RATES = {1e-1: "100 kB/s", 1e0: "1 MB/s", 1e1: "10 MB/s", 1e2: "100 MB/s", 1e3: "1 GB/s", 1e4: "10 GB/s"}
 COUNTS = {10.0**power: f"{10**power:,}" for power in range(8)}
@@ -92,7 +108,8 @@ def panel(
         axis.plot(line.xs, line.ys, linestyle=dashes, color=colour, linewidth=width, marker="o", markersize=3.5)
     axis.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear", xlabel=across, ylabel=up)
     _ranges(axis, lines, log_x, log_y)
-    _names(axis, lines, log_x, log_y)
+    if len(lines) > 1:
+        _names(axis, lines, log_x, log_y)
     for ticks, limits, put in (
         (x_ticks, axis.get_xlim(), axis.set_xticks),
         (y_ticks, axis.get_ylim(), axis.set_yticks),
@@ -114,10 +131,11 @@ def _ranges(axis: Any, lines: Sequence[Line], log_x: bool, log_y: bool) -> None:
     xs = [x for line in lines for x in line.xs]
     ys = [y for line in lines for y in line.ys]
     low, high = min(xs), max(xs)
+    room = 0.5 if len(lines) > 1 else 0.05  # for the names
     if log_x:
-        low, high = low / 1.3, high * max(1.3, (high / low) ** 0.62)  # room for the names
+        low, high = low / 1.3, high * max(1.3, (high / low) ** room)
     else:
-        low, high = low - 0.05 * (high - low), high + 0.62 * max(1e-9, high - low)
+        low, high = low - 0.05 * (high - low), high + room * max(1e-9, high - low)
     axis.set_xlim(low, high)
     if log_y:
         axis.set_ylim(min(ys) / 1.8, max(ys) * 1.8)

@@ -61,10 +61,9 @@ def held(results: Results) -> Any:
                 for count in dict.fromkeys(row["held"] for row in of if what in row)
             ]
             lines.append(Line(family, family, [x for x, _ in points], [max(y, 0.5) for _, y in points]))
-        title = (
-            "descriptors (0 is drawn at the foot)" if unit == 1 else "memory (a copy of the tensors is 40 MB at 1,000)"
-        )
-        panel(axis, _merged(lines), across="tensors held", up=up, x_ticks=COUNTS, y_ticks=COUNTS, title=title)
+        title = "descriptors" if unit == 1 else "memory (a copy of the tensors is 40 MB at 1,000)"
+        ticks = {0.5: "0" if unit == 1 else "0.5", **COUNTS}
+        panel(axis, _merged(lines), across="tensors held", up=up, x_ticks=COUNTS, y_ticks=ticks, title=title)
     return drawn
 
 
@@ -83,7 +82,7 @@ def fans(results: Results) -> Any:
             across=f"{many}, one {one[:-1]}",
             up="thousand messages a second, all together",
             x_ticks=counts,
-            y_ticks={value: f"{value:g}" for value in (0.5, 1, 2, 5, 10, 20, 50, 100, 200)},
+            y_ticks={value: f"{value:g}" for value in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)},
         )
     return drawn
 
