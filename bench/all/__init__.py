@@ -38,7 +38,7 @@ ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--budget", type=float, default=240, help="seconds for all that is timed, about")
+    parser.add_argument("--budget", type=float, default=180, help="seconds for all that is timed, about")
     parser.add_argument("--only", action="append", choices=ITEMS, metavar="ITEM", help=f"one of {', '.join(ITEMS)}")
     parser.add_argument(
         "--peer", action="append", choices=PEERS, metavar="PEER", help="only these; ours and the floors always"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from bench.all.field import Field, rows_of
@@ -15,6 +16,7 @@ __all__ = ["SHAPES", "measure"]
 SHAPES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8))
 NBYTES, BOUND = 4_000, 64
 MOST = 2000  # messages of a turn
+_turns = count(1)
 
 
 def measure(field: Field, seconds: float) -> Iterator[dict[str, Any]]:
@@ -25,7 +27,7 @@ def measure(field: Field, seconds: float) -> Iterator[dict[str, Any]]:
         standing = field.stand(Shape(BOUND, NBYTES, senders, receivers), lambda peer: peer.many)
         found = field.rounds(
             standing,
-            lambda tree, count: _shared(tree, senders, receivers, count),  # noqa: B023
+            lambda tree, number: _shared(tree, senders, receivers, number),  # noqa: B023
             seconds / len(SHAPES),
             0.08,
             MOST,
@@ -36,9 +38,9 @@ def measure(field: Field, seconds: float) -> Iterator[dict[str, Any]]:
     field.stand(Shape(4, 400), lambda peer: peer.many)
 
 
-def _shared(tree: Tree, senders: int, receivers: int, count: int) -> Sequence[float]:
-    each = max(1, count // senders)
-    answers = tree.run(SHARED, Message(NBYTES), Sharing(senders, receivers, each))
+def _shared(tree: Tree, senders: int, receivers: int, messages: int) -> Sequence[float]:
+    each = max(1, messages // senders)
+    answers = tree.run(SHARED, Message(NBYTES), Sharing(senders, receivers, each, next(_turns)))
     starts, taken = answers[:senders], answers[senders:]
     if sum(number for number, _ in taken) != each * senders:
         raise PeerFailed(f"{each * senders} messages were sent, {sum(number for number, _ in taken)} taken")

@@ -161,11 +161,12 @@ def _let_go(link: Link) -> None:
 
 
 class Sharing(NamedTuple):
-    """How many processes are at the ends of a stream that several share, and how many messages each sender sends."""
+    """How many processes are at the ends of a stream that several share, how many messages each sender sends, which turn."""
 
     senders: int
     receivers: int
     each: int
+    turn: int
 
 
 def _shared_send(link: Link, what: Message, sharing: Sharing) -> int:
@@ -178,6 +179,7 @@ def _shared_send(link: Link, what: Message, sharing: Sharing) -> int:
     if link.index == 0:  # the first wakes those who wait for more, once all was taken: however it was dealt out
         while _taken(link, sharing) < sharing.senders * sharing.each:
             time.sleep(1e-3)
+        _write(link, 2 * sharing.receivers, sharing.turn)
         while _ended(link, sharing) < sharing.receivers:
             send(Message(1).fresh(link.there))
             time.sleep(1e-3)
@@ -187,7 +189,6 @@ def _shared_send(link: Link, what: Message, sharing: Sharing) -> int:
 def _shared_take(link: Link, what: Message, sharing: Sharing) -> Receiver:
     """Take until all together have taken all: how many, and when the last of them came."""
     taken = end = 0
-    total = sharing.senders * sharing.each
     kept: deque[Any] = deque(maxlen=2)
     _write(link, link.index, 0)
     _write(link, sharing.receivers + link.index, 0)
@@ -200,7 +201,7 @@ def _shared_take(link: Link, what: Message, sharing: Sharing) -> Receiver:
             taken += 1
             kept.append(message)
             _write(link, link.index, taken)
-        elif _taken(link, sharing) == total:  # else it was meant for somebody in the turn before
+        elif _sum(link, 2 * sharing.receivers, 1) == sharing.turn:  # else it is left from the turn before
             break
     if kept:
         what.check(kept[-1], whole=True)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -92,11 +93,17 @@ class Tree:
         self.kill()
 
     def kill(self) -> list[str]:
-        """End all of it, now, and remove what stays of it in /dev/shm half a second later: the paths."""
+        """End all of it, now, and remove what stays of it in /dev/shm half a second later.
+
+        Returns:
+            The paths of what stayed: what one of its processes had mapped, or what is called after one by number.
+        """
         processes, mapped = self.processes(), set()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 mapped |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")}
+        numbers = {str(process.pid) for process in processes}
+        mapped |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
         for process in reversed(processes):
             with contextlib.suppress(psutil.Error):
                 process.kill()
