@@ -25,7 +25,7 @@ from bench.all.field import Field
 from bench.all.links import Shape
 from bench.all.peers import FLOORS
 from bench.all.programs import HOLD, Message
-from bench.all.tree import PeerFailed
+from bench.all.tree import PeerFailed, named_after, remove
 
 __all__ = ["measure"]
 
@@ -189,6 +189,7 @@ class Crowd:
             process.join()
             told.close()
             go.close()
+        remove(named_after({process.pid for process, _, _ in self.members}))  # the dead do not
 
 
 def _member(rival: Any, program: Callable[..., None], arguments: tuple[int, ...], tell: Any, wait: Any) -> None:
@@ -205,7 +206,7 @@ def _member(rival: Any, program: Callable[..., None], arguments: tuple[int, ...]
         program(rival, done, tell, *arguments)
         time.sleep(10 * WAIT)  # whoever reads has still to come
     except Exception as error:
-        tell.send((*done, " ".join(f"{type(error).__name__} {error}".split())[:60].strip()))
+        tell.send((*done, type(error).__name__))
 
 
 def _produce(rival: Any, done: list[int], tell: Any, nbytes: int, count: int) -> None:

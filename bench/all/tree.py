@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +28,7 @@ from bench.all.links import Shape
 from bench.all.peers import Peer
 from bench.queue.crew import Crew, Program
 
-__all__ = ["PeerFailed", "Tree"]
+__all__ = ["PeerFailed", "Tree", "named_after", "remove"]
 
 PATIENCE = 90.0  # seconds for one task
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -102,8 +102,7 @@ class Tree:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 mapped |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")}
-        numbers = {str(process.pid) for process in processes}
-        mapped |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
+        mapped |= named_after({process.pid for process in processes})
         for process in reversed(processes):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -113,9 +112,7 @@ class Tree:
         if mapped:
             time.sleep(0.5)  # a daemon that cleans up has its chance
         left = [path for path in mapped if os.path.exists(path)]
-        for path in left:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        remove(left)
         return left
 
     def tell(self, *task: Any) -> None:
@@ -138,6 +135,19 @@ class Tree:
         if not fine:
             raise PeerFailed(answer)
         return answer
+
+
+def named_after(pids: set[int]) -> set[str]:
+    """Paths in /dev/shm that have one of these processes' numbers in their names."""
+    numbers = set(map(str, pids))
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
+
+
+def remove(paths: Iterable[str]) -> None:
+    """Remove files that may be gone already."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _lead(peer: Peer, folder: str, control: Connection) -> None:

@@ -22,6 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the page, or the README's part of it."""
     found = results.read(arguments.file)
+    if arguments.readme and found["kind"] != "all":
+        raise SystemExit(f"{arguments.file} is of `bench {found['kind']}`; the README shows a run of `bench all`")
     if arguments.readme:
         print(readme.table(found))
         readme.draw(found, arguments.readme)

@@ -62,6 +62,9 @@ RATES = {1e-1: "100 kB/s", 1e0: "1 MB/s", 1e1: "10 MB/s", 1e2: "100 MB/s", 1e3: 
 COUNTS = {10.0**power: f"{10**power:,}" for power in range(8)}
 
 
+STEP = 0.05  # between two names, of the height
+
+
 class Line(NamedTuple):
     """One line: its name, its family's style, and its points."""
 
@@ -143,12 +146,27 @@ def _ranges(axis: Any, lines: Sequence[Line], log_x: bool, log_y: bool) -> None:
         axis.set_ylim(min(0, *ys), max(ys) * 1.08 or 1)
 
 
+def _within(places: Sequence[float]) -> list[float]:
+    """Sorted places, moved so that none is above or below the axis, and still apart."""
+    kept: list[float] = []
+    top = 1.0
+    for place in reversed(places):
+        top = min(place, top - STEP / 2 if not kept else kept[-1] - STEP)
+        kept.append(top)
+    bottom = -STEP
+    found = []
+    for place in reversed(kept):
+        bottom = max(place, bottom + STEP)
+        found.append(bottom)
+    return found
+
+
 def _names(axis: Any, lines: Sequence[Line], log_x: bool, log_y: bool) -> None:
     ends = sorted(lines, key=lambda line: line.ys[-1])
     bottom, top = axis.get_ylim()
     scale = (math.log10(top / bottom) if log_y else top - bottom) or 1
     heights = [(math.log10(line.ys[-1] / bottom) if log_y else line.ys[-1] - bottom) / scale for line in ends]
-    places = apart(heights, min(0.05, 0.95 / len(ends)))
+    places = _within(apart(heights, min(STEP, 0.95 / len(ends))))
     low, high = axis.get_xlim()
     last = max(max(line.xs) for line in lines)
     at = last * (high / last) ** 0.14 if log_x else last + (high - last) * 0.1
@@ -162,5 +180,5 @@ def _names(axis: Any, lines: Sequence[Line], log_x: bool, log_y: bool) -> None:
             va="center",
             fontsize=9,
             fontweight="bold" if line.family == "ours" else "normal",
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 1, "shrinkB": 3, "relpos": (0, 0.5)},
         )

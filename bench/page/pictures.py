@@ -55,12 +55,12 @@ def held(results: Results) -> Any:
         (axes[1], "memory", "proportional memory, all processes, MB", 1e6),
     ):
         lines = []
-        for family, of in _families(results, "held").items():
+        for (family, name), of in _holders(results).items():
             points = [
                 (count, statistics.median(row[what] for row in of if row["held"] == count and what in row) / unit)
                 for count in dict.fromkeys(row["held"] for row in of if what in row)
             ]
-            lines.append(Line(family, family, [x for x, _ in points], [max(y, 0.5) for _, y in points]))
+            lines.append(Line(name, family, [x for x, _ in points], [max(y, 0.5) for _, y in points]))
         title = "descriptors" if unit == 1 else "memory (a copy of the tensors is 40 MB at 1,000)"
         ticks = {0.5: "0" if unit == 1 else "0.5", **COUNTS}
         panel(axis, _merged(lines), across="tensors held", up=up, x_ticks=COUNTS, y_ticks=ticks, title=title)
@@ -127,25 +127,31 @@ def _families(results: Results, item: str, **what: Any) -> dict[str, list[Row]]:
     return found
 
 
+def _holders(results: Results) -> dict[tuple[str, str], list[Row]]:
+    """Families, but torch's two strategies by themselves: they hold in different ways."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for family, of in _families(results, "held").items():
+        for row in of:
+            name = f"torch, {row['peer'].rpartition(', ')[2]}" if family == "torch" else family
+            found.setdefault((family, name), []).append(row)
+    return found
+
+
 def _merged(lines: Sequence[Line]) -> list[Line]:
-    """Lines that lie on each other, as one with all their names."""
+    """Lines, but those that end where another does drawn as one with it. Ours stays by itself."""
     merged: list[Line] = []
     for line in lines:
         for index, other in enumerate(merged):
-            near = len(line.ys) == len(other.ys) and all(
-                abs(y - z) <= 0.12 * max(y, z, 3.0) for y, z in zip(line.ys[-2:], other.ys[-2:], strict=True)
-            )
-            if near and "ours" != other.family:
-                merged[index] = other._replace(name=f"{other.name}, {line.name}")
+            if "ours" not in (line.family, other.family) and abs(line.ys[-1] - other.ys[-1]) <= 0.15 * line.ys[-1]:
+                merged[index] = other._replace(name=f"{other.name}; {line.name}", family="several")
                 break
         else:
             merged.append(line)
-    return [line._replace(name=_folded(line.name)) for line in merged]
+    return [line._replace(name=_short(line.name.split("; "))) for line in merged]
 
 
-def _folded(name: str) -> str:
-    words = name.split(", ")
-    return "\n".join(", ".join(words[start : start + 3]) for start in range(0, len(words), 3))
+def _short(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else " and ".join(names) if len(names) == 2 else f"{len(names)} others"
 
 
 def _by_size(results: Results, item: str, title: str, up: str, ticks: dict[float, str]) -> Any:

@@ -109,7 +109,7 @@ def test_the_page(tmp_path: Path) -> None:
     name = results.name_of(found)
     (tmp_path / "run.json").write_text(json.dumps(found))
     # In a process of its own: matplotlib keeps its fonts open.
-    code = "import sys; from bench.page import results, write; write.write(results.read(sys.argv[1]), sys.argv[2])"
+    code = "import sys; from bench.page import results, write; write(results.read(sys.argv[1]), sys.argv[2])"
     done = ran("-c", code, str(tmp_path / "run.json"), str(tmp_path))
     assert done.status == 0, done.err
     page, text = (tmp_path / f"{name}.html").read_text(), (tmp_path / f"{name}.md").read_text()
@@ -150,7 +150,7 @@ def test_the_command_writes_results_and_page(tmp_path: Path) -> None:
         "items.SIZES, items.LEAVES, items.LEASES, items.DEPTHS, items.PEERS = (8, 400), (1, 10), (1, 10), (1, 10), (2, 3)\n"
         f"command.main({['all', '--budget', '1', '--folder', str(tmp_path), *names]!r})\n"
         f"command.main({['growth', '--scale', '0.001', '--folder', str(tmp_path)]!r})\n"
-        f"import pathlib; found = str(min(pathlib.Path({str(tmp_path)!r}).glob('*.json')))\n"
+        f"import pathlib; found = str(min(pathlib.Path({str(tmp_path)!r}).glob('*[!h].json')))\n"
         f"command.main(['page', found, '--folder', {str(tmp_path / 'again')!r}])\n"
         f"command.main(['page', found, '--readme', {str(tmp_path / 'readme')!r}])\n"
     )
