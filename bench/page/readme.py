@@ -10,9 +10,6 @@ from bench.page.results import Results, rows
 __all__ = ["draw", "table"]
 
 COLUMNS = (
-    "400 B, one way",
-    "4 MB, one way",
-    "100 MB, one way",
     "dict of 100, one way",
     "400 B, a second",
     "a consumer is killed",
@@ -22,17 +19,20 @@ COLUMNS = (
 
 def table(results: Results) -> str:
     """Of all peers, as Markdown: the figures that matter, and what a kill does. The command stands below."""
+    sizes = sorted({row["nbytes"] for row in rows(results, "one way")})
+    shown = [nbytes for nbytes in sizes if nbytes in (400, 4_000_000) or nbytes == sizes[-1]]
     lines = []
     for peer in (one["peer"] for one in results["peers"] if not one["missing"]):
-        cells = [_time(results, "one way", peer, nbytes=nbytes) for nbytes in (400, 4_000_000, 100_000_000)]
+        cells = [_time(results, "one way", peer, nbytes=nbytes) for nbytes in shown]
         cells.append(_time(results, "trees", peer, leaves=100))
         stream = rows(results, "stream", peer=peer, nbytes=400)
         cells.append(f"{1e6 / stream[0]['us']['median']:,.0f}" if stream else "-")
         killed = rows(results, "deaths", peer=peer)
         cells += [killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"]
         lines.append([f"*{peer}", *(f"*{cell}" for cell in cells)] if peer == "ours" else [peer, *cells])
+    headings = ["", *(f"{tables.size(nbytes)}, one way" for nbytes in shown), *COLUMNS]
     below = f"`{results['command']}` · {results['machine']['processor']}, {results['machine']['cores']} cores"
-    return f"{tables.markdown(tables.Table(['', *COLUMNS], lines))}\n\n{below}"
+    return f"{tables.markdown(tables.Table(headings, lines))}\n\n{below}"
 
 
 def draw(results: Results, folder: str | Path) -> None:
