@@ -21,11 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
+
 from bench.all.field import Field
 from bench.all.links import Shape
 from bench.all.peers import FLOORS
 from bench.all.programs import HOLD, Message
-from bench.all.tree import PeerFailed, named_after, remove
+from bench.all.tree import PeerFailed, marks, remove
 
 __all__ = ["measure"]
 
@@ -76,9 +78,10 @@ def _of(make: Make, victim: str, many: bool) -> str:
     try:
         return (_consumer_dies if consumer else _producer_dies)(crowd, many)
     finally:
-        crowd.end()
+        marked = crowd.end()
         if hasattr(rival, "dispose"):
             rival.dispose()
+        remove(marked)  # the dead do not
 
 
 def _consumer_dies(crowd: Crowd, many: bool) -> str:
@@ -116,6 +119,7 @@ class Crowd:
         self.rival = rival
         self.members: list[tuple[Any, Any, Any]] = []  # process, the pipe it tells by, the pipe it waits for
         self.seen: dict[int, tuple[int, int, str]] = {}
+        self.marked: set[str] = set()  # what the dead had in /dev/shm
 
     def start(self, program: Callable[..., None], *arguments: int) -> int:
         told, tell = _FORK.Pipe(duplex=False)
@@ -145,6 +149,7 @@ class Crowd:
 
     def kill(self, index: int) -> None:
         process = self.members[index][0]
+        self.marked |= marks([psutil.Process(process.pid)])
         os.kill(process.pid, signal.SIGKILL)
         process.join()
 
@@ -183,13 +188,14 @@ class Crowd:
                 return f"error: {error}"
         return f"{count - done} of {count} never come" if 0 < done and count == MESSAGES else "hangs"
 
-    def end(self) -> None:
+    def end(self) -> set[str]:
+        marked = marks(psutil.Process().children())
         for process, told, go in self.members:
             process.kill()
             process.join()
             told.close()
             go.close()
-        remove(named_after({process.pid for process, _, _ in self.members}))  # the dead do not
+        return marked | self.marked
 
 
 def _member(rival: Any, program: Callable[..., None], arguments: tuple[int, ...], tell: Any, wait: Any) -> None:

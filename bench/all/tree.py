@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +28,7 @@ from bench.all.links import Shape
 from bench.all.peers import Peer
 from bench.queue.crew import Crew, Program
 
-__all__ = ["PeerFailed", "Tree", "named_after", "remove"]
+__all__ = ["PeerFailed", "Tree", "marks", "remove"]
 
 PATIENCE = 90.0  # seconds for one task
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -98,11 +98,8 @@ class Tree:
         Returns:
             The paths of what stayed: what one of its processes had mapped, or what is called after one by number.
         """
-        processes, mapped = self.processes(), set()
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                mapped |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")}
-        mapped |= named_after({process.pid for process in processes})
+        processes = self.processes()
+        mapped = marks(processes)
         for process in reversed(processes):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -137,10 +134,14 @@ class Tree:
         return answer
 
 
-def named_after(pids: set[int]) -> set[str]:
-    """Paths in /dev/shm that have one of these processes' numbers in their names."""
-    numbers = set(map(str, pids))
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
+def marks(processes: Sequence[psutil.Process]) -> set[str]:
+    """Paths in /dev/shm that one of these processes has mapped, or that have its number in their names."""
+    found, numbers = set(), set()
+    for process in processes:
+        numbers.add(str(process.pid))
+        with contextlib.suppress(psutil.Error):
+            found |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")}
+    return found | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
 
 
 def remove(paths: Iterable[str]) -> None:
@@ -173,11 +174,13 @@ def _lead(peer: Peer, folder: str, control: Connection) -> None:
 
     def fall() -> None:
         nonlocal crew, rival
+        marked = set() if peer.crew else marks(psutil.Process().children(recursive=True))
         if crew is not None:
             crew.close()
         if hasattr(rival, "dispose"):
             rival.dispose()
         crew = rival = None
+        remove(marked)  # what a peer forgets when it is closed
 
     task: Any = ("begin",)
     while task is not None:
