@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
 PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
 
-.PHONY: demo test kills lint bench clean
+.PHONY: demo test kills lint bench bench-details clean
 
 demo: $(VENV)/.demo
 	$(PY) -m tensorpipe_ipc demo
@@ -22,18 +22,34 @@ lint: $(VENV)/.lint
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Within a quarter of an hour: all peers in one run, and how ours grows. The pages are in bench/results.
 bench: $(VENV)/.bench
+	$(PY) -m bench all
+	$(PY) -m bench growth --scale 0.02
+
+# One thing each, in depth; they take longer.
+bench-details: $(VENV)/.bench
 	$(PY) -m bench serializers
 	$(PY) -m bench endpoints
 	$(PY) -m bench queue
 	$(PY) -m bench dataloader
 	$(PY) -m bench precision
+	$(PY) -m bench growth
 
 $(PY):
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)
 
 $(VENV)/.%: pyproject.toml constraints.txt | $(PY)
 	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+# pip installs all or nothing, so each peer is asked for by itself; `bench all` lists those that are not here, and why.
+$(VENV)/.bench: pyproject.toml constraints.txt | $(PY)
+	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot]'
+	$(PY) -m bench.wanted | while read -r peer; do \
+		$(PIP) install --quiet --disable-pip-version-check --prefer-binary --constraint constraints.txt "$$peer" </dev/null \
+			|| echo "bench goes on without $$peer"; \
+	done
 	touch $@
 
 # Types are checked against the tests' own dependencies too.

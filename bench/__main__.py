@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from bench import dataloader, endpoints, precision, queue, serializers, tcp
+from bench import all as everything
+from bench import dataloader, endpoints, growth, page, precision, queue, serializers, tcp
 
-COMMANDS = (serializers, endpoints, tcp, queue, dataloader, precision)
+COMMANDS = (everything, growth, page, serializers, endpoints, tcp, queue, dataloader, precision)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,13 +1,14 @@
 """Crew: processes with one rival between them, that do what they are told and then wait for the next task.
 
-Senders are pinned to the first core and receivers to the last. All crews of a comparison stand ready together, so that
-rounds can go from one to the next.
+Senders are pinned to the first core and receivers to the last, or to half of the cores each. All crews of a comparison
+stand ready together, so that rounds can go from one to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
@@ -41,11 +42,15 @@ class Link:
     Attributes:
         there, back: from senders to receivers, and the other way where there is one.
         kept: what a program leaves for the next.
+        index: which of its kind (senders, receivers) this process is.
+        board: a page that all of them share; what is written there is a program's affair.
     """
 
     def __init__(self, there: Rival, back: Rival | None = None) -> None:
         self.there, self.back = there, back
         self.kept: list[Any] = []
+        self.index = 0
+        self.board = mmap.mmap(-1, mmap.PAGESIZE)
         self._ready, self._tell = os.pipe()
 
     def open(self, sends: bool) -> None:
@@ -73,20 +78,40 @@ class Link:
         """Close what the processes inherited."""
         os.close(self._ready)
         os.close(self._tell)
+        self.board.close()
 
 
 class Crew:
-    """The processes, and their control."""
+    """The processes, and their control.
 
-    def __init__(self, there: Rival, back: Rival | None = None, senders: int = 1, receivers: int = 1) -> None:
-        self._link = Link(there, back)
-        self._members = [self._start(True) for _ in range(senders)] + [self._start(False) for _ in range(receivers)]
+    Args:
+        halves: each kind has half of the cores, for rivals that have threads of their own; else one core.
+        patience: seconds for one task.
+    """
+
+    def __init__(
+        self,
+        there: Rival,
+        back: Rival | None = None,
+        senders: int = 1,
+        receivers: int = 1,
+        *,
+        halves: bool = False,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._link, self._patience = Link(there, back), patience
+        half = max(1, len(_CORES) // 2) if halves else 1
+        self._cores = {True: set(_CORES[:half]), False: set(_CORES[-half:])}
+        self._members = [self._start(True, index) for index in range(senders)]
+        self._members += [self._start(False, index) for index in range(receivers)]
         self._answers()  # all have opened their ends
 
-    def _start(self, sends: bool) -> tuple[Any, Connection]:
+    def _start(self, sends: bool, index: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("fork")
         control, controlled = context.Pipe()
-        process = context.Process(target=_serve, args=(self._link, sends, controlled), daemon=True)
+        process = context.Process(
+            target=_serve, args=(self._link, sends, index, self._cores[sends], controlled), daemon=True
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # "multi-threaded": torch's threads, which do nothing
             process.start()
@@ -107,10 +132,10 @@ class Crew:
         answers: dict[int, Any] = {}
         waiting = {control: index for index, (_, control) in enumerate(self._members)}
         while waiting:
-            ready = wait(list(waiting), PATIENCE)
+            ready = wait(list(waiting), self._patience)
             if not ready:
                 self.kill()
-                raise RuntimeError(f"{type(self._link.there).__name__}: no answer within {PATIENCE:g} s")
+                raise RuntimeError(f"{type(self._link.there).__name__}: no answer within {self._patience:g} s")
             for control in ready:
                 assert isinstance(control, Connection)
                 try:
@@ -143,12 +168,17 @@ class Crew:
                 process.join()
 
 
-def _serve(link: Link, sends: bool, control: Connection) -> None:
+def _serve(link: Link, sends: bool, index: int, cores: set[int], control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor ends us
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should it be killed: who polls would not notice
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, {_CORES[0] if sends else _CORES[-1]})
-    link.open(sends)
+    os.sched_setaffinity(0, cores)
+    link.index = index
+    try:
+        link.open(sends)
+    except Exception:
+        control.send((False, traceback.format_exc()))
+        return
     control.send((True, None))
     while (task := control.recv()) is not None:
         program, arguments = task

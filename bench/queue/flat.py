@@ -15,7 +15,7 @@ from bench.queue.one_way import one_way_of
 from bench.queue.programs import HOLD, MEMORY, STREAM
 from bench.queue.rivals import Ours
 
-__all__ = ["measure"]
+__all__ = ["crowd", "measure"]
 
 LEASED = 40_000  # bytes: enough to be a lease
 LEASES, ATTACHED = 10_000, 32
@@ -36,7 +36,7 @@ def measure(effort: Effort) -> Finding:
         crews[many] = Crew(crowded)
         for crew in crews.values():
             stack.callback(crew.close)
-        stack.enter_context(_crowd(crowded, attached - 2))
+        stack.enter_context(crowd(crowded, attached - 2))
         crews[leases].run(HOLD, LEASED, held)
         field = Field(crews, [])
         messages, rounds = effort.of(200, 10), effort.of(ROUNDS, 2)
@@ -56,7 +56,7 @@ def measure(effort: Effort) -> Finding:
 
 
 @contextlib.contextmanager
-def _crowd(rival: Ours, count: int) -> Iterator[None]:
+def crowd(rival: Ours, count: int) -> Iterator[None]:
     """So many more processes that are attached to a queue, and wait for this one to let them go."""
     context = multiprocessing.get_context("fork")
     attached, done = context.Semaphore(0), context.Event()

@@ -1,0 +1,26 @@
+"""This package's Producer and Consumer, by a name, through the shared memory that they find by themselves."""
+
+from __future__ import annotations
+
+import tensorpipe_ipc as tp
+from bench.all.links import Shape, address
+from bench.queue.rivals import _Tensors
+
+__all__ = ["Endpoints"]
+
+
+class Endpoints(_Tensors):
+    """Who is alone at its end binds."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._endpoint, self._bound = f"ipc://{address()}", shape.bound or 64
+        self._producer_binds = shape.receivers > 1
+
+    def open(self, sends: bool) -> None:
+        """Bind or connect."""
+        if sends:
+            producer = tp.Producer(self._endpoint, bind=self._producer_binds, maxsize=self._bound)
+            self.send, self.close = producer.put, producer.close  # type: ignore[method-assign]
+        else:
+            consumer = tp.Consumer(self._endpoint, bind=not self._producer_binds, maxsize=self._bound)
+            self.receive, self.close = consumer.get, consumer.close  # type: ignore[method-assign]

@@ -1,0 +1,58 @@
+"""How one-way time and memory of our Queue grow: with size, leaves, leases held, queue depth, peers and messages passed.
+
+At full scale, up to 1 GiB, 10,000 leaves, 10,000 leases, 10,000 waiting messages, 32 processes and 10 million messages;
+a size that would take more than a sixth of the memory that is left is left out, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.growth import items
+from bench.measure import machine
+from bench.page import results
+from bench.page.write import write
+
+__all__ = ["add_arguments", "run"]
+
+ITEMS: dict[str, Callable[[float, Callable[[str], None]], Iterator[dict[str, Any]]]] = {
+    "size": items.by_size,
+    "leaves": items.by_leaves,
+    "leases": items.by_leases,
+    "depth": items.by_depth,
+    "peers": items.by_peers,
+    "messages": items.by_messages,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--scale", type=float, default=1.0, help="a fraction of the rounds and of the messages passed")
+    parser.add_argument("--only", action="append", choices=ITEMS, metavar="ITEM", help=f"one of {', '.join(ITEMS)}")
+    parser.add_argument("--folder", default="bench/results", help="where the results and the page go")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, and write results and page."""
+    torch.set_num_threads(1)  # before anything is forked: no threads of torch's
+    chosen = arguments.only or list(ITEMS)
+    rows: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True, console=Console(stderr=True), auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=len(chosen))
+
+        def tell(what: str) -> None:
+            bar.update(task, description=what, refresh=True)
+
+        for item in chosen:
+            rows += [{"item": "growth", "with": item, **row} for row in ITEMS[item](arguments.scale, tell)]
+            bar.advance(task)
+    found = results.of("growth", f"python -m bench {' '.join(sys.argv[1:])}", machine(), rows)
+    write(found, arguments.folder, Console(width=100))

@@ -1,0 +1,106 @@
+"""What the page tells in words and numbers: tables as rows of cells, for HTML, Markdown and the README alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bench.page.results import Results, rows
+
+__all__ = ["Table", "deaths", "failures", "markdown", "one_way", "peers", "short_time", "size", "stream"]
+
+
+class Table(NamedTuple):
+    """Headings and rows. Cells are text; what begins with a star is set off."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def one_way(results: Results) -> Table:
+    """Each peer's time, and as a multiple of ours in the same rounds."""
+    return _by_size(results, "one way", lambda row: short_time(row["us"]["median"]))
+
+
+def stream(results: Results) -> Table:
+    """Each peer's messages a second."""
+    return _by_size(results, "stream", lambda row: f"{1e6 / row['us']['median']:,.0f}/s", turned=True)
+
+
+def _by_size(results: Results, item: str, told: Any, turned: bool = False) -> Table:
+    found = rows(results, item)
+    sizes = list(dict.fromkeys(row["nbytes"] for row in found))
+    lines = []
+    for peer in dict.fromkeys(row["peer"] for row in found):
+        cells = [peer]
+        for nbytes in sizes:
+            at = next((row for row in found if row["peer"] == peer and row["nbytes"] == nbytes), None)
+            cells.append("-" if at is None else f"{told(at)}{_ratio(at, turned)}")
+        lines.append(_set_off(cells))
+    return Table(["", *(size(nbytes) for nbytes in sizes)], lines)
+
+
+def _ratio(row: dict[str, Any], turned: bool) -> str:
+    if row["peer"] == "ours" or "to_ours" not in row:
+        return ""
+    median, low, high = (row["to_ours"][name] for name in ("median", "lowest", "highest"))
+    if turned:
+        median, low, high = 1 / median, 1 / high, 1 / low
+    return f" ({_two(median)}×; {_two(low)}..{_two(high)})"
+
+
+def deaths(results: Results) -> Table:
+    """What is seen when a process is killed."""
+    lines = []
+    for row in rows(results, "deaths"):
+        left = "-" if row["left"] is None else str(row["left"])
+        lines.append(_set_off([row["peer"], row["consumer"], row["producer"], left]))
+    headings = ["", "a consumer is killed while it waits", "a producer is killed while it puts", "left in /dev/shm"]
+    return Table(headings, lines)
+
+
+def peers(results: Results) -> Table:
+    """How each was used, or why it is missing."""
+    lines = []
+    for peer in results["peers"]:
+        text = f"*not here: {peer['missing']}" if peer["missing"] else peer["note"]
+        lines.append([peer["peer"], text])
+    return Table(["", "how it is used, and why that is fair"], lines)
+
+
+def failures(results: Results) -> Table:
+    """What somebody could not do."""
+    return Table(["", "where", "why"], [[one["peer"], one["item"], one["reason"]] for one in results["failed"]])
+
+
+def markdown(table: Table) -> str:
+    """As Markdown has it."""
+    lines = ["| " + " | ".join(table.headings) + " |", "|" + "---|" * len(table.headings)]
+    for row in table.rows:
+        lines.append("| " + " | ".join(f"**{cell[1:]}**" if cell[:1] == "*" else cell for cell in row) + " |")
+    return "\n".join(lines)
+
+
+def short_time(microseconds: float) -> str:
+    """With the unit that people would choose."""
+    for limit, divisor, unit in ((1e3, 1, "µs"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
+        if microseconds < limit:
+            value = microseconds / divisor
+            return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    raise AssertionError
+
+
+def size(nbytes: float) -> str:
+    """Likewise."""
+    for limit, divisor, unit in ((1e3, 1, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB"), (float("inf"), 1e9, "GB")):
+        if nbytes < limit:
+            return f"{nbytes / divisor:.3g} {unit}"
+    raise AssertionError
+
+
+def _two(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _set_off(cells: list[str]) -> list[str]:
+    return [f"*{cell}" for cell in cells] if cells[0].startswith("ours") else cells
