@@ -31,6 +31,7 @@ bench: $(VENV)/.bench
 bench-details: $(VENV)/.bench
 	$(PY) -m bench serializers
 	$(PY) -m bench endpoints
+	$(PY) -m bench tcp
 	$(PY) -m bench queue
 	$(PY) -m bench dataloader
 	$(PY) -m bench precision

@@ -25,7 +25,7 @@ COMMANDS = {
     "throughput": throughput,
     "top": top,
 }
-EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo", "matplotlib": "bench"}  # which extra brings a library
+EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo", "matplotlib": "plot"}  # which extra brings a library
 
 
 def main(argv: Sequence[str] | None = None) -> int:
