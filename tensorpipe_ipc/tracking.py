@@ -317,7 +317,7 @@ class MemoryTracker:
             import matplotlib.figure
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(
-                "this needs matplotlib: pip install 'tensorpipe-ipc[bench]'", name=missing.name
+                "this needs matplotlib: pip install 'tensorpipe-ipc[plot]'", name=missing.name
             ) from None
         figure = matplotlib.figure.Figure(figsize=(10, 5), layout="constrained")
         axis = figure.subplots()

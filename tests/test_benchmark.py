@@ -391,4 +391,4 @@ def test_without_matplotlib_the_extra_is_named(
     """A plot without matplotlib: the line to type, before anything is measured."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["throughput", "--plot", "b.png"]) == 2
-    assert "this needs matplotlib: pip install 'tensorpipe-ipc[bench]'" in capsys.readouterr().err
+    assert "this needs matplotlib: pip install 'tensorpipe-ipc[plot]'" in capsys.readouterr().err

@@ -205,5 +205,5 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'tensorpipe-ipc[bench]'")):
+    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'tensorpipe-ipc[plot]'")):
         tracked.plot(str(tmp_path / "other.png"))
