@@ -34,6 +34,9 @@ def _open_with(left: int, make: Callable[[], Any]) -> int:
     if not child:
         ending = SOMETHING_ELSE
         try:
+            highest = max(map(int, os.listdir("/proc/self/fd")))
+            while os.dup(0) < highest:  # numbers are what is limited, so there must be no gap
+                pass
             before = len(os.listdir("/proc/self/fd"))
             resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + left, 4096))
             try:

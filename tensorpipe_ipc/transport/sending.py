@@ -51,14 +51,14 @@ class SendLink(Link):
         self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
         self._sharing: list[Peer] = []  # those with a queue
         self._numbers = 0
-        self._credit_pipe = CreditPipe()
         self._unacknowledged = Unacknowledged()
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
+        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
         try:
-            super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
+            self._credit_pipe = CreditPipe()
         except BaseException:
-            self._credit_pipe.close()
+            self.disconnect(0)
             raise
 
     def own_hello(self, peer: Peer | None) -> Hello:
