@@ -34,7 +34,8 @@ it counts as gone: what was kept for it is lost, and told once by PeerLost. If i
 what is put from then on, and the consumer counts the gap.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk.
+How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and while a line
+that was cut is made anew, both go on with the queue.
 
 There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
 """
@@ -396,7 +397,7 @@ class Link(Role):
 
     def waits_for(self, peer: Peer) -> bool:
         """Whether a peer whose connection has ended is away, and not gone."""
-        return self.keeps and peer.settled and peer.queue is None and peer.may_return()
+        return self.keeps and peer.settled and peer.may_return()
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.
