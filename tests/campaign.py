@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import gc
 import itertools
 import mmap
@@ -150,6 +151,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
 def begin(who: int) -> None:
     """What a child does first."""
     signal.alarm(LIFE)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     random.seed(who)
 
@@ -205,7 +207,10 @@ class Served:
         """Wait for its end, and say how it ended."""
         self._process.join(HANG)
         status = self._process.exitcode
-        assert status is not None, "a killed child does not end"
+        if status is None:
+            os.kill(self.pid, signal.SIGUSR1)  # says where it is
+            self._process.join(1)
+        assert status is not None, "a child does not end"
         self._process.close()
         return status
 
