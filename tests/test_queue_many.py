@@ -127,6 +127,19 @@ def test_what_get_many_cannot_hand_over_is_kept_for_the_next_get() -> None:
     assert [each.dtype for each in got] == [np.float32, torch.bfloat16, torch.float32]
 
 
+@pytest.mark.parametrize("shut", [False, True])
+def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
+    """A bell among the tickets has each served by itself, but in the same call: the caller may be about to end."""
+    there = Queue()
+    there.put_many(range(3))
+    there._queue.tickets.ring()
+    there.put_many(range(3, 6))
+    if shut:
+        there.shutdown()
+    assert there.get_many(10, LIMIT) == list(range(6))
+    assert not there._queue.holds_back
+
+
 def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:
     """The error is the object's own; the queue goes on."""
     there = Queue()

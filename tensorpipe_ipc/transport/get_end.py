@@ -175,12 +175,27 @@ class GetEnd(QueueEnd):
             As ``get`` does.
         """
         while True:
-            if self._has_tasks or most == 1 or self.holds_back:
+            if self._has_tasks or most == 1:
                 return [self.get(timeout, decode, lease_from)]
+            if self.holds_back:
+                return self._get_held_back(most, timeout, decode, lease_from)
             try:
                 return self._get_many(min(most, BATCH), timeout, decode, lease_from)
             except _Again:
                 continue
+
+    def _get_held_back(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
+        """All that is set aside and due: whoever calls may not come again, and nobody else can take it."""
+        messages = [self.get(timeout, decode, lease_from)]
+        try:
+            while len(messages) < most and self.holds_back:
+                messages.append(self.get(0, decode, lease_from))
+        except (Empty, ShutDown):
+            pass
+        except BaseException:
+            self._ready.extendleft(reversed(messages))
+            raise
+        return messages
 
     def _get_many(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
         operation: Operation | None = self._batch(GET)
