@@ -26,7 +26,9 @@ each token is taken once, into a word, like from the pipe. Order per giver is ke
    (``take_piped``). It takes nothing from the log meanwhile: that would be later than the early one.
 
 Rule 3 is needed: one shared offset "read after the pipe is empty" alone lets a taker that is stopped between the two
-looks overtake a pipe filled meanwhile.
+looks overtake a pipe filled meanwhile. But a taker that ends with an early token loses it. So takers exclude each other
+between the looks, by an OFD lock on the log, which the kernel drops when they die: who has it gets the head that it saw.
+Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early.
 
 A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
 ``BELL`` also wakes takers for a shutdown: they look at the queue's flags, and pass it on. So a taker without a
@@ -60,6 +62,7 @@ from multiprocessing import context, reduction
 from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.ofd_locks import lock, unlock
 
 __all__ = ["BELL", "CAPACITY", "SLICE", "Buffers", "TokenPipe"]
 
@@ -71,6 +74,7 @@ _PIPE_BYTES = 1 << 16
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
 _BELL = BELL.to_bytes(8, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
+_TURN = 0.01  # seconds
 _PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memory back
 
 Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view of one or more words
@@ -90,6 +94,7 @@ class TokenPipe:
         self._log_read, self._log_append = log_read, log_append
         self.spills = log_read >= 0
         self._punched = 0
+        self._turn = -1  # the log again, by a description of this process's own, once it takes from it
         self._epoll: select.epoll | None = None
         self.own_read = _open_own(read_end, os.O_RDONLY | os.O_NONBLOCK)
         self.own_write = _open_own(write_end, os.O_WRONLY | os.O_NONBLOCK)
@@ -143,11 +148,47 @@ class TokenPipe:
             return 0
 
     def _take_or_spilled(self, buffers: Buffers) -> int:
-        head = os.pread(self._log_read, 8, os.lseek(self._log_read, 0, os.SEEK_CUR))
-        if not head:
+        if not self._head():
             return os.readv(self.own_read, buffers) >> 3
         with contextlib.suppress(BlockingIOError):
             return os.readv(self.own_read, buffers) >> 3
+        has_turn = self._take_turn()
+        try:
+            return self._take_spilled(buffers)
+        finally:
+            if has_turn:
+                unlock(self._turn, 0, 1)
+
+    def _head(self) -> bytes:
+        """The token at the log's head; b"" if it is empty."""
+        return os.pread(self._log_read, 8, os.lseek(self._log_read, 0, os.SEEK_CUR))
+
+    def _take_turn(self) -> bool:
+        """Whether no other process takes from the log now, until the lock is let go of. False where that is not known."""
+        if self._turn < 0:
+            try:
+                opened = _open_own(self._log_append, os.O_RDWR)
+            except OSError:  # no descriptor is left
+                return False
+            if self._turn < 0:
+                self._turn = opened
+            else:  # another thread was faster
+                os.close(opened)
+        until = 0.0
+        while not lock(self._turn, 0, 1):
+            now = time.monotonic()
+            until = until or now + _TURN
+            if now > until:
+                return False
+            os.sched_yield()
+        return True
+
+    def _take_spilled(self, buffers: Buffers) -> int:
+        head = self._head()
+        with contextlib.suppress(BlockingIOError):
+            return os.readv(self.own_read, buffers) >> 3
+        if not head:  # others have taken it
+            return 0
         taken = os.readv(self._log_read, buffers) >> 3
         self._punch()
         # One look for a whole batch: what stood behind the head that was seen was spilled at that time, or later.
@@ -273,15 +314,18 @@ class TokenPipe:
     # ---- lifetime ----
 
     def renew(self) -> None:
-        """In a forked child: an epoll of its own. The parent's would share one list of waiters."""
+        """In a forked child: an epoll and a lock of its own. The parent's would share one list of waiters, and the lock."""
         self._epoll = None
+        turn, self._turn = self._turn, -1
+        if turn >= 0:
+            os.close(turn)
 
     def close(self) -> None:
         """Close this process's descriptors."""
         epoll, self._epoll = self._epoll, None
         if epoll is not None:
             epoll.close()
-        names = ("read_end", "write_end", "_log_read", "_log_append", "own_read", "own_write")
+        names = ("read_end", "write_end", "_log_read", "_log_append", "_turn", "own_read", "own_write")
         for name in names:
             descriptor = getattr(self, name, -1)
             setattr(self, name, -1)

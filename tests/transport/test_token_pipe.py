@@ -1,5 +1,6 @@
 """Tokens through a pipe and its spill log: order, exactly once, who has them after a kill."""
 
+import contextlib
 import fcntl
 import os
 import random
@@ -119,11 +120,11 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     pipe.spill(words.buffers(FIRST))
     assert take(pipe, words) == [BELL]
     readv = os.readv
-    later = []
+    looks = []
 
     def stopped(descriptor, buffers):
-        if descriptor == pipe.own_read and not later:
-            later.append(True)
+        looks.append(descriptor)
+        if looks == [pipe.own_read] * 2:  # the second look, which is between the two that matter
             with pytest.raises(BlockingIOError):  # what it sees: the pipe is empty
                 readv(descriptor, buffers)
             assert take(pipe, words) == [10]
@@ -138,6 +139,34 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     assert words.values[FIRST + 50] == 12  # early: 11 waits in the pipe
     monkeypatch.undo()
     assert take(pipe, words) == [11]
+    pipe.close()
+
+
+def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(words, monkeypatch):
+    """Who is between its looks keeps others from theirs, for a moment; and its own token is not early."""
+    pipe = TokenPipe.create(None)
+    words.values[FIRST] = 10
+    pipe.spill(words.buffers(FIRST))
+    assert take(pipe, words) == [BELL]
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            pipe.renew()
+            assert pipe._take_turn()
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            words.values[FIRST + 60] = 0
+            os._exit(0 if pipe._take_spilled(words.buffers(FIRST + 60)) == 0 else 1)
+        os._exit(2)
+    os.read(ready[0], 1)
+    assert not pipe._take_turn()
+    assert take(pipe, words) == [10]
+    os.write(go[1], b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pipe._take_turn()  # the kernel let go of the dead child's
+    for descriptor in (*ready, *go):
+        os.close(descriptor)
     pipe.close()
 
 
