@@ -22,9 +22,9 @@ pages; where it has (``assembly``), its one copy less weighs as much as all that
     2 MB                             1.25                  1.59
     in Frames of pyzmq's             1.32                  1.34      malloc gives 100 MB back each time
 
-The whole of this, beside the better of pyzmq's two recipes in each round (``python -m bench tcp``): 1.09 (0.54 to 1.16) at
-4 MB, 2.27 (1.48 to 4.18) at 100 MB; beside ``copy=True`` alone, which too leaves the caller's memory to the caller, 2.6 and
-4.8 times its median.
+The whole of this, beside the better of pyzmq's two recipes in each round (``python -m bench tcp``): on a quiet machine 0.79
+(0.73 to 0.82) at 4 MB and 1.61 (1.43 to 2.53) at 100 MB, on a busy one 1.09 and 2.27; beside ``copy=True`` alone, which too
+leaves the caller's memory to the caller, 1.4 and 3.8 times its rate.
 """
 
 from __future__ import annotations
