@@ -41,7 +41,7 @@ class NumpyArray:
             )
         file = io.BytesIO()
         np.lib.format.write_array(file, tensor.numpy(), version=None, allow_pickle=False)
-        return meta, file.getbuffer()
+        return meta, file.getvalue()  # which is not copied
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
         """A tensor on the payload's memory; on a copy of it, where that may not be written to.

@@ -112,10 +112,10 @@ def _has_own_layout(tensor: torch.Tensor) -> bool:
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def _save(tensor: torch.Tensor) -> memoryview:
+def _save(tensor: torch.Tensor) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(tensor, file)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedLeaf(f"torch.save cannot write this tensor: {error}") from None
-    return file.getbuffer()
+    return file.getvalue()  # which is not copied; a view would complain if the garbage collector met the file first
