@@ -238,10 +238,10 @@ def outcome(frames: Frames) -> str:
 
 
 def _put_in_place(head: header.Header, frames: Frames) -> str:
-    total = header.piece_of(head)[1]
-    if len(frames) != 2 or total > 1 << 20:  # of more, address space is asked for, and pages as they come
+    if len(frames) != 2:
         return "control"
-    return "piece" if Assembly(head.sequence, Regions().take(total)).add(head, memoryview(frames[1])) else "gap"
+    assembly = Assembly(head.sequence, header.piece_of(head)[1], Regions())
+    return "piece" if assembly.add(head, memoryview(frames[1])) else "gap"
 
 
 def outcome_in_block(frames: Frames) -> str:

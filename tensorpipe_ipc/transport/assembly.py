@@ -3,11 +3,15 @@
 ``Regions`` hands out memory for a message's large payloads, and has it back when the last tensor on it is gone: a lease, as
 of a block of shared memory, but of this process's own. What comes back is handed out again, for fresh memory costs more
 than the copy (``unacknowledged``).
+
+How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
+(nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from typing import Any
 
@@ -21,8 +25,9 @@ from tensorpipe_ipc.wire.schema import schema_of
 __all__ = ["Assembly", "Regions"]
 
 _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
-_UNIT = 1 << 20  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
+_UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
+_AHEAD = 1 << 14  # bytes that may be missing when memory for all is asked for
 
 
 class Regions:
@@ -30,27 +35,40 @@ class Regions:
 
     def __init__(self) -> None:
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
-        self._has_begun = False
+        self._received = 0  # bytes, ever
 
-    def take(self, nbytes: int) -> memoryview:
-        """So many bytes, not initialised. They are free again when nothing refers to what is returned.
+    def ready(self, nbytes: int) -> memoryview | None:
+        """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
 
         Raises:
-            ProtocolError: there is no such amount of memory. It is not touched before it is written to.
+            ProtocolError: there is no such amount of memory.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            _teach_malloc()
-        size = -(-nbytes // _UNIT) * _UNIT + ALIGN
-        base = self._ready(size)
+        most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if nbytes > most:
+            raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
+        base = self._ready(_size(nbytes))
         if base is None:
-            try:
-                base = (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8).data)
-            except (MemoryError, ValueError, OverflowError) as error:
-                raise ProtocolError(f"a message with payloads of {nbytes:,} bytes: {error}") from None
-        region = _Region((nbytes,), np.uint8, base, -ctypes.addressof(base) % ALIGN)
-        region.whole, region.home = base, self._idle
-        return memoryview(region)
+            return None
+        self._count(nbytes)
+        return _region_on(base, nbytes, self._idle)
+
+    def fresh(self, nbytes: int) -> memoryview:
+        """So many bytes, not initialised.
+
+        Raises:
+            ProtocolError: there is no such amount of memory.
+        """
+        self._count(nbytes)
+        try:
+            base = (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise ProtocolError(f"a message with payloads of {nbytes:,} bytes: {error}") from None
+        return _region_on(base, nbytes, self._idle)
+
+    def _count(self, nbytes: int) -> None:
+        if self._received < _LEARN <= self._received + nbytes:
+            _teach_malloc()
+        self._received += nbytes
 
     def _ready(self, size: int) -> Any:
         for _ in range(len(self._idle)):
@@ -84,32 +102,54 @@ class _Region(np.ndarray):
 class Assembly:
     """The large payloads of one message, as far as they have come."""
 
-    def __init__(self, sequence: int, region: memoryview) -> None:
+    def __init__(self, sequence: int, total: int, regions: Regions) -> None:
+        """
+        Args:
+            sequence: the message's number.
+            total: bytes of them all, as announced.
+            regions: where memory comes from.
+
+        Raises:
+            ProtocolError: there is no such amount of memory.
+        """
         self.sequence = sequence
-        self._region = region
-        self._array = np.frombuffer(region, np.uint8)
+        self._total, self._regions = total, regions
+        self._region = regions.ready(total)
+        self._waiting: list[memoryview] = []  # what came, one after the other, before there was a region
         self._filled = 0
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
 
         Raises:
-            ProtocolError: it lies beyond what was announced.
+            ProtocolError: it lies beyond what was announced, or there is no memory.
         """
         offset, total = piece_of(header)
         end = offset + len(piece)
-        if total != len(self._region) or end > total:
-            raise ProtocolError(f"a piece of bytes {offset} to {end} of {total}, in {len(self._region)} announced")
+        if total != self._total or end > total:
+            raise ProtocolError(f"a piece of bytes {offset} to {end} of {total}, in {self._total} announced")
         if offset > self._filled:
             return False
         if end > self._filled:
-            self._array[offset:end] = np.frombuffer(piece, np.uint8)
-            self._filled = end
+            self._put(piece[self._filled - offset :], end)
         return True
+
+    def _put(self, piece: memoryview, end: int) -> None:
+        if self._region is None and end + _AHEAD >= self._total:
+            self._region, start = self._regions.fresh(self._total), 0
+            for waiting in self._waiting:
+                _copy(waiting, self._region, start)
+                start += len(waiting)
+            self._waiting = []
+        if self._region is None:
+            self._waiting.append(piece)
+        else:
+            _copy(piece, self._region, self._filled)
+        self._filled = end
 
     def completed(self, header: Header, frames: list[Any]) -> list[Any]:
         """The frames of the message whose header has come, with those that came in pieces; without, where any is missing."""
-        if header.sequence != self.sequence or len(frames) > 1:
+        if header.sequence != self.sequence or len(frames) > 1 or self._region is None:
             return frames
         try:
             sizes = schema_of(header.schema).frame_sizes()[bool(header.packed) :]
@@ -121,6 +161,21 @@ class Assembly:
             end = start + size
             found.append(self._region[start:end])
         return frames + found if end == self._filled == len(self._region) else frames
+
+
+def _region_on(base: Any, nbytes: int, home: deque[Any]) -> memoryview:
+    region = _Region((nbytes,), np.uint8, base, -ctypes.addressof(base) % ALIGN)
+    region.whole, region.home = base, home
+    return memoryview(region)
+
+
+def _size(nbytes: int) -> int:
+    return -(-nbytes // _UNIT) * _UNIT + ALIGN
+
+
+def _copy(piece: memoryview, region: memoryview, start: int) -> None:
+    """By NumPy: a memoryview's own copy is a slow one where formats differ."""
+    np.frombuffer(region, np.uint8)[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
 
 
 def _teach_malloc() -> None:

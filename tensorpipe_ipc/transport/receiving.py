@@ -275,7 +275,7 @@ class ReceiveLink(Link):
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             return
         if peer.assembly is None or peer.assembly.sequence != header.sequence:
-            peer.assembly = Assembly(header.sequence, self._regions.take(piece_of(header)[1]))
+            peer.assembly = Assembly(header.sequence, piece_of(header)[1], self._regions)
         if not peer.assembly.add(header, frames[1]):
             self._ask(peer)
 

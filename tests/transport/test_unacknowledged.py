@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import tracemalloc
 from typing import Any
 
 import exchange
@@ -16,6 +17,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.transport import peer, unacknowledged
+from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR
 from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
 
@@ -174,6 +176,23 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
         assert third.data_ptr() == address
         assert (second[-1], third[0]) == (2, 3)
         third[0] = 4  # it is the caller's
+
+
+def test_no_memory_is_asked_for_that_has_not_come() -> None:
+    """What is announced costs nothing until it is there; then once."""
+    total, regions = 20 * PIECE, Regions()
+    piece = memoryview(bytes(PIECE))
+    tracemalloc.start()
+    try:
+        began = tracemalloc.get_traced_memory()[0]
+        assembly = Assembly(1, total, regions)
+        for offset in range(0, total - PIECE, PIECE):
+            assert assembly.add(unpack(memoryview(pack_piece(1, offset, total))), piece)
+        assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
+        assert assembly.add(unpack(memoryview(pack_piece(1, total - PIECE, total))), piece)
+        assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
