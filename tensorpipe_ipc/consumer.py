@@ -9,7 +9,15 @@ from types import TracebackType
 from typing import Any, Literal
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, UnknownSerializer, UnsupportedLeaf
+from tensorpipe_ipc.errors import (
+    Empty,
+    EndOfStream,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    UnknownSerializer,
+    UnsupportedLeaf,
+)
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
@@ -137,6 +145,7 @@ class Consumer:
             PeerLost: all producers are gone, and one went without a goodbye; it is told once.
             UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
                 NumPy lacks. It is dropped.
+            OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``). It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
@@ -242,11 +251,14 @@ class Consumer:
             if data is not None:
                 peer, header, frames = data
                 try:
+                    link.check_memory(peer, header)
                     taken = self._decode(header, frames)
                 except (ProtocolError, UnknownSerializer) as error:
                     link.reject(error)
                     link.taken(peer, header)
-                except UnsupportedLeaf:
+                except (UnsupportedLeaf, OutOfMemory) as error:
+                    if isinstance(error, OutOfMemory):
+                        link.reject(error)
                     link.taken(peer, header)
                     raise
                 else:

@@ -16,6 +16,7 @@
     ├── UnsupportedLeaf(TypeError)    the leaf's path in the tree, its type, and what to do
     ├── Refused(PermissionError)      serializer not accepted, address, key or uid not allowed
     ├── SharedMemoryError(OSError)    could not be created, attached or grown: sizes, what is free, the remedy
+    ├── OutOfMemory(MemoryError)      a message that came is larger than this process may have: sizes, and the remedy
     └── MeasurementFailed(RuntimeError)  a benchmark's message came damaged, or not at all, or one of its processes failed
 
 Each also is the exception that a user of ``queue``, ``multiprocessing`` or sockets already catches.
@@ -32,6 +33,7 @@ __all__ = [
     "EndOfStream",
     "Full",
     "MeasurementFailed",
+    "OutOfMemory",
     "PeerLost",
     "ProtocolError",
     "Refused",
@@ -125,6 +127,10 @@ class Refused(TensorPipeError, PermissionError):
 
 class SharedMemoryError(TensorPipeError, OSError):
     """Shared memory could not be created, attached or grown. The text has the sizes, what is free and the remedy."""
+
+
+class OutOfMemory(TensorPipeError, MemoryError):
+    """A message came that is larger than this process may have memory for. It is dropped, and the next one can be taken."""
 
 
 class MeasurementFailed(TensorPipeError, RuntimeError):

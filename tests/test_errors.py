@@ -23,6 +23,7 @@ ALSO = {
     "Refused": PermissionError,
     "SharedMemoryError": OSError,
     "MeasurementFailed": RuntimeError,
+    "OutOfMemory": MemoryError,
 }
 
 

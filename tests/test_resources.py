@@ -1,7 +1,8 @@
-"""What a process lacks or gets wrong: descriptors, and the time of day."""
+"""What a process lacks or gets wrong: descriptors, memory, and the time of day."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -13,6 +14,7 @@ from typing import Any
 
 import children
 import pytest
+import torch
 from children import PATIENCE, Child
 from secured import binders, connectors, make_keys
 
@@ -60,6 +62,46 @@ def test_an_end_for_which_no_descriptor_is_left_says_so_and_leaves_nothing(end: 
     endings = [_open_with(left, lambda: ENDS[end](keys)) for left in range(0, 26, 2)]
     assert set(endings) == {OPENED, REFUSED}
     assert endings == sorted(endings, reverse=True)
+
+
+MORE = 48 << 20  # bytes of addresses that a consumer may still take
+
+
+def limit_addresses(ends: children.Ends, more: int) -> None:
+    """Let this process take so many bytes of addresses more than it has."""
+    with open("/proc/self/statm", encoding="ascii") as line:
+        limit = int(line.read().split()[0]) * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+@pytest.mark.parametrize("bind", [True, False])
+def test_a_message_larger_than_a_process_may_have_is_refused_and_the_next_one_comes(bind: bool) -> None:
+    """Over tcp: get names its size, what is left, and the limit; nothing is sent again for ever, and the stream goes on."""
+    with Child() as child, contextlib.ExitStack() as stack:
+        if bind:
+            endpoint = child.call(children.open_consumer, "tcp://127.0.0.1:*")
+            producer = stack.enter_context(tp.Producer(endpoint, shared_memory="off", linger=0))
+        else:
+            producer = stack.enter_context(tp.Producer("tcp://127.0.0.1:*", bind=True, shared_memory="off", linger=0))
+            child.call(children.open_consumer, producer.endpoint, bind=False)
+        child.begin(children.take)
+        producer.put("met", PATIENCE)
+        assert child.result() == ["met"]
+        child.call(limit_addresses, MORE)
+        child.begin(children.take)
+        producer.put(torch.ones(64 << 20, dtype=torch.uint8), PATIENCE)
+        with pytest.raises(
+            tp.OutOfMemory, match=rf"producer pid {os.getpid()} .* sent .* of 67,108,864 bytes.*limit \(ulimit -v\)"
+        ):
+            child.result()
+        child.begin(children.take, 2)
+        producer.put(torch.ones(1 << 20, dtype=torch.uint8).sum(), PATIENCE)
+        producer.put("next", PATIENCE)
+        assert child.result()[1] == "next"
+        producer.flush(PATIENCE)
+        got = child.call(children.consumer_statistics)
+        assert (got.rejected, got.lost, got.messages) == (1, 0, 3)
+        assert producer.statistics().resent == 0
 
 
 def jumping_clock(ends: children.Ends) -> None:

@@ -1,4 +1,4 @@
-"""How much memory may still be used before the machine, or a cgroup that this process is in, runs out.
+"""How much memory may still be used before the machine, a cgroup that this process is in, or its own limit runs out.
 
 A full memory cgroup kills, it does not refuse: touching a page, ``posix_fallocate`` and MADV_POPULATE_WRITE alike end
 in the OOM killer. So what is left is looked up before shared memory grows. Others may take it in the meantime: this is
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import resource
 from collections.abc import Iterator
 
-__all__ = ["headroom"]
+__all__ = ["addresses_left", "headroom"]
 
 _ROOT = "/sys/fs/cgroup"
 # what is set as "no limit" in version 1: a number near 2 ** 63
@@ -28,6 +29,16 @@ def headroom() -> int:
             if most < _UNLIMITED:
                 room = min(room, most - _number(usage))
     return max(0, room)
+
+
+def addresses_left() -> int | None:
+    """Bytes of addresses that this process may still take (``ulimit -v``, RLIMIT_AS); None: it has no such limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as line:
+        return max(0, limit - int(line.read().split()[0]) * resource.getpagesize())
+    return None
 
 
 def _available() -> int:

@@ -6,6 +6,10 @@ than the copy (``unacknowledged``).
 
 How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
 (nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
+
+A process with a limit on its addresses could not go on once ZeroMQ has none for a frame: the connection ends, and the producer
+sends again, for ever. So a message that will not go under the limit, twice for a moment, is *refused* at its first piece: the
+others are dropped as they come, and get says so when the message is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
+from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.wire.header import Header, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.schema import schema_of
@@ -28,6 +33,7 @@ _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 14  # bytes that may be missing when memory for all is asked for
+_SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
 class Regions:
@@ -41,13 +47,17 @@ class Regions:
         """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
 
         Raises:
-            ProtocolError: there is no such amount of memory.
+            ProtocolError: this machine does not have so much.
+            OutOfMemory: this process may not have so much.
         """
         most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if nbytes > most:
             raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
         base = self._ready(_size(nbytes))
         if base is None:
+            left = addresses_left()
+            if left is not None and 2 * nbytes + _SPARE > left:
+                raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
             return None
         self._count(nbytes)
         return _region_on(base, nbytes, self._idle)
@@ -56,13 +66,13 @@ class Regions:
         """So many bytes, not initialised.
 
         Raises:
-            ProtocolError: there is no such amount of memory.
+            OutOfMemory: there is no such amount of memory.
         """
         self._count(nbytes)
         try:
             base = (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
         except (MemoryError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"a message with payloads of {nbytes:,} bytes: {error}") from None
+            raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
         return _region_on(base, nbytes, self._idle)
 
     def _count(self, nbytes: int) -> None:
@@ -100,7 +110,11 @@ class _Region(np.ndarray):
 
 
 class Assembly:
-    """The large payloads of one message, as far as they have come."""
+    """The large payloads of one message, as far as they have come.
+
+    Attributes:
+        refused: why there is no memory for them, "" as long as there is.
+    """
 
     def __init__(self, sequence: int, total: int, regions: Regions) -> None:
         """
@@ -110,11 +124,16 @@ class Assembly:
             regions: where memory comes from.
 
         Raises:
-            ProtocolError: there is no such amount of memory.
+            ProtocolError: this machine does not have so much memory.
         """
         self.sequence = sequence
+        self.refused = ""
         self._total, self._regions = total, regions
-        self._region = regions.ready(total)
+        self._region: memoryview | None = None
+        try:
+            self._region = regions.ready(total)
+        except OutOfMemory as refused:
+            self.refused = str(refused)
         self._waiting: list[memoryview] = []  # what came, one after the other, before there was a region
         self._filled = 0
 
@@ -122,7 +141,7 @@ class Assembly:
         """Put a piece in its place, once. False if one before it is missing.
 
         Raises:
-            ProtocolError: it lies beyond what was announced, or there is no memory.
+            ProtocolError: it lies beyond what was announced.
         """
         offset, total = piece_of(header)
         end = offset + len(piece)
@@ -131,10 +150,16 @@ class Assembly:
         if offset > self._filled:
             return False
         if end > self._filled:
-            self._put(piece[self._filled - offset :], end)
+            try:
+                self._put(piece[self._filled - offset :], end)
+            except OutOfMemory as refused:
+                self.refused, self._waiting = str(refused), []
+            self._filled = end
         return True
 
     def _put(self, piece: memoryview, end: int) -> None:
+        if self.refused:
+            return
         if self._region is None and end + _AHEAD >= self._total:
             self._region, start = self._regions.fresh(self._total), 0
             for waiting in self._waiting:
@@ -145,7 +170,6 @@ class Assembly:
             self._waiting.append(piece)
         else:
             _copy(piece, self._region, self._filled)
-        self._filled = end
 
     def completed(self, header: Header, frames: list[Any]) -> list[Any]:
         """The frames of the message whose header has come, with those that came in pieces; without, where any is missing."""
@@ -167,6 +191,13 @@ def _region_on(base: Any, nbytes: int, home: deque[Any]) -> memoryview:
     region = _Region((nbytes,), np.uint8, base, -ctypes.addressof(base) % ALIGN)
     region.whole, region.home = base, home
     return memoryview(region)
+
+
+def _refused(nbytes: int, why: str) -> str:
+    return (
+        f"a message with payloads of {nbytes:,} bytes, which takes twice as much while it comes: {why}; "
+        "raise the limit, or send less at once. It was dropped"
+    )
 
 
 def _size(nbytes: int) -> int:

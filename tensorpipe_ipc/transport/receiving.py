@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
-from tensorpipe_ipc.errors import Empty, ProtocolError, ShutDown
+from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_names
@@ -278,6 +278,16 @@ class ReceiveLink(Link):
             peer.assembly = Assembly(header.sequence, piece_of(header)[1], self._regions)
         if not peer.assembly.add(header, frames[1]):
             self._ask(peer)
+
+    def check_memory(self, peer: Peer, header: Header) -> None:
+        """See that there was memory for the pieces of a message that is complete.
+
+        Raises:
+            OutOfMemory: there was none.
+        """
+        assembly = peer.assembly
+        if assembly is not None and assembly.sequence == header.sequence and assembly.refused:
+            raise OutOfMemory(f"{self.endpoint}: {peer} sent {assembly.refused}")
 
     def met(self, peer: Peer) -> None:
         """See Link."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import tracemalloc
 from typing import Any
@@ -15,8 +16,9 @@ from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
-from tensorpipe_ipc.transport import peer, unacknowledged
+from tensorpipe_ipc.transport import assembly, peer, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR
 from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
@@ -193,6 +195,43 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
         assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
     finally:
         tracemalloc.stop()
+
+
+def test_what_this_machine_does_not_have_is_refused() -> None:
+    """What is announced is at most all of its memory."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert Regions().ready(most) is None
+    with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
+        Regions().ready(most + 1)
+
+
+def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
+    regions, least = Regions(), 2 * PIECE + (1 << 25)
+    monkeypatch.setattr(assembly, "addresses_left", lambda: least)
+    assert regions.ready(PIECE) is None
+    monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
+    with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
+        regions.ready(PIECE)
+    region = regions.fresh(PIECE)
+    del region
+    assert regions.ready(PIECE) is not None
+
+
+def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
+    regions = Regions()
+    building = Assembly(1, 2 * PIECE, regions)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(assembly.np, "empty", fail)
+    for offset in (0, PIECE, PIECE):
+        header = unpack(memoryview(pack_piece(1, offset, 2 * PIECE)))
+        assert building.add(header, memoryview(bytes(PIECE)))
+    assert "there is no memory: none left" in building.refused
+    assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"]) == ["header"]
 
 
 @pytest.mark.parametrize(
