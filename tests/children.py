@@ -121,7 +121,7 @@ class Child:
     ) -> None:
         with contextlib.suppress(OSError):
             self._line.send(None)
-        self._process.join(5)
+        self._process.join(PATIENCE)  # more than the default linger: how long an end may take to close
         gone = self._process.exitcode is not None
         if not gone:
             self._process.kill()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
+import sys
 import warnings
 from typing import Any
 
 import children
 import torch
+import zoo
 
 import tensorpipe_ipc as tp
 
@@ -71,29 +74,24 @@ def _come_back(ends: children.Ends, endpoint: str) -> None:
 
 
 def zoo_under_audit(
-    ends: children.Ends, names: list[str], serializer: str, shared_memory: str
+    ends: children.Ends, names: list[str], serializer: str, endpoint: str, shared_memory: str
 ) -> tuple[int, list[str]]:
     """Send each animal of the zoo from one end to another, and count what would be unpickling or running code.
 
     Returns:
-        How many animals came, and the events.
+        How many animals came, and the events. One more animal is a real unpickling, which must be among them.
     """
-    import sys
-
-    import zoo
-
     watched = ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen", "marshal.loads")
     seen: list[str] = []
     is_on = False
     sys.addaudithook(lambda event, arguments: seen.append(event) if is_on and event in watched else None)
     came = 0
-    endpoint = f"audited-{os.getpid()}-{serializer}"
     with (
         tp.Consumer(endpoint, shared_memory=shared_memory) as consumer,
-        tp.Producer(endpoint, serializer=serializer, shared_memory=shared_memory, linger=0) as producer,
+        tp.Producer(consumer.endpoint, serializer=serializer, shared_memory=shared_memory, linger=0) as producer,
     ):
-        meet = children.in_thread(lambda: producer.put("met", children.PATIENCE))
-        assert consumer.get(children.PATIENCE) == "met"
+        meet = children.in_thread(lambda: producer.put(torch.ones(1), children.PATIENCE))
+        consumer.get(children.PATIENCE)  # torch.save imports parts of torch when it is called for the first time
         meet()
         for name in names:
             tree: Any = zoo.make(name)
@@ -106,4 +104,7 @@ def zoo_under_audit(
                 pass
             finally:
                 is_on = False
+    is_on = True
+    pickle.loads(pickle.dumps(os.getpid))  # noqa: S301 - so that it is known to be seen
+    is_on = False
     return came, seen

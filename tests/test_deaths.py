@@ -215,6 +215,7 @@ def test_a_producer_that_binds_is_killed_and_replaced(scheme: str, free_port: in
                 assert consumer.get(PATIENCE) == "second"
                 break
         second.result()
+        second.call(children.flush)  # it knows by now, and has nothing to wait for when it closes
 
 
 @ONLY_SHARED_MEMORY  # of frames, what ZeroMQ's thread had not sent dies with it: there it takes flush

@@ -154,12 +154,10 @@ for serializer in ("raw", "numpy", "torch_save"):
             print("accepted", serializer)
         except ProtocolError:
             pass
-        ran = [event for event in seen if event != "pickle.find_class" or serializer != "torch_save"]
-        if ran:
-            print("ran", serializer, ran)
-        seen.clear()
+        if seen:
+            print("ran", serializer, seen)
         assert received(sent([payload, {{payload: 1}}], serializer))[0] == payload
-        if "os.system" in seen or "subprocess.Popen" in seen:
+        if seen:
             print("ran", serializer, seen)
 seen.clear()
 os.system("true")
@@ -168,10 +166,8 @@ print("hook works" if seen == ["os.system"] else "hook does not work", os.listdi
 
 
 def test_no_payload_runs_code(tmp_path: Path) -> None:
-    """Pickles that want to run a command are refused by every serializer, and the interpreter sees nothing run.
-
-    For ``raw`` and ``numpy`` it sees no pickle look for a class either.
-    """
+    """Pickles that want to run a command are refused by every serializer; the interpreter sees nothing run, and no pickle
+    look for a class."""
     path = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     code = _ATTACK.format(path=path)
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
