@@ -30,6 +30,7 @@ __all__ = [
     "reset_peak_rss",
 ]
 
+_FIRST_TIME_NAMESPACE = 0xEFFFFFFA  # the kernel's PROC_TIME_INIT_INO
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,7 +40,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host: the host's name, for people.
         boot: the kernel's boot id; two processes share a kernel exactly when it is equal. Empty where there is none, and
-            where /proc cannot be read.
+            where /proc cannot be read. In a time namespace of its own, where start times count from another moment, that
+            namespace's inode follows.
         namespace: inode of the pid namespace, 0 where there is none.
         pid: process id within that namespace.
         started: when it started, in clock ticks since boot on Linux, else in seconds since the epoch; 0 where it is not
@@ -96,6 +98,8 @@ def is_alive(process: Identity) -> bool:
         return _started(process.pid) == process.started and not _is_zombie(process.pid)
     except psutil.NoSuchProcess:
         return False
+    except PermissionError:  # another user's, where /proc hides those (hidepid)
+        return True
 
 
 def memfds(name: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, str]]:
@@ -141,7 +145,7 @@ def reset_peak_rss(pid: int) -> bool:
     Whoever else reads it (``ru_maxrss``, ``VmHWM``) finds it forgotten, too.
     """
     try:
-        with open(f"/proc/{pid}/clear_refs", "w", encoding="ascii") as file:
+        with open(f"/proc/{pid}/clear_refs", "w", encoding="utf-8") as file:
             file.write("5")
     except OSError:
         return False
@@ -232,7 +236,7 @@ class Family:
                 for task in os.listdir(f"/proc/{pid}/task"):
                     with (
                         contextlib.suppress(OSError),
-                        open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file,
+                        open(f"/proc/{pid}/task/{task}/children", encoding="utf-8") as file,
                     ):
                         found += map(int, file.read().split())
         return found
@@ -246,10 +250,18 @@ class Family:
 
 def _boot_id() -> str:
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip() + _time_namespace()
     except OSError:
         return ""
+
+
+def _time_namespace() -> str:
+    """Of a process in another time namespace than the machine's first."""
+    with contextlib.suppress(OSError):
+        inode = os.stat("/proc/self/ns/time").st_ino
+        return "" if inode == _FIRST_TIME_NAMESPACE else f" {inode}"
+    return ""
 
 
 def _pid_namespace() -> int:
@@ -268,6 +280,8 @@ def _started(pid: int) -> float:
         return float(_stat_fields(pid)[19])
     except FileNotFoundError:
         if os.path.exists("/proc/self/stat"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 0)  # PermissionError: it is only hidden
             raise psutil.NoSuchProcess(pid) from None
         return _exists(pid) if psutil.LINUX else float(psutil.Process(pid).create_time())
     except ProcessLookupError:  # it went while we read

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_NEW_NAMESPACE, _NEW_PIDS, _NEW_USER = 0x00020000, 0x20000000, 0x10000000
+_NEW_NAMESPACE, _NEW_PIDS, _NEW_USER, _NEW_TIME = 0x00020000, 0x20000000, 0x10000000, 0x00000080
 _PRIVATE, _READ_ONLY, _DETACH = 1 << 14 | 1 << 18, 1, 2
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,10 +45,29 @@ def _with_read_only_dev_shm() -> None:
 def _in_other_pids() -> None:
     """As a container: pid 1 of its own numbers, and a /proc that shows those."""
     _own_mounts(_NEW_PIDS)
+    _go_on_in_a_child()
+    _done(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
+
+
+def _with_another_clock() -> None:
+    """Whose clocks are some days ahead, and processes started then."""
+    _unshare(_NEW_TIME)
+    with open("/proc/self/timens_offsets", "w", encoding="utf-8") as file:
+        file.write("monotonic 300000 0\nboottime 400000 0\n")
+    _go_on_in_a_child()
+
+
+def _where_processes_are_hidden() -> None:
+    """As another user, who sees no others' processes."""
+    _own_mounts()
+    _done(_libc.mount(b"proc", b"/proc", b"proc", 0, b"hidepid=2"))
+    _of_another_user()
+
+
+def _go_on_in_a_child() -> None:
     pid = os.fork()
     if pid:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    _done(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
 
 
 def _of_another_user() -> None:
@@ -63,6 +82,8 @@ _ALL: dict[str, Callable[[], None]] = {
     "read-only /dev/shm": _with_read_only_dev_shm,
     "other pids": _in_other_pids,
     "another user": _of_another_user,
+    "another clock": _with_another_clock,
+    "hidden processes": _where_processes_are_hidden,
 }
 
 

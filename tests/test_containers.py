@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 
 import children
 import containers
+import msgspec
 import pytest
 from children import PATIENCE, Child
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.cli.doctor.finding import State
+from tensorpipe_ipc.process import Identity, identity, is_alive
 
 pytestmark = pytest.mark.limit(20)
 SAID = {
     "no /proc": r"frames over tcp: /proc cannot be read at the producer",
     "read-only /dev/shm": r"shared memory",
     "other pids": r"frames over tcp: the other end is in another pid namespace \(\d+, \d+\)",
+    "another clock": r"frames over tcp: the other end is in another time namespace",
+    "hidden processes": rf"frames over tcp: the other end is another user's \(uid {os.geteuid()}, uid {containers.NOBODY}\)",
     "another user": rf"frames over tcp: the other end is another user's \(uid {os.geteuid()}, uid {containers.NOBODY}\)",
     "a long queue": r"frames over tcp: a maxsize of 6401 is more than 6400",
     "off": r"frames over tcp: it is off at the producer",
@@ -62,6 +67,57 @@ def test_who_requires_shared_memory_refuses_them(way: str) -> None:
         reason = SAID[way].partition(": ")[2]
         assert re.search(reason, consumer.statistics().last_rejection)
         assert re.search(f"Refused: .*the consumer requires shared memory, but {reason}", child.result())
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way in ("hidden processes", "another clock")])
+def test_who_cannot_be_seen_is_not_taken_for_dead(way: str) -> None:
+    """This process, from there; and one that has ended, whose number nobody has, is dead all the same."""
+    me = identity()
+    ended = os.fork()
+    if not ended:
+        os._exit(0)
+    os.waitpid(ended, 0)
+
+    def look() -> None:
+        assert is_alive(me)
+        assert is_alive(msgspec.structs.replace(identity()))
+        assert way == "another clock" or not is_alive(msgspec.structs.replace(me, pid=ended))
+
+    assert containers.run_there(way, look) == 0
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way == "other pids"])
+def test_a_number_that_the_kernel_gives_again_is_another_process(way: str) -> None:
+    """In a pid namespace, where one may say which number is next: the first that had it stays dead."""
+
+    def sleeper(wanted: int = 0) -> Identity:
+        if wanted:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(wanted - 1))
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(writer, msgspec.json.encode(identity()))
+            signal.pause()
+        said: Identity = msgspec.json.decode(os.read(reader, 4096), type=Identity)
+        assert said.pid == pid
+        return said
+
+    def end(process: Identity) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitpid(process.pid, 0)
+
+    def look() -> None:
+        first = sleeper()
+        assert is_alive(first)
+        end(first)
+        while (second := sleeper(first.pid)).started == first.started:  # within one tick of the kernel's
+            end(second)
+        assert second.pid == first.pid
+        assert is_alive(second)
+        assert not is_alive(first)
+        end(second)
+
+    assert containers.run_there(way, look) == 0
 
 
 def test_what_this_machine_lets_us_try() -> None:

@@ -36,13 +36,13 @@ def addresses_left() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as line:
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/statm", encoding="utf-8") as line:
         return max(0, limit - int(line.read().split()[0]) * resource.getpagesize())
     return None
 
 
 def _available() -> int:
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as lines:
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
@@ -74,5 +74,5 @@ def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[s
 
 
 def _number(name: str) -> int:
-    with open(name, encoding="ascii") as file:
+    with open(name, encoding="utf-8") as file:
         return int(file.read())

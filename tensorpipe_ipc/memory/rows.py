@@ -109,7 +109,13 @@ class Rows:
                 return
             _register(self)
             self._descriptor = self._open()
-            self._adopt(self._find(finish))
+            try:
+                self._adopt(self._find(finish))
+            except BaseException:
+                if self.index < 0:  # else it would be open for ever, and a row locked
+                    os.close(self._descriptor)
+                    self._descriptor = -1
+                raise
 
     def _open(self) -> int:
         try:
@@ -131,8 +137,6 @@ class Rows:
                 if not self.words[INCARNATIONS + row]:
                     return row
                 self._unlock(row)
-        os.close(self._descriptor)
-        self._descriptor = -1
         raise SharedMemoryError(errno.EUSERS, f"all {MAX_ROWS} rows of the segment are taken by living processes")
 
     def _adopt(self, row: int) -> None:

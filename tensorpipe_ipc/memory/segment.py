@@ -123,7 +123,11 @@ class Segment:
     @classmethod
     def _create(cls, size: int) -> Segment:
         descriptor = _sealed_memfd(size)
-        os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, size), 0)
+        try:
+            os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, size), 0)
+        except OSError as failed:
+            os.close(descriptor)
+            raise _refused("could not be written to", size, failed) from failed
         return cls(descriptor, size)
 
     @classmethod

@@ -162,11 +162,12 @@ def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
             block = arena.allocate(nbytes, force=True)
             if not block:
                 raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
+            refused.append(block)
             life = Life(_open(arena.segment.descriptor))
             if read_lock(life.descriptor, block):
+                refused.pop()
                 return block, life
             life.close()
-            refused.append(block)
     finally:
         for block in refused:
             arena.discard(block, kind_of(nbytes))

@@ -109,20 +109,26 @@ class TokenPipe:
         Raises:
             SharedMemoryError: no descriptor is left.
         """
+        opened: list[int] = []
         try:
-            read_end, write_end = os.pipe2(os.O_CLOEXEC)
+            opened += os.pipe2(os.O_CLOEXEC)
             # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
             with contextlib.suppress(OSError):
-                fcntl.fcntl(write_end, _F_SETPIPE_SZ, _PIPE_BYTES)
-            enough = fcntl.fcntl(write_end, _F_GETPIPE_SZ) >= _PIPE_BYTES
-            if tokens is not None and tokens <= CAPACITY and enough:
-                return cls(read_end, write_end)
-            log = os.memfd_create("tensorpipe_ipc spill log", os.MFD_CLOEXEC)
-            # Opened anew for reading: only a description made by open() has a locked file offset.
-            return cls(
-                read_end, write_end, _open_own(log, os.O_RDONLY), _open_own(log, os.O_RDWR | os.O_APPEND, close=log)
-            )
+                fcntl.fcntl(opened[1], _F_SETPIPE_SZ, _PIPE_BYTES)
+            enough = fcntl.fcntl(opened[1], _F_GETPIPE_SZ) >= _PIPE_BYTES
+            if tokens is None or tokens > CAPACITY or not enough:
+                log = os.memfd_create("tensorpipe_ipc spill log", os.MFD_CLOEXEC)
+                try:
+                    # Opened anew for reading: only a description made by open() has a locked file offset.
+                    opened.append(_open_own(log, os.O_RDONLY))
+                    opened.append(_open_own(log, os.O_RDWR | os.O_APPEND))
+                finally:
+                    os.close(log)
+            ends, opened = opened, []  # from here on they are the pipe's, whatever happens
+            return cls(*ends)
         except OSError as failed:
+            for each in opened:
+                os.close(each)
             raise SharedMemoryError(failed.errno, f"no pipe for a queue: {failed.strerror}") from failed
 
     @classmethod
@@ -347,12 +353,8 @@ def _rebuild(*duplicates: Any) -> TokenPipe:
     return TokenPipe(*(-1 if each is None else each.detach() for each in duplicates))
 
 
-def _open_own(descriptor: int, flags: int, close: int = -1) -> int:
-    try:
-        return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
-    finally:
-        if close >= 0:
-            os.close(close)
+def _open_own(descriptor: int, flags: int) -> int:
+    return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 def _tee(source: int, target: int, size: int) -> int:
