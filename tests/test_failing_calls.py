@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
 import os
 import queue
@@ -38,8 +39,15 @@ ERRORS: dict[str, tuple[int, ...]] = {
 MESSAGES = 3
 
 
-def _message(number: int) -> Any:
-    return {"number": number, "small": torch.full((9,), number), "large": torch.full((70_000 * number,), number)}
+@functools.cache
+def _messages() -> list[dict[str, Any]]:
+    """Made, and looked at, before anything fails: torch itself may crash then."""
+    found = [
+        {"number": number, "small": torch.full((9,), number), "large": torch.full((9_000 * number,), number)}
+        for number in range(MESSAGES)
+    ]
+    assert all(torch.equal(each["large"], each["large"].clone()) for each in found)
+    return found
 
 
 def _again(step: Callable[[], Any]) -> Any:
@@ -58,11 +66,11 @@ def through_a_queue(maxsize: int = 2 * MESSAGES) -> int:
     before = len(_again(lambda: os.listdir("/proc/self/fd")))
     made = _again(lambda: tp.Queue(maxsize))
     for number in range(MESSAGES):
-        _again(lambda number=number: made.put(_message(number)))
+        _again(lambda number=number: made.put(_messages()[number]))
     for number in range(MESSAGES):
         got = _again(lambda: made.get(True, PATIENCE))
         assert got["number"] == number, f"{got['number']} for {number}"
-        for name, expected in _message(number).items():
+        for name, expected in _messages()[number].items():
             assert name == "number" or torch.equal(got[name], expected), (number, name)
         del got
     try:
@@ -70,6 +78,7 @@ def through_a_queue(maxsize: int = 2 * MESSAGES) -> int:
     except queue.Empty:
         pass
     _again(made.close)
+    made = None
     gc.collect()
     left = _again(lambda: os.listdir("/proc/self/fd"))
     assert len(left) == before, left
@@ -79,6 +88,7 @@ def through_a_queue(maxsize: int = 2 * MESSAGES) -> int:
 def _failed(call: str, error: int, action: Callable[[], int] = through_a_queue) -> list[str]:
     """What went wrong, of all the runs in each of which another call of a kind fails."""
     wrong, nth = [], 1
+    _messages()
     while True:
         ran = failing_calls.with_failing(call, error, nth, action)
         if ran.status:

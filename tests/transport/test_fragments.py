@@ -62,6 +62,7 @@ def test_long_messages_with_keys(timeout: float | None, tmp_path: Path) -> None:
         assert consumer.statistics().rejected == 0
 
 
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 GREETING = secured.GREETING + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
@@ -108,6 +109,27 @@ def test_strangers_make_a_binder_hold_little(tmp_path: Path) -> None:
 
 
 def test_the_limit_without_keys_is_anothers() -> None:
-    """There, a frame is what this machine holds; libzmq's "no limit" would take a hostile length at its word."""
-    with tp.Consumer("unlimited") as consumer:
+    """There, a frame is what this machine holds; libzmq's "no limit" would take a hostile length at its word.
+
+    A frame of one byte more ends the connection before any of it is read. One of just so many no machine has.
+    """
+    with tp.Consumer("tcp://127.0.0.1:*") as consumer:
         assert consumer._link.socket._socket.getsockopt(zmq.MAXMSGSIZE) == 1 << 40
+        port = int(consumer.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
+            caller.sendall(secured.GREETING + b"NULL".ljust(20, b"\0") + bytes(32))
+            caller.sendall(b"\x04" + bytes([len(READY)]) + READY)
+            assert caller.recv(64, socket.MSG_WAITALL)
+            caller.sendall(b"\x00\x05short")
+            caller.sendall(b"\x02" + ((1 << 40) + 1).to_bytes(8, "big"))
+            while caller.recv(1 << 12):
+                pass
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert "a header of 5 bytes" in consumer.statistics().last_rejection
+
+
+def test_those_who_wait_to_be_accepted() -> None:
+    """As many as a burst of strangers may be, so that a friend is not crowded out."""
+    with tp.Consumer("crowded") as consumer:
+        assert consumer._link.socket._socket.getsockopt(zmq.BACKLOG) == 1024

@@ -157,6 +157,15 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(consumer.get(PATIENCE), large)
 
 
+def test_the_room_of_what_is_kept() -> None:
+    """Up to the limit, to the byte; and whatever comes when nothing is kept."""
+    kept = unacknowledged.Unacknowledged()
+    assert kept.has_room(1 << 40)
+    kept.nbytes = 1
+    assert kept.has_room(unacknowledged.KEPT_AT_MOST - 1)
+    assert not kept.has_room(unacknowledged.KEPT_AT_MOST)
+
+
 def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
     """A tensor that came in pieces keeps its bytes as long as any view of it lives; then the next one lies there."""
     with tp.Consumer(LOOPBACK, copy=False) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:

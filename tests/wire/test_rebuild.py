@@ -8,7 +8,7 @@ import pytest
 import torch
 from exchange import join
 
-from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.spec import MAX_NODES
 
@@ -54,6 +54,19 @@ def keys(*packed: bytes) -> bytes:
         (keys(b"\x91\x01"), keys(b"\x80"), "a dict key of type dict"),
         (keys(b"\x91\x91\x01"), keys(b"\x91\x81\x01\x01"), "a dict key of type dict"),
         (keys(b"\xc4\x01x"), keys(b"\xd4\x01\x00"), "a dict key of type Ext"),
+        (keys(b"\x01"), keys(b""), "a dict key that is no msgpack"),
+        pytest.param(
+            keys(b"\x91\xc5\x01\xf3" + b"\x90" * 499),
+            keys(b"\x91\xc5\x01\xf4" + b"\x90" * 500),
+            "a dict key of 504 bytes that is nested too deeply, or too long for a tuple",
+            id="501 bytes of a tuple that may nest",
+        ),
+        pytest.param(
+            keys(b"\xc5\x01\xf5" + b"\x90" * 501),
+            keys(b"\xdc\x00\x01\xc5\x01\xf5" + b"\x90" * 501),
+            "nested too deeply",
+            id="501 such bytes of no tuple",
+        ),
         (nested(64), nested(65), "nested deeper than 64 containers"),
         (
             b"\x20" + (MAX_NODES - 1).to_bytes(4, "little") + bytes(MAX_NODES - 1),
@@ -119,3 +132,10 @@ def test_their_numbers_must_be_right(leaves: int, values: int) -> None:
     """A leaf or value too many or too few is refused."""
     with pytest.raises(ProtocolError, match=f"{leaves} leaves and {values} values for a tree of 1 and 1"):
         Plan(join(["20 02000000 10 01"])).build([F] * leaves, [1] * values)
+
+
+def test_what_numpy_lacks_is_no_fault_of_the_message() -> None:
+    """As an array it is an UnsupportedLeaf, which says what to do; its neighbour is not."""
+    assert Plan(b"\x10").build([F], [], as_numpy=True).tolist() == [1, 1]
+    with pytest.raises(UnsupportedLeaf, match="NumPy has no torch.bfloat16"):
+        Plan(b"\x10").build([F.bfloat16()], [], as_numpy=True)

@@ -16,6 +16,7 @@ from tensorpipe_ipc.wire import header, schema
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
 from tensorpipe_ipc.wire.schema import Schema
+from tensorpipe_ipc.wire.spec import MAX_NODES
 
 TRUE_S = {"x": torch.tensor([1, 2], dtype=torch.int16), "n": 5, "t": [torch.tensor(True), "s"]}
 SHARED = torch.arange(4, dtype=torch.uint8)
@@ -129,8 +130,8 @@ def meta(nbytes: int, dims: tuple[int, ...] = (4,), code: int = 2) -> bytes:
     return struct.pack("<BBBBQ", code, 0, len(dims), 0, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
 
 
-def view(span: int, offset: int, size: int, stride: int = 1, code: int = 2) -> bytes:
-    return struct.pack("<BBBBQqQq", code, 2, 1, 0, span, size, offset, stride)
+def view(span: int, offset: int, size: int, stride: int = 1, code: int = 2, own: int = 0) -> bytes:
+    return struct.pack("<BBBBQqQq", code, 2, 1, own, span, size, offset, stride)
 
 
 def layout(
@@ -186,6 +187,23 @@ TWO = b"\x20" + u32(2) + b"\x10\x10"
             f"a span of {MAX_NBYTES + 1} bytes, the limit is {MAX_NBYTES}",
         ),
         (layout(spans=((8, MAX_NBYTES),)), layout(spans=((8, MAX_NBYTES + 1),)), "a span of"),
+        (layout(), b"\x03raw" + u32(1) + b"\x10" + bytes(3), "schema cut short at byte 9"),
+        (
+            layout(spans=((0, 0),), metas=(meta(4),)),
+            b"\x03raw" + u32(1) + b"\x10" + u32(1) + bytes(15),
+            "a count of 1 at byte 9 of the schema, with 15 bytes left",
+        ),
+        pytest.param(
+            layout(spans=((0, 0),) * MAX_NODES),
+            layout(spans=((0, 0),) * (MAX_NODES + 1)),
+            f"a count of {MAX_NODES + 1} at byte 9",
+            id="as many spans as nodes",
+        ),
+        (
+            layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10, own=11))),
+            layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10))),
+            "views of span 0 that were narrowed, and others that were not alike",
+        ),
     ],
 )
 def test_each_rule_has_two_sides(inside: bytes, outside: bytes, says: str) -> None:
@@ -221,6 +239,15 @@ def test_frames_must_be_as_announced(frames: list[bytes], says: str, again: bool
         assert len(read(message(data, bytes(68), bytes(BULK)))) == 3
     with pytest.raises(ProtocolError, match=says):
         read(message(data, *frames))
+
+
+@pytest.mark.parametrize("nbytes", [3, 5])
+def test_a_block_must_be_as_announced(nbytes: int) -> None:
+    """Payloads in a block that are a byte short or long are refused."""
+    raw = serializer_named("raw")
+    assert Schema(layout()).tree_in(b"", memoryview(bytearray(4)), raw).tolist() == [0] * 4
+    with pytest.raises(ProtocolError, match=f"payloads of {nbytes} bytes, the schema announces 4"):
+        Schema(layout()).tree_in(b"", memoryview(bytearray(nbytes)), raw)
 
 
 @pytest.mark.parametrize(("nbytes", "dims"), [(3, (4,)), (5, (4,)), (4, (5,)), (0, (1,)), (4, (0,)), (1, (0,))])
