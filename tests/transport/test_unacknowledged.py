@@ -206,6 +206,16 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 14) + 1, False), (1 << 14, True)])
+def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
+    """When 16 KiB are missing, and not a byte earlier."""
+    total = 3 * PIECE
+    building = Assembly(1, total, Regions())
+    assert building.add(unpack(memoryview(pack_piece(1, 0, total))), memoryview(bytes(total - missing)))
+    assert (building._region is not None) == is_asked_for
+    assert bool(building._waiting) == (not is_asked_for)
+
+
 def test_what_this_machine_does_not_have_is_refused() -> None:
     """What is announced is at most all of its memory."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
