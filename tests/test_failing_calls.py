@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import gc
 import os
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +56,7 @@ def _again(step: Callable[[], Any]) -> Any:
     """What a step returns, perhaps at the second try."""
     try:
         return step()
-    except queue.Empty:
+    except (queue.Empty, queue.Full):
         raise
     except (tp.TensorPipeError, OSError, MemoryError):
         return step()
@@ -82,6 +84,27 @@ def through_a_queue(maxsize: int = 2 * MESSAGES) -> int:
     gc.collect()
     left = _again(lambda: os.listdir("/proc/self/fd"))
     assert len(left) == before, left
+    return 0
+
+
+def through_two_ends() -> int:
+    """The same from a producer to a consumer, which share memory if they can."""
+    torch.set_num_threads(1)
+    consumer = _again(lambda: tp.Consumer(f"failing-{os.getpid()}"))
+    producer = _again(lambda: tp.Producer(consumer.endpoint, linger=0))
+    put, got = 0, list[int]()
+    deadline = time.monotonic() + PATIENCE
+    while len(got) < MESSAGES:
+        assert time.monotonic() < deadline, f"{put} put, {got} came"
+        with contextlib.suppress(queue.Full):
+            if put < MESSAGES:
+                _again(lambda put=put: producer.put(_messages()[put], 0.02))
+                put += 1
+        with contextlib.suppress(queue.Empty):
+            got.append(_again(lambda: consumer.get(0.02))["number"])
+    assert got == list(range(MESSAGES)), got
+    for end in (producer, consumer):
+        _again(end.close)
     return 0
 
 
@@ -121,6 +144,13 @@ def test_a_call_that_fails_costs_nothing(call: str) -> None:
     """Some calls: each of them fails once, in a run of its own."""
     if failing_calls.is_possible():
         assert _failed(call, ERRORS[call][0]) == []
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "writev", pytest.param("pipe2", marks=pytest.mark.kills)])
+def test_between_two_ends_a_call_that_fails_costs_nothing(call: str) -> None:
+    """Calls that ends make themselves. When one of libzmq's own fails for want of memory, it ends the process."""
+    if failing_calls.is_possible():
+        assert _failed(call, ERRORS[call][0], through_two_ends) == []
 
 
 @pytest.mark.kills
