@@ -1,6 +1,6 @@
 """Staging with a recording in CUDA's place: which calls are made, in which order, and what happens when one fails.
 
-Tensors of the fake GPU are CPU tensors that the recording knows: every copy really happens, when its event is done.
+What stands in for CUDA is in gpu_stand_in.py.
 """
 
 from __future__ import annotations
@@ -14,91 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_stand_in import GPU, OTHER, Recording
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory import staging
 from tensorpipe_ipc.memory.segment import PAGE_LOCKED
-from tensorpipe_ipc.memory.staging import Cuda, Staging, StagingEncoder, unstager
+from tensorpipe_ipc.memory.staging import Staging, StagingEncoder, unstager
 from tensorpipe_ipc.serializers import base, serializer_named
 from tensorpipe_ipc.wire.arrival import Arrival
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import encode
 
-GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 LARGE = 100_000
-
-
-class Event:
-    """Of one copy, which is done when somebody waits for it, or ``finished`` is set."""
-
-    def __init__(self, calls: list[Any], copy: Any) -> None:
-        self.calls, self.copy, self.finished = calls, copy, False
-
-    def query(self) -> bool:
-        return self.finished
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-        self.done()
-
-    def done(self) -> None:
-        if not self.finished:
-            self.copy()
-        self.finished, self.copy = True, None  # which keeps what was copied
-
-
-class Recording(Cuda):
-    """Says what it was asked to do."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.calls: list[Any] = []
-        self.code = code
-        self.on_gpu: list[torch.Tensor] = []
-        self.events: list[Event] = []
-        self.bad_fork = False
-
-    def is_initialized(self) -> bool:
-        return not self.bad_fork
-
-    def is_bad_fork(self) -> bool:
-        return self.bad_fork
-
-    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        return any(tensor is each for each in self.on_gpu)
-
-    def register(self, address: int, nbytes: int) -> int:
-        assert not address % 4096
-        assert not nbytes % 4096
-        self.calls.append("register")
-        return self.code
-
-    def unregister(self, address: int) -> None:
-        self.calls.append("unregister")
-
-    def side_stream(self, device: torch.device) -> Any:
-        self.calls.append(f"stream {device}")
-        return f"side {device}"
-
-    def current_stream(self, device: torch.device) -> Any:
-        return f"current {device}"
-
-    def order(self, later: Any, earlier: Any) -> None:
-        self.calls.append(f"{later} after {earlier}")
-
-    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
-        self.calls.append(f"copy on {stream}")
-        self.events.append(Event(self.calls, lambda: to.copy_(tensor)))
-        return self.events[-1]
-
-    def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.calls.append(f"empty on {device}")
-        return torch.zeros_like(tensor)
-
-    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        self.calls.append(f"keep for {stream}")
-
-    def resolve(self, device: torch.device) -> torch.device:
-        return device if device.index is not None else GPU
 
 
 @pytest.fixture
@@ -121,8 +48,7 @@ def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
 
 
 def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
-    cuda.on_gpu.append(torch.randn(shape))
-    return cuda.on_gpu[-1]
+    return cuda.put_on(torch.randn(shape))
 
 
 def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
@@ -130,9 +56,8 @@ def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
     at_work, queue = Staging(cuda), ctx.Queue()
     sent = _gpu(cuda, LARGE)
     _put(queue, {"x": sent, "n": torch.arange(3)}, at_work)
-    steps = ["side cuda after current cuda", "copy on side cuda", "keep for side cuda", "synchronize"]
-    device = str(sent.device)
-    assert cuda.calls == ["register", f"stream {device}", *(step.replace("cuda", device) for step in steps)]
+    steps = ["stream X", "side X after current X", "copy on side X", "keep for side X", "synchronize"]
+    assert cuda.calls == ["register", *(step.replace("X", "cuda:0") for step in steps)]
     assert torch.equal(queue.get()["x"], sent)
     cuda.calls.clear()
     for _ in range(40):
@@ -149,7 +74,8 @@ def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
     assert cuda.calls == []
     last = torch.randn(4, 3, 100, 100).to(memory_format=torch.channels_last)
     gaps = torch.randn(LARGE, 2)[:, 0]
-    cuda.on_gpu += [last, gaps]
+    cuda.put_on(last)
+    cuda.put_on(gaps)
     _put(queue, last, at_work)
     _put(queue, gaps, at_work)
     assert cuda.calls.count("synchronize") == 1
