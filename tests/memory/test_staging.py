@@ -6,6 +6,8 @@ What stands in for CUDA is in gpu_stand_in.py.
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from arenas import left_in
 from gpu_stand_in import GPU, OTHER, Recording
 
 import tensorpipe_ipc as tp
@@ -128,6 +131,86 @@ def test_several_devices_have_a_stream_each(ctx, cuda: Recording) -> None:
         queue.put(torch.ones(LARGE))
         _get(queue, at_work, device)
     assert [call for call in cuda.calls if call.startswith("stream")] == ["stream cuda:0", "stream cuda:1"]
+    at_work.finish()
+
+
+def test_tensors_of_several_devices_in_one_tree(ctx, cuda: Recording) -> None:
+    """Each is copied on its own GPU's side stream, after what the caller told that GPU; all are there when put returns."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    tree = [cuda.put_on(torch.randn(LARGE), device) for device in (GPU, OTHER, GPU)]
+    _put(queue, tree, at_work)
+    steps = [call for call in cuda.calls if call not in ("register", "synchronize")]
+    for device, times in ((GPU, 2), (OTHER, 1)):
+        assert steps.count(f"side {device} after current {device}") == steps.count(f"copy on side {device}") == times
+        assert steps.count(f"stream {device}") == 1
+    assert cuda.calls[-1] == "synchronize"
+    assert all(map(torch.equal, queue.get(), tree))
+
+
+def _killed_in(ctx, queue, action) -> None:
+    """Run something in a forked child, which stops where a copy's end is waited for, and is killed there."""
+    process = ctx.Process(target=action)
+    process.start()
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), "it got to the copy"
+    process.kill()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+
+
+def _stopping() -> Recording:
+    cuda = Recording()
+    event = cuda.event()
+    event.synchronize = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    cuda.event = lambda: event  # type: ignore[method-assign]
+    return cuda
+
+
+def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx) -> None:
+    """The block that its GPU was reading is free again, for whoever puts next, and nobody else's message is missing."""
+    queue = ctx.Queue()
+    queue.put(torch.ones(LARGE))
+    queue.put(torch.zeros(LARGE))
+
+    def get() -> None:
+        at_work = Staging(_stopping())
+        kept = _get(queue, at_work)
+        at_work.finish()
+        del kept
+
+    _killed_in(ctx, queue, get)
+    assert torch.equal(queue.get(timeout=5), torch.zeros(LARGE))
+    assert queue.empty()
+    assert not left_in(ctx)
+
+
+def test_a_producer_killed_in_its_copy_puts_nothing(ctx) -> None:
+    """A message is all or nothing: what was not copied to its end is not queued, and its block is free again."""
+    queue = ctx.Queue(2)
+
+    def put() -> None:
+        cuda = _stopping()
+        _put(queue, cuda.put_on(torch.ones(LARGE)), Staging(cuda))
+
+    _killed_in(ctx, queue, put)
+    for number in range(2):
+        queue.put(torch.full((LARGE,), float(number)), timeout=5)
+    assert [float(queue.get(timeout=5)[0]) for _ in range(2)] == [0, 1]
+    assert queue.empty()
+    assert not left_in(ctx)
+
+
+def test_a_block_is_not_written_before_its_copy_is_done(ctx, cuda: Recording) -> None:
+    """However many messages follow, none is put into a block that a GPU is still reading."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    queue.put(torch.full((LARGE,), 5.0))
+    got = _get(queue, at_work)
+    for number in range(20):
+        queue.put(torch.full((LARGE,), float(number)))
+        assert float(queue.get(copy=True)[0]) == number
+    cuda.events[0].done()
+    assert torch.equal(got, torch.full((LARGE,), 5.0))
     at_work.finish()
 
 
