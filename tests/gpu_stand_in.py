@@ -5,6 +5,8 @@ Tensors of the stand-in's GPUs are CPU tensors that it knows. Every copy really 
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
 import uuid
@@ -101,7 +103,7 @@ class Recording(Cuda):
     def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor, event: Any = None) -> Any:
         self.calls.append(f"copy on {stream}")
         event = event or self.event()
-        event.copies.append(lambda: to.copy_(tensor))
+        event.copies.append(functools.partial(_copy, to, _window(tensor)))
         event.finished = False
         return event
 
@@ -174,6 +176,18 @@ class Files(DeviceMemory):
         address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
         self._maps[address] = mapped
         return address, len(mapped)
+
+
+def _window(tensor: torch.Tensor) -> Any:
+    """Its memory as it will be when it is read: as a GPU, it does not keep what it reads."""
+    if not tensor.is_contiguous():
+        return tensor
+    octets = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(octets, dtype=torch.uint8)
+
+
+def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
+    (to if to.shape == origin.shape and to.dtype == origin.dtype else to.view(-1).view(torch.uint8)).copy_(origin)
 
 
 class StandIn:

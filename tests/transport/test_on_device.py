@@ -210,6 +210,17 @@ def test_all_that_is_known_of_a_tensor_arrives(ctx, there: StandIn, tmp_path: Pa
     assert queue.statistics().on_device >= 8
 
 
+def test_many_at_once_have_a_block_each(ctx, there: StandIn) -> None:
+    """``put_many`` names device blocks of all before any is queued: none is named twice."""
+    queue = ctx.Queue(cuda_ipc=True)
+    queue.put(_gpu(there))
+    queue.get(device="cuda:0")
+    queue.put_many([_gpu(there, number) for number in range(4)])
+    assert queue.statistics().on_device == 4
+    got = queue.get_many(4, 5, device="cuda:0")
+    assert [_bits({"": tensor}) for tensor in got] == [_bits({"": _gpu(there, number)}) for number in range(4)]
+
+
 def test_received_tensors_are_copies(ctx, there: StandIn) -> None:
     """What was received stays as it is when its device block is used again, and can be put again itself."""
     queue = ctx.Queue(cuda_ipc=True)
