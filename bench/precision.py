@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(
         "one way: from the begin of put to the restored tensor\n"
         "memory: what the receiver gains by holding one message\n"
-        "errors are relative; 1: an item so small that it became 0"
+        "error: relative, the median and the worst item's; 1: an item so small that it became 0"
     )
     print(" · ".join(f"{name} {value}" for name, value in host.items()))
     if arguments.json:
@@ -130,7 +130,7 @@ def _receive(line: Any, transport: str) -> None:
 def _table(rows: list[Precise]) -> Table:
     table = Table(title="float32 noise over each wire dtype", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("wire dtype", no_wrap=True)
-    for name in ("MB sent", "one way ms", "x float32", "unique MiB", "shared MiB", "error: median", "worst"):
+    for name in ("MB", "one way ms", "x float32", "unique MiB", "shared MiB", "error", "worst"):
         table.add_column(name, justify="right", no_wrap=True)
     before = ("", "")
     for row in rows:
