@@ -149,8 +149,15 @@ class Files(DeviceMemory):
         self._names[address] = path
         return address
 
+    def free(self, index: int, address: int) -> None:
+        self.calls.append("free")
+        self._names.pop(address).unlink()
+        del self._maps[address]
+
     def export(self, index: int, address: int) -> bytes:
         self.calls.append("export")
+        if self.refuses:
+            raise SharedMemoryError(5, self.refuses)
         return self._names[address].name.encode().ljust(64, b"\0")
 
     def open(self, index: int, handle: bytes) -> tuple[int, int]:

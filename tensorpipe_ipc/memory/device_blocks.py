@@ -95,6 +95,10 @@ class DeviceMemory:
         self._call(index, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         return address.value
 
+    def free(self, index: int, address: int) -> None:
+        """Give an allocation back."""
+        self._call(index, "cuMemFree_v2", ctypes.c_uint64(address))
+
     def export(self, index: int, address: int) -> bytes:
         """The handle of an allocation."""
         handle = _Handle()
@@ -210,6 +214,7 @@ class DeviceBlocks:
         self._tests: dict[int, DeviceBlock] = {}
         self._opened: OrderedDict[tuple[int, int], tuple[int, int, torch.Tensor, Identity]] = OrderedDict()
         self._sizes: dict[int, int] = {}
+        self._refused: dict[int, str] = {}  # by GPU: why CUDA exports none of its memory
 
     # ---- lending
 
@@ -267,12 +272,19 @@ class DeviceBlocks:
             self._free[block.index, block.name.nbytes].append(block)
 
     def _make(self, index: int, size: int, *, is_test: bool = False) -> DeviceBlock | None:
+        if index in self._refused:  # as WSL2 does, and some containers: it will not change
+            raise SharedMemoryError(errno.ENOTSUP, self._refused[index])
         used = self._sizes.get(index, 0)
         if not is_test and used + size > self._memory.total(index) // SHARE:
             return None
         gpu = self._memory.gpus()[index]
         address = self._memory.allocate(index, size)
-        handle = self._memory.export(index, address)
+        try:
+            handle = self._memory.export(index, address)
+        except SharedMemoryError as error:
+            self._refused[index] = str(error)
+            self._memory.free(index, address)
+            raise
         name = BlockName(gpu, self.token, next(self._numbers), handle, size, identity())
         memory = self._memory.tensor_at(index, address, size)
         block = DeviceBlock(index, name, memory, self.staging.cuda.event())

@@ -259,6 +259,17 @@ def test_where_it_cannot_be_it_is_staged_and_said(ctx, there: StandIn, tmp_path:
         assert queue.statistics().on_device == 0
 
 
+def test_where_cuda_exports_nothing_it_is_asked_once(ctx, there: StandIn) -> None:
+    """What was allocated for it is given back, and messages are staged, with CUDA's word for the reason."""
+    there.files.refuses = "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED (801)"
+    queue = ctx.Queue(cuda_ipc=True)
+    for number in range(3):
+        queue.put(_gpu(there, number))
+        assert "CUDA_ERROR_NOT_SUPPORTED" in queue.statistics().staged_because
+        assert _bits({"": queue.get()}) == _bits({"": _gpu(there, number)})
+    assert there.files.calls == ["allocate 2097152", "export", "free"]
+
+
 def test_other_bytes_than_were_written_are_not_trusted(ctx, there: StandIn, tmp_path: Path) -> None:
     """Where the test block reads otherwise than it was written, nothing goes that way."""
     queue = ctx.Queue(cuda_ipc=True)
