@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from bench import all as everything
-from bench import dataloader, endpoints, growth, page, precision, queue, serializers, tcp
+from bench import dataloader, endpoints, gpu, growth, page, precision, queue, serializers, tcp
 
-COMMANDS = (everything, growth, page, serializers, endpoints, tcp, queue, dataloader, precision)
+COMMANDS = (everything, growth, page, serializers, endpoints, tcp, queue, dataloader, precision, gpu)
 
 
 def main(arguments: list[str] | None = None) -> None:

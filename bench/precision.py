@@ -35,14 +35,15 @@ class Precise(NamedTuple):
     milliseconds: float  # from the begin of put to the tensor, restored; median
     unique: int  # bytes of unique memory that the receiver gained by holding one message
     shared: int  # the same of shared memory
-    largest_relative_error: float  # of all items, found afterwards
+    largest_relative_error: float  # of all items, found afterwards; 1: an item so small that it became 0
+    median_relative_error: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--scale", type=float, default=1.0, help="a fraction of the rounds")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", metavar="PNG", help="draw time and bytes there")
+    parser.add_argument("--plot", metavar="PNG", help="draw the times there")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
     host = machine()
     Console(width=100).print(_table(rows))
     print(
-        "one way: from the begin of put to the restored tensor; memory: what the receiver gains by holding one message"
+        "one way: from the begin of put to the restored tensor\n"
+        "memory: what the receiver gains by holding one message\n"
+        "error: relative, the median and the worst item's; 1: an item so small that it became 0"
     )
     print(" · ".join(f"{name} {value}" for name, value in host.items()))
     if arguments.json:
@@ -76,7 +79,7 @@ def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
     child.start()
     try:
         times: dict[Any, list[float]] = {dtype: [] for dtype in WIRE}
-        found: dict[Any, tuple[int, int, int, float]] = {}
+        found: dict[Any, tuple[int, int, int, float, float]] = {}
         for number in range(1 + max(1, round(ROUNDS[size] * scale))):
             for dtype in WIRE:
                 there.send("time" if number else "hold")
@@ -84,8 +87,9 @@ def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
                     if number == 0:
                         producer.put(tensor, 60)
                         unique, shared, got = there.recv()
-                        error = float(((torch.from_numpy(got) - tensor) / tensor).abs().max())
-                        found[dtype] = producer.statistics().bytes, unique, shared, error
+                        error = ((torch.from_numpy(got) - tensor) / tensor).abs()
+                        worst, usual = float(error.max()), float(error.median())
+                        found[dtype] = producer.statistics().bytes, unique, shared, worst, usual
                     else:
                         producer.put(torch.zeros(1), 60)  # they have met
                         there.recv()
@@ -98,8 +102,10 @@ def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
         child.kill()
     for dtype in WIRE:
         name = str(dtype or torch.float32).removeprefix("torch.")
-        nbytes, unique, shared, error = found[dtype]
-        yield Precise(transport, size, name, nbytes, 1e3 * statistics.median(times[dtype]), unique, shared, error)
+        nbytes, unique, shared, worst, usual = found[dtype]
+        yield Precise(
+            transport, size, name, nbytes, 1e3 * statistics.median(times[dtype]), unique, shared, worst, usual
+        )
 
 
 def _receive(line: Any, transport: str) -> None:
@@ -123,31 +129,29 @@ def _receive(line: Any, transport: str) -> None:
 
 def _table(rows: list[Precise]) -> Table:
     table = Table(title="float32 noise over each wire dtype", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("", "wire dtype"):
-        table.add_column(name, no_wrap=True)
-    for name in ("MB crossed", "one way ms", "of float32's", "unique MiB", "shared MiB", "rel. error"):
-        table.add_column(name, justify="right")
+    table.add_column("wire dtype", no_wrap=True)
+    for name in ("MB", "one way ms", "x float32", "unique MiB", "shared MiB", "error", "worst"):
+        table.add_column(name, justify="right", no_wrap=True)
     before = ("", "")
     for row in rows:
         (plain,) = (r for r in rows if (r.transport, r.size, r.wire_dtype) == (row.transport, row.size, "float32"))
         if (row.transport, row.size) != before:
-            table.add_section()
+            table.add_row(f"{row.size}, {row.transport}", style="underline")
         table.add_row(
-            f"{row.size}, {row.transport}" if (row.transport, row.size) != before else "",
-            row.wire_dtype,
+            f" {row.wire_dtype}",
             f"{row.nbytes / 1e6:,.1f}",
             f"{row.milliseconds:,.2f}",
             f"{row.milliseconds / plain.milliseconds:.2f}",
             f"{row.unique / 2**20:,.1f}",
             f"{row.shared / 2**20:,.1f}",
-            f"{row.largest_relative_error:.1e}" if row.largest_relative_error else "0",
+            *(f"{error:.0e}" if error else "0" for error in (row.median_relative_error, row.largest_relative_error)),
         )
         before = row.transport, row.size
     return table
 
 
 def draw(rows: list[Precise], path: str) -> None:
-    """Write the picture: for each transport and size, what each dtype takes of float32's time."""
+    """Write the picture: for each transport and size, each dtype's time as a multiple of float32's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -163,14 +167,19 @@ def draw(rows: list[Precise], path: str) -> None:
         for index, name in enumerate(names):
             ratio = of[name].milliseconds / of["float32"].milliseconds
             at = place + (index - (len(names) - 1) / 2) * width
-            axis.bar(at, ratio, width * 0.92, color=colours[name], label=name if place == 0 else None)
+            label = f"{name}: {of[name].nbytes / of['float32'].nbytes:.0%} of the bytes" if place == 0 else None
+            axis.bar(at, ratio, width * 0.92, color=colours[name], label=label)
             axis.annotate(f"{ratio:.2f}", (at, ratio), ha="center", va="bottom", fontsize=8)
     axis.axhline(1, color="#666666", linewidth=0.8)
-    axis.set_xticks(range(len(groups)), [f"{size}, {transport}" for transport, size in groups])
-    axis.set_ylabel("one way, of float32's time")
-    axis.legend(frameon=False, title="crosses as")
+    plain = {(row.transport, row.size): row.milliseconds for row in rows if row.wire_dtype == "float32"}
+    named = [f"{size}, {transport}\nfloat32: {plain[transport, size]:,.1f} ms" for transport, size in groups]
+    axis.set_xticks(range(len(groups)), named)
+    axis.set_ylabel("time one way, in multiples of float32's")
+    figure.legend(loc="outside right upper", frameon=False, title="crosses as")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    figure.suptitle("What a narrow wire dtype takes of the time that float32 takes", x=0.01, ha="left", fontsize=14)
+    figure.suptitle(
+        "float32 tensors that cross in a narrower dtype: bars under the line are faster", x=0.01, ha="left", fontsize=14
+    )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

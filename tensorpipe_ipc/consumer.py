@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -15,6 +16,7 @@ from tensorpipe_ipc.errors import (
     OutOfMemory,
     PeerLost,
     ProtocolError,
+    SharedMemoryError,
     UnknownSerializer,
     UnsupportedLeaf,
 )
@@ -24,10 +26,11 @@ from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
+from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
-from tensorpipe_ipc.wire.in_block import BY_REFERENCE, parts_of
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
@@ -142,14 +145,16 @@ class Consumer:
         Raises:
             Empty: nothing came in time.
             EndOfStream: every producer has said goodbye, and all is taken.
-            PeerLost: all producers are gone, and one went without a goodbye; it is told once.
+            PeerLost: all producers are gone, and one went without a goodbye; it is told once. Or a message lay in the GPU
+                memory of one that is gone (``cuda_ipc``).
             UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
                 NumPy lacks. It is dropped.
             OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``). It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
-                may hold). The message comes again.
+                may hold). The message comes again. Or this process cannot read the GPU memory that the message lay in
+                (``cuda_ipc``): then it is dropped.
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
@@ -239,7 +244,7 @@ class Consumer:
             if link.shares_memory:
                 peer = link.next_ready(patience)
                 if peer is not None:
-                    taken = link.take(peer, self._decode_block, self._lease_from)
+                    taken = link.take(peer, functools.partial(self._decode_block, peer.queue), self._lease_from)
                     if type(taken) is tuple:
                         return taken
                     if taken is not NOTHING:
@@ -278,14 +283,21 @@ class Consumer:
         serializer = serializer_named(schema.serializer)
         return schema.tree(header.values, payloads, serializer, self._own, self._arrival), schema.nbytes
 
-    def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
-        """A message in a block: its tree and bytes, or the error that it is."""
+    def _decode_block(self, queue: Any, metadata: bytes, payload: bytearray | Octets) -> Any:
+        """A message in a block of a queue's: its tree and bytes, or the error that it is."""
         try:
             if metadata != self._last_metadata:
                 self._last_metadata, self._last_parts = b"", self._parts(metadata)
                 self._last_metadata = metadata
             how, schema, values, serializer = self._last_parts
-            if how:
+            if how & (ON_DEVICE | OFFERS):
+                told = on_device.said_of(values)
+                if how & ON_DEVICE:
+                    tree = on_device.tree_of(told, schema, payload, serializer, self._arrival)
+                    return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
+                on_device.answer(queue, told, self._arrival)
+                values = told.values
+            if how & BY_REFERENCE:
                 said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
@@ -296,8 +308,10 @@ class Consumer:
     def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
         """Whether it goes by reference; schema, values and serializer."""
         how, read, values = parts_of(metadata)
-        if how & ~BY_REFERENCE:
-            raise ProtocolError(f"a message with flags {how:#x} in a block; endpoints take {BY_REFERENCE:#x} only")
+        if how not in (0, BY_REFERENCE, ON_DEVICE, OFFERS):
+            raise ProtocolError(
+                f"a message with flags {how:#x} in a block; endpoints take one of {BY_REFERENCE}, {ON_DEVICE}, {OFFERS}"
+            )
         schema = schema_of(read)
         if not self._link.accepts(schema.serializer):
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
@@ -305,7 +319,7 @@ class Consumer:
 
     def _raise_or_reject(self, error: Exception) -> None:
         """What ``_decode_block`` made of something that was no message, or none for here."""
-        if isinstance(error, UnsupportedLeaf):
+        if isinstance(error, (UnsupportedLeaf, PeerLost, SharedMemoryError)):
             raise error
         self._link.reject(error)
 

@@ -50,16 +50,30 @@ class _WithOurQueues(context.BaseContext):
         return found  # type: ignore[no-any-return]
 
     def Queue(  # type: ignore[override]
-        self, maxsize: int = 0, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None, spin: float = 0.0
+        self,
+        maxsize: int = 0,
+        *,
+        serializer: str = "raw",
+        wire_dtype: torch.dtype | None = None,
+        spin: float = 0.0,
+        cuda_ipc: bool = False,
     ) -> Queue:
         """See ``tensorpipe_ipc.Queue``."""
-        return Queue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin)
+        return Queue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc)
 
     def JoinableQueue(  # type: ignore[override]
-        self, maxsize: int = 0, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None, spin: float = 0.0
+        self,
+        maxsize: int = 0,
+        *,
+        serializer: str = "raw",
+        wire_dtype: torch.dtype | None = None,
+        spin: float = 0.0,
+        cuda_ipc: bool = False,
     ) -> JoinableQueue:
         """See ``tensorpipe_ipc.JoinableQueue``."""
-        return JoinableQueue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin)
+        return JoinableQueue(
+            maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc
+        )
 
     def SimpleQueue(  # type: ignore[override]
         self, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.transport.on_device import Lender
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.sending import Held, SendLink
@@ -29,6 +31,7 @@ from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
 from tensorpipe_ipc.transport.zmq_sockets import SLICE
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
+from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
 
 __all__ = ["Producer", "ProducerStatistics"]
@@ -66,6 +69,10 @@ class ProducerStatistics:
     """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
     worst_error: float
     """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor."""
+    on_device: int = 0
+    """Messages to the consumers that are attached whose large GPU tensors stayed on their GPU (``cuda_ipc``)."""
+    staged_because: str = ""
+    """Why the last one with such tensors, to any of them, did not, but went through the CPU's memory; "" where it did."""
 
 
 class Producer:
@@ -86,6 +93,7 @@ class Producer:
         shared_memory: Literal["auto", "off", "require"] = "auto",
         linger: float = 5.0,
         security: Curve | None = None,
+        cuda_ipc: bool = False,
     ) -> None:
         """Open the end. It does not wait for anybody.
 
@@ -102,6 +110,10 @@ class Producer:
                 to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
             linger: seconds that ``close`` waits for messages to be taken.
             security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
+            cuda_ipc: through shared memory large GPU tensors stay on their GPU, where the consumer wants them on a GPU
+                (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the consumer's own.
+                Such a message is lost if this process ends before it was taken. Else they are staged, and ``statistics()``
+                says why. With ``wire_dtype`` they always are.
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.
@@ -122,6 +134,10 @@ class Producer:
             shared_memory=shared_memory,
             security=security,
         )
+        self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
+        if cuda_ipc:
+            self._lenders = weakref.WeakKeyDictionary()
+            self._link.in_one_block = functools.partial(_lent, self._lenders)
         self._guard = Guard(f"Producer on {self._link.endpoint}")
         self._messages = self._bytes = self._waits = 0
         self._seconds_waited = 0.0
@@ -226,7 +242,7 @@ class Producer:
 
     def statistics(self) -> ProducerStatistics:
         """A snapshot of what happened so far."""
-        link = self._link
+        link, lenders = self._link, list((self._lenders or {}).values())
         with self._guard:
             link.drain()
             link.look_around()
@@ -244,6 +260,8 @@ class Producer:
                 transport=link.transport(),
                 overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
                 worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
+                on_device=sum(lender.on_device for lender in lenders),
+                staged_because=next((each.staged_because for each in lenders if each.staged_because), ""),
             )
 
     def close(self) -> None:
@@ -334,6 +352,13 @@ class Producer:
         if losses:
             told = "; ".join(f"{peer} with {count} messages that it had not taken" for peer, count in losses)
             raise PeerLost(f"{self.endpoint}: {told}")
+
+
+def _lent(
+    lenders: weakref.WeakKeyDictionary[PairQueue, Lender], queue: PairQueue, message: Outgoing
+) -> tuple[Block, bytes]:
+    lender = lenders.get(queue) or lenders.setdefault(queue, Lender(queue))
+    return lender.in_one_block(message)
 
 
 def _close(link: SendLink, guard: Guard, linger: float) -> None:

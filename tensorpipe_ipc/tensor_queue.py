@@ -27,12 +27,22 @@ from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.flatten import flatten
-from tensorpipe_ipc.wire.in_block import A_PICKLE, BY_REFERENCE, PICKLED, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.in_block import (
+    A_PICKLE,
+    BY_REFERENCE,
+    OFFERS,
+    ON_DEVICE,
+    PICKLED,
+    in_one_block,
+    metadata_of,
+    parts_of,
+)
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
@@ -59,6 +69,7 @@ class Queue:
         serializer: str = "raw",
         wire_dtype: torch.dtype | None = None,
         spin: float = 0.0,
+        cuda_ipc: bool = False,
     ) -> None:
         """A new, empty queue.
 
@@ -72,6 +83,10 @@ class Queue:
                 that cost. What goes by reference (``move``, ``loan``) goes as it is, and so does all else.
             spin: seconds, at most 0.001, for which ``get`` looks for an object before it sleeps: it saves the wake-up
                 where objects come that fast, for a core that is busy meanwhile.
+            cuda_ipc: large GPU tensors stay on their GPU, where everyone who gets from the queue wants them on a GPU
+                (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the receiver's
+                own. Such an object is lost if the process that put it ends before it was taken: the get raises PeerLost.
+                Else they are staged, and ``statistics()`` says why. With ``wire_dtype`` they always are.
 
         Raises:
             ValueError: ``spin`` is out of range, ``maxsize`` above 16,777,215, or ``wire_dtype`` none of these.
@@ -85,7 +100,12 @@ class Queue:
         self._closed = self._used = False
         undertaker = getattr(ctx, "tensorpipe_undertaker", default_undertaker)()
         self._queue = SharedMemoryQueue.create(undertaker, max(0, maxsize), tasks=self._has_tasks)
+        self._use_devices(cuda_ipc)
         self._queue.spin = self._spin = spin
+
+    def _use_devices(self, cuda_ipc: bool) -> None:
+        self._lender = on_device.Lender(self._queue) if cuda_ipc else None
+        self._undeliverable: list[Exception] = []
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
         """Put an object. Once this returns it has been read, and survives this process.
@@ -174,11 +194,20 @@ class Queue:
                 takes; should that fail, too, it is dropped.
             ShutDown: the queue was shut down, and is empty.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
-                The message is the next that a get in this process takes.
+                The message is the next that a get in this process takes. Or, ``cuda_ipc``: this process cannot read the GPU
+                memory that the object lay in. It is dropped.
+            PeerLost: ``cuda_ipc``, and the process that put the object is gone, and its GPU memory with it.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        return self._queue.get(_seconds(block, timeout), self._decode_as(restore, as_numpy, device), lease_from(copy))
+        decode = self._decode_as(restore, as_numpy, device)
+        if self._lender is None:
+            return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
+        self._raise_undeliverable()
+        found = self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
+        if type(found) is on_device.Undeliverable:
+            raise found.error
+        return found
 
     def get_many(
         self,
@@ -210,7 +239,18 @@ class Queue:
         if max_items < 1:
             raise ValueError(f"max_items must be at least 1, not {max_items}")
         decode = self._decode_as(restore, as_numpy, device)
-        return self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
+        self._raise_undeliverable()
+        found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
+        if self._lender is not None:
+            self._undeliverable += [each.error for each in found if type(each) is on_device.Undeliverable]
+            found = [each for each in found if type(each) is not on_device.Undeliverable]
+            if not found:
+                self._raise_undeliverable()
+        return found
+
+    def _raise_undeliverable(self) -> None:
+        if self._undeliverable:
+            raise self._undeliverable.pop(0)
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors in shared memory, to be filled, and sent without a copy::
@@ -294,6 +334,10 @@ class Queue:
     def statistics(self) -> QueueStatistics:
         """A snapshot of what this process did with the queue, and of the arena that it lies in."""
         found = statistics_of(self._queue)
+        if self._lender is not None:
+            found = dataclasses.replace(
+                found, on_device=self._lender.on_device, staged_because=self._lender.staged_because
+            )
         if self._narrowing is None:
             return found
         return dataclasses.replace(found, overflowed=self._narrowing.overflowed, worst_error=self._narrowing.worst)
@@ -312,7 +356,7 @@ class Queue:
         self._last_had_no_leaves = data is not None or not message.payloads
         if data is not None:
             return Block([data], len(data), None), _A_PICKLE
-        return in_one_block(message, pickled)
+        return in_one_block(message, pickled) if self._lender is None else self._lender.in_one_block(message, pickled)
 
     @property
     def _wire_dtype(self) -> torch.dtype | None:
@@ -355,6 +399,13 @@ class Queue:
             return pickling.load_without_leaves(payload)
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
+        if how & (ON_DEVICE | OFFERS):
+            told = on_device.said_of(values)
+            if how & ON_DEVICE:
+                tree = on_device.tree_of(told, schema, payload, self._serializer, arrival)
+                return pickling.load(*tree) if how & PICKLED and type(tree) is not on_device.Undeliverable else tree
+            on_device.answer(self._queue, told, arrival)
+            values = told.values
         if how & BY_REFERENCE:
             said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
             tree = schema.tree(said, frames, self._serializer, ALIAS, arrival)
@@ -367,11 +418,12 @@ class Queue:
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
-        return self._serializer.name, self._wire_dtype, self._queue, self._spin
+        return self._serializer.name, self._wire_dtype, self._queue, self._spin, self._lender is not None
 
     def __setstate__(self, state: Any) -> None:
-        name, wire_dtype, self._queue, self._spin = state
+        name, wire_dtype, self._queue, self._spin, cuda_ipc = state
         self._queue.spin = self._spin
+        self._use_devices(cuda_ipc)
         self._serializer = serializer_named(name)
         self._narrowing = narrowing(self._serializer, wire_dtype)
         self._closed = self._used = False

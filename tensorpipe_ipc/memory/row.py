@@ -3,9 +3,9 @@
 ::
 
     one row, in 64-bit words
-    0             16               2128                 10320                 22608                  31056  32768
-    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ 0 ──┤
-      incarnation    of each           single operations:    batch operations:     counters of each
+    0             16               2128                 10320                 22608                  31056    31568  32768
+    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ [512] ┼─ 0 ──┤
+      incarnation    of each           single operations:    batch operations:     counters of each       answers
       pid, start     operation         credit ticket given   credit[64]            operation: messages
       lost …                           tally                 ticket[64] given[64]  nbytes waits µs waited
 
@@ -15,6 +15,7 @@ the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue 
 it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
+*Answers* say to whom of those who offer device blocks what: see on_device.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from tensorpipe_ipc.memory.segment import Segment
 
 __all__ = [
+    "ANSWERS",
     "BATCH",
     "BATCHES",
     "BYTES",
@@ -45,6 +47,7 @@ __all__ = [
     "WAITS",
     "Operation",
     "Record",
+    "answer_word",
     "clear_counters",
     "counters_word",
     "record_of",
@@ -66,6 +69,8 @@ BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
 _SINGLES_AT = PURPOSES + SINGLES + BATCHES
 _BATCHES_AT = _SINGLES_AT + 4 * SINGLES
 _COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES
+_ANSWERS_AT = _COUNTERS_AT + 4 * (SINGLES + BATCHES)
+ANSWERS = 512
 MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
 
 PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
@@ -150,6 +155,11 @@ def row_byte(row: int) -> int:
 def counters_word(row: int, number: int) -> int:
     """Index of the first of the four counters of a row's operation."""
     return row_word(row) + _COUNTERS_AT + 4 * number
+
+
+def answer_word(row: int, token: int) -> int:
+    """Index of the word in which a row answers who goes by a token. Two may share one; then each is asked again."""
+    return row_word(row) + _ANSWERS_AT + token % ANSWERS
 
 
 def record_of(row: int, number: int) -> Record:

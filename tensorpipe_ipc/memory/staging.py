@@ -19,6 +19,7 @@ CUDA is not initialised by anything here that is not handed a GPU's tensor or th
 from a process that used CUDA it cannot be used, as torch says; here that is ``Closed``, before anything is taken or put.
 
 Which calls are made stands in ``Cuda``; tests put a recording in its place. Without a GPU, only that has been tested.
+Tensors that stay on their GPU (``cuda_ipc=True``) go by device_blocks.py, which copies through here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,18 @@ from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
 from tensorpipe_ipc.wire.layout import BULK, Written
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta, meta_of
 
-__all__ = ["Cuda", "Staging", "StagingEncoder", "allocated", "arrival_of", "staged", "staging", "unstager"]
+__all__ = [
+    "Cuda",
+    "Staged",
+    "Staging",
+    "StagingEncoder",
+    "allocated",
+    "arrival_of",
+    "staged",
+    "staging",
+    "unstager",
+    "wanted",
+]
 
 MOST_PENDING = 8  # copies to a GPU that may be under way, each of which holds its block
 _CHANNELS_LAST = (0, 2, 3, 1)
@@ -63,6 +75,10 @@ class Cuda:
         """Whether a tensor lies on one."""
         return tensor.is_cuda
 
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """Which one."""
+        return tensor.device
+
     def register(self, address: int, nbytes: int) -> int:
         """Page-lock memory, for all GPUs. CUDA's error code; 0: done."""
         portable = 1  # cudaHostRegisterPortable
@@ -84,17 +100,25 @@ class Cuda:
         """What ``later`` does from now on comes after what ``earlier`` was told up to now."""
         later.wait_stream(earlier)
 
-    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Begin a copy on a stream. The event of its end."""
+    def event(self) -> Any:
+        """One that can be recorded again and again."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor, event: Any = None) -> Any:
+        """Begin a copy on a stream. The event of its end, and of all that came before there: a new one, or ``event``."""
+        event = event or self.event()
         with torch.cuda.stream(stream):
             to.copy_(tensor, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
 
     def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor of a GPU's, in the memory of the caller's stream."""
         return torch.empty_like(tensor, device=device)
+
+    def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor on a GPU, by torch's own way; itself where it lies there."""
+        return tensor.to(device)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
         """A tensor's memory is not used again before a stream is done with it."""
@@ -133,11 +157,26 @@ class Staging:
         if not self._lock(place):
             place.copy_(tensor)
             return
-        stream, current = self._stream(tensor.device), self.cuda.current_stream(tensor.device)
-        self.cuda.order(stream, current)
-        event = self.cuda.copy(stream, place, tensor)
+        self.copy_from(tensor, place).synchronize()  # the ticket may be given only when the bytes are there
+
+    def copy_from(self, tensor: torch.Tensor, place: torch.Tensor, event: Any = None) -> Any:
+        """Begin to copy a GPU's tensor as the caller's stream left it. The copy's event."""
+        device = self.cuda.device_of(tensor)
+        stream = self._stream(device)
+        self.cuda.order(stream, self.cuda.current_stream(device))
+        event = self.cuda.copy(stream, place, tensor, event)
         self.cuda.keep_for(tensor, stream)
-        event.synchronize()  # the ticket may be given only when the bytes are there
+        return event
+
+    def copy_to(self, device: torch.device, tensor: torch.Tensor, event: Any = None) -> tuple[torch.Tensor, Any]:
+        """Begin to copy a tensor into memory of a GPU's, for the caller's stream. The copy, and its event."""
+        made = self.cuda.empty_like(tensor, device)
+        stream, current = self._stream(device), self.cuda.current_stream(device)
+        self.cuda.order(stream, current)  # whose memory may have been in use there a moment ago
+        event = self.cuda.copy(stream, made, tensor, event)
+        self.cuda.order(current, stream)
+        self.cuda.keep_for(made, stream)
+        return made, event
 
     def unstage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor on a GPU, of one on the CPU. What it lies on is held until it was read.
@@ -146,14 +185,11 @@ class Staging:
             device: with its number.
         """
         self.release()
+        if self.cuda.is_on_gpu(tensor):  # it stayed on one
+            return self.cuda.move(tensor, device)
         if tensor.nbytes < BULK or not self._lock(tensor):
-            return tensor.to(device)
-        made = self.cuda.empty_like(tensor, device)
-        stream, current = self._stream(device), self.cuda.current_stream(device)
-        self.cuda.order(stream, current)  # whose memory may have been in use there a moment ago
-        event = self.cuda.copy(stream, made, tensor)
-        self.cuda.order(current, stream)
-        self.cuda.keep_for(made, stream)
+            return self.cuda.move(tensor, device)
+        made, event = self.copy_to(device, tensor)
         self._pending.append((event, tensor))
         return made
 
@@ -223,32 +259,38 @@ class StagingEncoder:
             return self._encoder.encode(tensor)  # type: ignore[no-any-return]
         tensor = tensor.detach()
         if tensor.is_contiguous():
-            return meta_of(tensor.dtype, tensor.shape), _Staged(self._staging, tensor)
+            return meta_of(tensor.dtype, tensor.shape), Staged(self._staging, tensor)
         if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-            return meta_of(tensor.dtype, tensor.shape, _CHANNELS_LAST), _Staged(
+            return meta_of(tensor.dtype, tensor.shape, _CHANNELS_LAST), Staged(
                 self._staging, tensor.permute(_CHANNELS_LAST)
             )
         return self._encoder.encode(tensor)  # type: ignore[no-any-return]
 
 
-class _Staged(Written):
-    """A large GPU tensor on its way into a block."""
+class Staged(Written):
+    """A large GPU tensor on its way into a block.
 
-    __slots__ = ("_staging", "_tensor")
+    Attributes:
+        tensor: dense, its dimensions in the order of memory.
+    """
+
+    __slots__ = ("_staging", "tensor")
 
     def __init__(self, at_work: Staging, tensor: torch.Tensor) -> None:
-        self._staging, self._tensor = at_work, tensor
+        self._staging, self.tensor = at_work, tensor
 
     def __len__(self) -> int:
-        return self._tensor.nbytes
+        return self.tensor.nbytes
 
     def write_into(self, place: memoryview) -> None:
-        there = torch.frombuffer(place, dtype=self._tensor.dtype).view(self._tensor.shape)
-        self._staging.stage(self._tensor, there)
+        """See Written."""
+        there = torch.frombuffer(place, dtype=self.tensor.dtype).view(self.tensor.shape)
+        self._staging.stage(self.tensor, there)
 
     def frame(self) -> memoryview:
-        octets = torch.empty(self._tensor.shape, dtype=self._tensor.dtype)
-        octets.copy_(self._tensor)
+        """See Written."""
+        octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        octets.copy_(self.tensor)
         memory: memoryview = octets.view(-1).view(torch.uint8).numpy().data
         return memory
 
@@ -261,10 +303,7 @@ def staging() -> Staging:
 
 def staged(encoder: Any, at_work: Staging | None = None) -> Any:
     """An encoder for the tensors that this process may have: one that stages, where it uses CUDA."""
-    if at_work is None:
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return encoder
-        at_work = staging()
+    at_work = at_work or staging()
     return StagingEncoder(encoder, at_work) if at_work.cuda.is_initialized() else encoder
 
 
@@ -291,6 +330,12 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
     except (AssertionError, RuntimeError) as error:  # so torch says that it is built without CUDA, or finds no driver
         raise ValueError(f"device={str(wanted)!r}: torch has no such GPU here: {error}") from error
     return functools.partial(at_work.unstage, device=chosen)
+
+
+def wanted(arrival: Arrival) -> torch.device | None:
+    """The GPU that a receiver wants tensors on; None if that is none."""
+    found = getattr(arrival.unstage, "keywords", {}).get("device")
+    return found if isinstance(found, torch.device) else None
 
 
 def _device(device: Any) -> torch.device:

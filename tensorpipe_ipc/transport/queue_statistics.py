@@ -56,6 +56,10 @@ class QueueStatistics:
     """Items that this process put and ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
     worst_error: float = 0.0
     """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor that this process put."""
+    on_device: int = 0
+    """Messages that this process put whose large GPU tensors stayed on their GPU (``cuda_ipc``). Their bytes do not count."""
+    staged_because: str = ""
+    """Why the last one with such tensors did not, but went through the CPU's memory; "" where it did."""
 
 
 def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:

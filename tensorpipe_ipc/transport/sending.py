@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tensorpipe_ipc.errors import Full, ShutDown
@@ -17,6 +18,7 @@ from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Una
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
+from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing
 
 __all__ = ["Held", "SendLink"]
@@ -25,12 +27,17 @@ Held = tuple[Handover, bytes]
 _REMEMBERED = 1000  # peers that vanished
 
 
+def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
+    return in_one_block(message)
+
+
 class SendLink(Link):
     """What a producer sends through.
 
     Attributes:
         resent: messages that were sent again.
         left_behind: consumers that left with messages they had not taken, and how many; until flush has told.
+        in_one_block: what of a message goes into a block of a queue's.
     """
 
     role = "producer"
@@ -54,6 +61,7 @@ class SendLink(Link):
         self._unacknowledged = Unacknowledged()
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
+        self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
         try:
             self._credit_pipe = CreditPipe()
@@ -241,7 +249,7 @@ class SendLink(Link):
         peer.room -= 1
         try:
             if held is None or held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
-                queue.put(*in_one_block(message), min(timeout, SLICE))
+                queue.put(*self.in_one_block(queue, message), min(timeout, SLICE))
         except Full:
             if timeout < SLICE:
                 raise

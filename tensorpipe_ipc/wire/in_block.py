@@ -2,12 +2,13 @@
 
 ::
 
-    metadata   u8 PICKLED, BY_REFERENCE, A_PICKLE | u32 n, schema (n bytes) | values
+    metadata   u8 PICKLED, BY_REFERENCE … | u32 n, schema (n bytes) | values
     payload    the small payloads as behind a header, then each large one, at multiples of 64 (``layout``)
 
 PICKLED is said by queues only, whose ends are one family of processes; BY_REFERENCE of what lay in its block before it was
 put: then the metadata say where, in the place of the values; A_PICKLE of a payload that is nothing but a pickle, with neither
-schema nor values. Endpoints take neither PICKLED nor A_PICKLE.
+schema nor values. Endpoints take neither PICKLED nor A_PICKLE. ON_DEVICE is said of what stayed on its GPU, and OFFERS of a
+message whose sender asks whether the next may: then the metadata say so in the place of the values (``on_device``).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["A_PICKLE", "BY_REFERENCE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
+__all__ = ["A_PICKLE", "BY_REFERENCE", "OFFERS", "ON_DEVICE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
 
-PICKLED, BY_REFERENCE, A_PICKLE = 1, 2, 4
+PICKLED, BY_REFERENCE, A_PICKLE, ON_DEVICE, OFFERS = 1, 2, 4, 8, 16
 _HEAD = struct.Struct("<BI")
 
 

@@ -170,6 +170,8 @@ class Schema:
                 tensor = _decode(serializer, meta, next(payloads), min(own, 0) if wide[index] else own)
             if moved[index] and arrival.unstage is not None:  # narrow, if it came so: a half of the way's bytes
                 tensor = arrival.unstage(tensor)
+            elif arrival.unstage is not None and kinds[index] not in TENSORS and not tensor.is_cpu:
+                tensor = tensor.cpu()  # a storage's, which stayed on its GPU
             if wide[index] and leaf.span is None and leaf.own is not None:
                 tensor = widened(tensor, leaf.own.torch)
             leaves.append(tensor)

@@ -1,11 +1,13 @@
 """Staging with a recording in CUDA's place: which calls are made, in which order, and what happens when one fails.
 
-Tensors of the fake GPU are CPU tensors that the recording knows: every copy really happens, when its event is done.
+What stands in for CUDA is in gpu_stand_in.py.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -14,91 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from arenas import left_in
+from gpu_stand_in import GPU, OTHER, Recording
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory import staging
 from tensorpipe_ipc.memory.segment import PAGE_LOCKED
-from tensorpipe_ipc.memory.staging import Cuda, Staging, StagingEncoder, unstager
+from tensorpipe_ipc.memory.staging import Staging, StagingEncoder, unstager
 from tensorpipe_ipc.serializers import base, serializer_named
 from tensorpipe_ipc.wire.arrival import Arrival
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import encode
 
-GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 LARGE = 100_000
-
-
-class Event:
-    """Of one copy, which is done when somebody waits for it, or ``finished`` is set."""
-
-    def __init__(self, calls: list[Any], copy: Any) -> None:
-        self.calls, self.copy, self.finished = calls, copy, False
-
-    def query(self) -> bool:
-        return self.finished
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-        self.done()
-
-    def done(self) -> None:
-        if not self.finished:
-            self.copy()
-        self.finished, self.copy = True, None  # which keeps what was copied
-
-
-class Recording(Cuda):
-    """Says what it was asked to do."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.calls: list[Any] = []
-        self.code = code
-        self.on_gpu: list[torch.Tensor] = []
-        self.events: list[Event] = []
-        self.bad_fork = False
-
-    def is_initialized(self) -> bool:
-        return not self.bad_fork
-
-    def is_bad_fork(self) -> bool:
-        return self.bad_fork
-
-    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        return any(tensor is each for each in self.on_gpu)
-
-    def register(self, address: int, nbytes: int) -> int:
-        assert not address % 4096
-        assert not nbytes % 4096
-        self.calls.append("register")
-        return self.code
-
-    def unregister(self, address: int) -> None:
-        self.calls.append("unregister")
-
-    def side_stream(self, device: torch.device) -> Any:
-        self.calls.append(f"stream {device}")
-        return f"side {device}"
-
-    def current_stream(self, device: torch.device) -> Any:
-        return f"current {device}"
-
-    def order(self, later: Any, earlier: Any) -> None:
-        self.calls.append(f"{later} after {earlier}")
-
-    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
-        self.calls.append(f"copy on {stream}")
-        self.events.append(Event(self.calls, lambda: to.copy_(tensor)))
-        return self.events[-1]
-
-    def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.calls.append(f"empty on {device}")
-        return torch.zeros_like(tensor)
-
-    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
-        self.calls.append(f"keep for {stream}")
-
-    def resolve(self, device: torch.device) -> torch.device:
-        return device if device.index is not None else GPU
 
 
 @pytest.fixture
@@ -121,8 +51,7 @@ def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
 
 
 def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
-    cuda.on_gpu.append(torch.randn(shape))
-    return cuda.on_gpu[-1]
+    return cuda.put_on(torch.randn(shape))
 
 
 def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
@@ -130,9 +59,8 @@ def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
     at_work, queue = Staging(cuda), ctx.Queue()
     sent = _gpu(cuda, LARGE)
     _put(queue, {"x": sent, "n": torch.arange(3)}, at_work)
-    steps = ["side cuda after current cuda", "copy on side cuda", "keep for side cuda", "synchronize"]
-    device = str(sent.device)
-    assert cuda.calls == ["register", f"stream {device}", *(step.replace("cuda", device) for step in steps)]
+    steps = ["stream X", "side X after current X", "copy on side X", "keep for side X", "synchronize"]
+    assert cuda.calls == ["register", *(step.replace("X", "cuda:0") for step in steps)]
     assert torch.equal(queue.get()["x"], sent)
     cuda.calls.clear()
     for _ in range(40):
@@ -149,7 +77,8 @@ def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
     assert cuda.calls == []
     last = torch.randn(4, 3, 100, 100).to(memory_format=torch.channels_last)
     gaps = torch.randn(LARGE, 2)[:, 0]
-    cuda.on_gpu += [last, gaps]
+    cuda.put_on(last)
+    cuda.put_on(gaps)
     _put(queue, last, at_work)
     _put(queue, gaps, at_work)
     assert cuda.calls.count("synchronize") == 1
@@ -202,6 +131,86 @@ def test_several_devices_have_a_stream_each(ctx, cuda: Recording) -> None:
         queue.put(torch.ones(LARGE))
         _get(queue, at_work, device)
     assert [call for call in cuda.calls if call.startswith("stream")] == ["stream cuda:0", "stream cuda:1"]
+    at_work.finish()
+
+
+def test_tensors_of_several_devices_in_one_tree(ctx, cuda: Recording) -> None:
+    """Each is copied on its own GPU's side stream, after what the caller told that GPU; all are there when put returns."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    tree = [cuda.put_on(torch.randn(LARGE), device) for device in (GPU, OTHER, GPU)]
+    _put(queue, tree, at_work)
+    steps = [call for call in cuda.calls if call not in ("register", "synchronize")]
+    for device, times in ((GPU, 2), (OTHER, 1)):
+        assert steps.count(f"side {device} after current {device}") == steps.count(f"copy on side {device}") == times
+        assert steps.count(f"stream {device}") == 1
+    assert cuda.calls[-1] == "synchronize"
+    assert all(map(torch.equal, queue.get(), tree))
+
+
+def _killed_in(ctx, queue, action) -> None:
+    """Run something in a forked child, which stops where a copy's end is waited for, and is killed there."""
+    process = ctx.Process(target=action)
+    process.start()
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), "it got to the copy"
+    process.kill()
+    process.join(10)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+
+
+def _stopping() -> Recording:
+    cuda = Recording()
+    event = cuda.event()
+    event.synchronize = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    cuda.event = lambda: event  # type: ignore[method-assign]
+    return cuda
+
+
+def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx) -> None:
+    """The block that its GPU was reading is free again, for whoever puts next, and nobody else's message is missing."""
+    queue = ctx.Queue()
+    queue.put(torch.ones(LARGE))
+    queue.put(torch.zeros(LARGE))
+
+    def get() -> None:
+        at_work = Staging(_stopping())
+        kept = _get(queue, at_work)
+        at_work.finish()
+        del kept
+
+    _killed_in(ctx, queue, get)
+    assert torch.equal(queue.get(timeout=5), torch.zeros(LARGE))
+    assert queue.empty()
+    assert not left_in(ctx)
+
+
+def test_a_producer_killed_in_its_copy_puts_nothing(ctx) -> None:
+    """A message is all or nothing: what was not copied to its end is not queued, and its block is free again."""
+    queue = ctx.Queue(2)
+
+    def put() -> None:
+        cuda = _stopping()
+        _put(queue, cuda.put_on(torch.ones(LARGE)), Staging(cuda))
+
+    _killed_in(ctx, queue, put)
+    for number in range(2):
+        queue.put(torch.full((LARGE,), float(number)), timeout=5)
+    assert [float(queue.get(timeout=5)[0]) for _ in range(2)] == [0, 1]
+    assert queue.empty()
+    assert not left_in(ctx)
+
+
+def test_a_block_is_not_written_before_its_copy_is_done(ctx, cuda: Recording) -> None:
+    """However many messages follow, none is put into a block that a GPU is still reading."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    queue.put(torch.full((LARGE,), 5.0))
+    got = _get(queue, at_work)
+    for number in range(20):
+        queue.put(torch.full((LARGE,), float(number)))
+        assert float(queue.get(copy=True)[0]) == number
+    cuda.events[0].done()
+    assert torch.equal(got, torch.full((LARGE,), 5.0))
     at_work.finish()
 
 

@@ -1,0 +1,112 @@
+"""``tensorpipe-ipc top`` as people see it: live, on a terminal, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tensorpipe_ipc import cli
+
+PATIENCE = 20.0
+_CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """A terminal of 40 lines and 120 columns, and the command that runs on it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.pid, self.line = pty.fork()
+        if not self.pid:
+            status = 99
+            try:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
+                sys.stdout = open(1, "w", closefd=False)  # and not where pytest collects what is printed
+                status = cli.main(list(arguments))
+            finally:
+                os._exit(status)
+        self.seen = ""
+
+    def read_until(self, condition: Callable[[str], object]) -> str:
+        """What stands on it once that holds, of what came since the last call, without codes that move the cursor."""
+        deadline, shown = time.monotonic() + PATIENCE, ""
+        while not condition(shown):
+            ready, _, _ = select.select([self.line], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"this is all that came:\n{shown}"
+            self.seen += os.read(self.line, 1 << 16).decode(errors="replace")
+            shown = _CODES.sub("", self.seen)
+        self.seen = ""
+        return shown
+
+    def interrupt(self) -> int:
+        """Ctrl-C, as the keyboard sends it. The exit status."""
+        os.write(self.line, b"\x03")
+        while True:
+            with contextlib.suppress(OSError):  # EIO: nobody has the other side any more
+                if os.read(self.line, 1 << 16):
+                    continue
+            break
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Makes them."""
+    made: list[Terminal] = []
+
+    def make(*arguments: str) -> Terminal:
+        made.append(Terminal(*arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        os.close(each.line)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(each.pid, signal.SIGKILL)
+            os.waitpid(each.pid, 0)
+
+
+def test_it_shows_what_changes(ctx, terminal: Callable[..., Terminal]) -> None:
+    """What waits is shown, and shown anew when there is more; rates and holders are there; Ctrl-C ends it with 130."""
+    queue = ctx.Queue(8)
+    number = queue._queue.number & 0xFFFFFFFF
+    queue.put(torch.ones(1 << 18))
+    screen = terminal("top", "--interval", "0.05")
+    row = rf"{number}\s+%d of 8\s+%d\.0"
+    screen.read_until(lambda shown: re.search(row % (1, 1), shown))
+    queue.put(torch.ones(1 << 18))
+    shown = screen.read_until(lambda shown: re.search(row % (2, 2), shown) and f"pid {os.getpid()}" in shown)
+    assert "put/s" in shown
+    assert "waiting" in shown
+    held = queue.get()
+    screen.read_until(lambda shown: re.search(rf"pid {os.getpid()}\s+0\s+1\s+1\s+1\.0", shown))
+    assert len(held)
+    assert screen.interrupt() == 130
+
+
+def test_there_may_be_nothing_to_show(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without queues it says so, and goes on looking."""
+    monkeypatch.setattr("tensorpipe_ipc.cli.top.survey", list)
+    screen = terminal("top", "--interval", "0.05")
+    for _ in range(2):
+        screen.read_until(lambda shown: "no queue of yours" in shown)
+    assert screen.interrupt() == 130
+
+
+def test_on_a_closed_terminal_it_ends(terminal: Callable[..., Terminal]) -> None:
+    """It does not outlive the window it was shown in."""
+    screen = terminal("top", "--interval", "0.05")
+    screen.read_until(bool)
+    os.close(screen.line)
+    screen.line = os.open(os.devnull, os.O_RDONLY)
+    assert os.WIFSIGNALED(os.waitpid(screen.pid, 0)[1]), "SIGHUP"
