@@ -24,7 +24,7 @@ from tensorpipe_ipc import benchmark, cli
 from tensorpipe_ipc.benchmark import measuring
 from tensorpipe_ipc.benchmark.measuring import plan_of
 from tensorpipe_ipc.benchmark.messages import cases_of, digest
-from tensorpipe_ipc.benchmark.one_way import SIZES, one_ways
+from tensorpipe_ipc.benchmark.one_way import one_ways
 from tensorpipe_ipc.benchmark.programs import Arrival, Streamed, shares
 from tensorpipe_ipc.benchmark.stream import checked
 from tensorpipe_ipc.benchmark.summary import interval, is_settled, percentiles
@@ -146,6 +146,9 @@ def test_messages_have_their_size_and_differ(dtype: torch.dtype) -> None:
         ({"pipeline": benchmark.OverEndpoint("inproc")}, "inproc is for threads"),  # type: ignore[arg-type]
         ({"pipeline": benchmark.OverEndpoint(), "producers": 2, "consumers": 2}, "take a queue for many to many"),
         ({"pipeline": benchmark.Ends(print, input), "consumers": 2}, "a put and a get of your own"),
+        ({"pipeline": benchmark.Ends(print, input), "round_trip": True}, r"give Ends a back=Ends\("),
+        ({"pipeline": benchmark.OverQueue(loan=True), "round_trip": True}, "round_trip with loan=True"),
+        ({"producers": 2, "round_trip": True}, "round_trip with 2 producers and 1 consumers"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
@@ -159,9 +162,9 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
 
 def test_default_sizes_are_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without sizes, 100 MB are left out where memory is short."""
-    names = [[case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases]]
+    names = [[case.name for case in plan_of(None, None, **OPTIONS).cases]]
     monkeypatch.setattr(measuring, "headroom", lambda: 1 << 30)
-    names.append([case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases])
+    names.append([case.name for case in plan_of(None, None, **OPTIONS).cases])
     assert names == [["400B", "4MB", "100MB"], ["400B", "4MB"]]
 
 
@@ -206,6 +209,22 @@ def test_every_pipeline_is_measured_and_checked(pipeline: Any, producers: int, c
         assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "pipeline", [benchmark.OverQueue(), benchmark.OverEndpoint("tcp", shared_memory="off")], ids=str
+)
+def test_a_round_trip_is_told_beside_one_way(pipeline: Any) -> None:
+    """Both come of the same messages: there and back takes longer than there, and each says which it is."""
+    report = benchmark.latency(pipeline, ["400B", "40kB"], tree="dict:2", round_trip=True, **SHORT)
+    assert benchmark.LatencyReport.from_json(report.to_json()) == report
+    for result in report.results:
+        assert result.round_trip is not None
+        assert result.round_trip.samples == result.one_way.samples >= 3
+        assert result.one_way.p50_us < result.round_trip.p50_us
+        assert result.round_trip_times_floor is not None
+    assert str(report).count("\nround trip ") == 2
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
 def test_a_message_and_a_pipeline_of_ones_own() -> None:
     """A maker of trees, and a put and a get of multiprocessing's, are measured as ours are; progress is told."""
     queue = torch.multiprocessing.get_context("fork").SimpleQueue()
@@ -220,6 +239,10 @@ def test_a_message_and_a_pipeline_of_ones_own() -> None:
     assert all(0 <= part <= 1 for part, _ in told)
     (flow,) = benchmark.throughput(benchmark.Ends(queue.put, queue.get), make=_batch, **SHORT).results
     assert flow.messages_per_second > 0
+    back = torch.multiprocessing.get_context("fork").SimpleQueue()
+    both = benchmark.Ends(queue.put, queue.get, back=benchmark.Ends(back.put, back.get))
+    assert benchmark.latency(both, make=_batch, round_trip=True, **SHORT).results[0].round_trip is not None
+    back.close()
     queue.close()
 
 
@@ -274,7 +297,7 @@ def test_a_pipeline_that_is_wrong_is_caught(measure: Any, fault: str, error: typ
 def test_what_a_process_meets_is_raised_here() -> None:
     """An error of ours in a producer keeps its type: a leaf that the serializer does not take."""
     with pytest.raises(tp.UnsupportedLeaf, match="bfloat16"):
-        benchmark.latency(benchmark.OverQueue("numpy"), [400], dtype=torch.bfloat16, **SHORT)
+        benchmark.latency(benchmark.OverQueue(serializer="numpy"), [400], dtype=torch.bfloat16, **SHORT)
 
 
 @pytest.mark.kills

@@ -11,7 +11,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from bench.all.peers import FLOORS, OURS, PEERS, Peer
 from bench.measure import machine, versions
 from bench.page import results
 from bench.page.write import write
+from bench.wanted import not_installed
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,6 +37,16 @@ ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float
     "deaths": (deaths.measure, 0.0),
 }
 LONGEST = 540.0  # seconds, or three budgets: on a machine that is busy, what is left then is left out, and listed
+
+
+def _reasons(missing: Mapping[str, str]) -> dict[str, str]:
+    """Why peers are missing: as Python has it, and, where it was not installed, what the installer said."""
+    said = not_installed()
+    packages = {name: PEERS[name].package for name in missing}
+    return {
+        name: f"{reason}; pip install {packages[name]}: {said[packages[name]]}" if packages[name] in said else reason
+        for name, reason in missing.items()
+    }
 
 
 def _note(peer: Peer) -> str:
@@ -84,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
                 else:
                     field.failed.append({"peer": "all", "item": item, "reason": "the time was over: see --budget"})
                 bar.advance(task)
-            missing, failed = field.missing, field.failed
+            missing, failed = _reasons(field.missing), field.failed
     found = results.of(
         "all",
         f"python -m bench {' '.join(sys.argv[1:])}",

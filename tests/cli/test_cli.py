@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import ran
+from programs import ROOT, ended, ran, started
 
 from tensorpipe_ipc import cli, errors
 from tensorpipe_ipc.cli import serializers
@@ -112,3 +115,18 @@ def test_what_is_said_of_a_serializer_is_found_out(name: str, copies: bool, layo
         assert serializers.copies_to_encode(serializer) is copies
         assert serializers.layouts(serializer) == layouts
         assert (torch.bfloat16 in serializers.dtypes(serializer)) is (name != "numpy")
+
+
+def test_ctrl_c_while_libraries_are_imported(tmp_path: Path) -> None:
+    """The installed script ends with status 130 and no word, also while torch is imported, which takes long."""
+    assert 'tensorpipe-ipc = "tensorpipe_ipc_command:main"' in (ROOT / "pyproject.toml").read_text()
+    held = "import os, signal\nos.write(1, b'importing')\nsignal.pause()\nraise ImportError('went on')\n"
+    (tmp_path / "torch.py").write_text(held)
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from tensorpipe_ipc_command import main; sys.exit(main())"
+    )
+    with started("-c", script) as program:
+        assert program.stdout is not None
+        assert os.read(program.stdout.fileno(), 100) == b"importing"
+        os.killpg(program.pid, signal.SIGINT)
+        assert ended(program) == (130, "", "")
