@@ -81,6 +81,17 @@ class Field:
                 self.fail(name, str(error), _size(shape.nbytes))
         return standing
 
+    def fall(self, names: Sequence[str]) -> None:
+        """Take crews down, and so let go of what they have."""
+        asked = [name for name in names if name in self.trees]
+        for name in asked:
+            self.trees[name].tell("fall")
+        for name in asked:
+            try:
+                self.trees[name].answer()
+            except PeerFailed as error:
+                self.fail(name, str(error))
+
     def rounds(
         self,
         names: Sequence[str],
@@ -138,7 +149,11 @@ class Field:
     def __enter__(self) -> Field:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:  # as after Ctrl-C: who is busy would not hear that it is to end
+            for tree in self.trees.values():
+                tree.kill()
+            self.trees.clear()
         self.close()
 
 

@@ -113,7 +113,8 @@ class Tree:
         return left
 
     def tell(self, *task: Any) -> None:
-        """Begin a task; ``answer`` waits for its end. ("stand", shape) stands a crew up, in the place of the one before."""
+        """Begin a task; ``answer`` waits for its end. ("stand", shape) stands a crew up, in the place of the one
+        before; ("fall",) takes it down."""
         with contextlib.suppress(OSError):  # who has ended has no answer
             self._control.send(task)
 
@@ -192,6 +193,8 @@ def _lead(peer: Peer, folder: str, control: Connection) -> None:
                 stand(task[1])
             elif task[0] == "run":
                 answer = crew.run(task[1], *task[2])
+            elif task[0] == "fall":
+                fall()
             else:
                 fall()
                 answer = task[1](make, *task[2])

@@ -20,8 +20,9 @@ from bench.all.peers import FLOORS, OURS, PEERS, Peer
 from bench.all.programs import ONE_WAY, STREAM, Message
 from bench.all.tree import PeerFailed
 from bench.page import readme, results, tables
+from bench.page.words import headline
 from bench.queue.rivals import Ours, pattern
-from bench.wanted import wanted
+from bench.wanted import install, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = ("mp.Queue, NumPy", "mp.Pipe, NumPy", "SharedMemory slot", "numpy by hand")
@@ -94,13 +95,14 @@ def _recorded() -> results.Results:
                 {"item": "deaths", "peer": name, "tries": 3, "consumer": "hangs", "producer": "<on>", "left": 0}
             )
     names = list(dict.fromkeys(row["peer"] for row in rows))
-    peers = [{"peer": name, "family": PEERS[name].family, "note": PEERS[name].note, "missing": ""} for name in names]
-    peers.append(
-        {"peer": "zenoh", "family": "zenoh", "note": "", "missing": "cannot be imported: No module named 'zenoh'"}
-    )
+    none = "cannot be imported: No module named 'zenoh'"
+    peers = [
+        {"peer": name, "family": PEERS[name].family, "version": "torch 2.13", "note": "as it is", "missing": missing}
+        for name, missing in (*((name, "") for name in names), ("zenoh", none))
+    ]
     failed = [{"peer": "gloo", "item": "fans 1 to 2", "reason": "no answer within 60 s"}]
     host = {"processor": "one", "cores": "2", "python": "3.11"}
-    return results.of("all", "python -m bench all", host, rows, peers=peers, failed=failed)
+    return results.of("all", "python -m bench all", host, rows, 0.5, peers=peers, failed=failed)
 
 
 def test_the_page(tmp_path: Path) -> None:
@@ -123,12 +125,66 @@ def test_the_page(tmp_path: Path) -> None:
     pictures = list((tmp_path / name).glob("*.svg"))
     assert {f"{name}/{picture.name}" in text for picture in pictures} == {True}
     assert "(1.5×; 1.5..1.5)" in tables.markdown(tables.one_way(found))
-    table = readme.table(found)
+    table = tables.markdown(tables.headline(found))
     assert "| **ours** | **160 µs** | **160 µs** | **160 µs** |" in table
+    assert "| torch Queue, fd | 240 µs (1.5×) |" in table
     assert "zenoh" not in table
+    first = headline(found)
+    assert first in text
+    assert (
+        "a tensor of 4 MB in 160 µs (torch.multiprocessing.Queue: 240 µs, 1.5 times as long) and one of 400 B" in first
+    )
+    assert text.index(first) < text.index(table) < text.index("## One way") < text.index("## Who took part")
+    assert "| torch Queue, fd | torch 2.13 |" in text
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ValueError, match="holds no results"):
         results.read(tmp_path / "other.json")
+
+
+def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
+    """What stands between the marks is replaced, and only that; a second time changes nothing."""
+    (tmp_path / "run.json").write_text(json.dumps(_recorded()))
+    page = tmp_path / "README.md"
+    page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    code = "import sys; from bench.__main__ import main; main(['page', sys.argv[1], '--readme', sys.argv[2]])"
+    texts = []
+    for _ in range(2):
+        done = ran("-c", code, str(tmp_path / "run.json"), str(page))
+        assert done.status == 0, done.err
+        texts.append(page.read_text())
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"# before\n{readme.BEGIN}\n")
+    assert texts[0].endswith(f"\n{readme.END}\nafter\n")
+    assert "old" not in texts[0]
+    assert "`python -m bench all`" in texts[0]
+    pictures = sorted((tmp_path / readme.FOLDER).iterdir())
+    assert [f"({readme.FOLDER}/{picture.name})" in texts[0] for picture in pictures] == [True, True]
+    assert max(picture.stat().st_size for picture in pictures) < 150_000
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="has no lines"):
+        readme.update(_recorded(), page)
+
+
+def test_the_projects_readme_has_the_marks() -> None:
+    """So `bench page --readme README.md` finds its place, and the pictures are there."""
+    text = (ROOT / "README.md").read_text()
+    assert text.index(readme.BEGIN) < text.index(readme.END)
+    for name in ("one-way.svg", "stream.svg"):
+        assert f"({readme.FOLDER}/{name})" in text
+        assert (ROOT / readme.FOLDER / name).is_file()
+
+
+def test_why_a_peer_is_not_installed() -> None:
+    """Each is installed by itself; of who cannot be, the installer's last error is kept, also where time was over."""
+    installs = [
+        sys.executable,
+        "-c",
+        "import sys; sys.exit('ERROR: first\\nERROR: no such thing' if sys.argv[1] == 'no>=1' else 0)",
+    ]
+    assert install(["yes>=2", "no>=1"], installs) == {"no": "no such thing"}
+    assert install(["slow"], ["sh", "-c", "sleep 100 & sleep 100"], 0.1) == {
+        "slow": "the time for installing peers was over"
+    }
 
 
 def test_what_make_bench_asks_for() -> None:
@@ -152,7 +208,6 @@ def test_the_command_writes_results_and_page(tmp_path: Path) -> None:
         f"command.main({['growth', '--scale', '0.001', '--folder', str(tmp_path)]!r})\n"
         f"import pathlib; found = str(min(pathlib.Path({str(tmp_path)!r}).glob('*[!h].json')))\n"
         f"command.main(['page', found, '--folder', {str(tmp_path / 'again')!r}])\n"
-        f"command.main(['page', found, '--readme', {str(tmp_path / 'readme')!r}])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -170,7 +225,6 @@ def test_the_command_writes_results_and_page(tmp_path: Path) -> None:
     assert {row["with"] for row in growth["rows"]} == {"size", "leaves", "leases", "depth", "peers", "messages"}
     assert len(list(tmp_path.glob("*.html"))) == len(list(tmp_path.glob("*.md"))) == 2
     assert len(list((tmp_path / "again").glob("*.html"))) == 1
-    assert {path.name for path in (tmp_path / "readme").iterdir()} == {"one-way.svg", "held.svg"}
 
 
 def test_who_does_not_answer_is_told() -> None:
