@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from programs import ran
+from programs import ended, outliving, ran, started
 
 from bench.all import deaths, fans, field, held, leaves, sizes
 from bench.all.field import Field
@@ -235,3 +237,26 @@ def test_who_does_not_answer_is_told() -> None:
             process.kill()
         with pytest.raises(PeerFailed, match="processes ended"):
             tree.run(ONE_WAY, Message(8), 1)
+
+
+@pytest.mark.kills
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("everybody", [True, False])
+def test_ctrl_c_leaves_nothing(everybody: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a run ends it with status 130 and no traceback, and takes all trees and folders with it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    peers = [word for name in STANDARD for word in ("--peer", name)]
+    with started("-m", "bench", "all", "--folder", str(tmp_path / "results"), *peers) as program:
+        assert program.stderr is not None
+        said = ""
+        while "one way" not in said:
+            said = program.stderr.readline()
+            assert said, "it ended"
+        children = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
+        assert len(children) > len(STANDARD)
+        (os.killpg if everybody else os.kill)(program.pid, signal.SIGINT)
+        done = ended(program)
+    assert done.status == 130
+    assert "Traceback" not in done.err
+    assert outliving(children, 5.0) == []
+    assert list(tmp_path.iterdir()) == []
