@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -28,6 +29,7 @@ from tensorpipe_ipc.benchmark.one_way import one_ways
 from tensorpipe_ipc.benchmark.programs import Arrival, Streamed, shares
 from tensorpipe_ipc.benchmark.stream import checked
 from tensorpipe_ipc.benchmark.summary import interval, is_settled, percentiles
+from tensorpipe_ipc.cli import benchmark as commands
 
 OPTIONS: Any = {
     name: parameter.default
@@ -365,7 +367,17 @@ def test_ctrl_c_leaves_nothing_in_any_case(
 def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run prints a table of at most 80 columns, and writes JSON that can be read back, and a picture."""
     json_file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    options = ["--sizes", "400B,40kB", "--seconds", "0.05", "--json", str(json_file), "--plot", str(picture)]
+    options = [
+        "--sizes",
+        "400B,40kB",
+        "--seconds",
+        "0.05",
+        *(["--round-trip"] if command == "latency" else []),
+        "--json",
+        str(json_file),
+        "--plot",
+        str(picture),
+    ]
     pid = os.fork()  # matplotlib keeps its fonts open
     if not pid:
         try:
@@ -377,8 +389,8 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
     assert err == ""
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("400B ")
-    assert lines[2].startswith("40kB ")
+    names = [line.split("  ")[0] for line in lines[1:4]]
+    assert names == (["400B", "round trip", "40kB"] if command == "latency" else ["400B", "40kB", names[2]])
     text = json_file.read_text()
     kind: Any = benchmark.LatencyReport if command == "latency" else benchmark.ThroughputReport
     report = kind.from_json(text)
@@ -388,9 +400,44 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.parametrize(
+    ("options", "pipeline", "others"),
+    [
+        ([], benchmark.OverQueue(), {}),
+        (["--spin", "0.0001", "--copy", "never"], benchmark.OverQueue(spin=1e-4, copy=False), {}),
+        (["--loan", "--copy", "always"], benchmark.OverQueue(loan=True, copy=True), {}),
+        (["--transport", "ipc", "--serializer", "numpy"], benchmark.OverEndpoint("ipc", serializer="numpy"), {}),
+        (["--transport", "tcp", "--shared-memory", "off"], benchmark.OverEndpoint("tcp", shared_memory="off"), {}),
+        (["--device", "cpu"], benchmark.OverQueue(device="cpu"), {"method": None}),
+        (["--sizes", "400B,3x4", "--dtype", "bfloat16"], benchmark.OverQueue(), {"sizes": ["400B", "3x4"]}),
+        (["--tree", "dict:3", "--no-pin", "--seconds", "1"], benchmark.OverQueue(), {"tree": "dict:3", "pin": False}),
+        (["--producers", "3", "--method", "spawn"], benchmark.OverQueue(), {"producers": 3, "method": "spawn"}),
+        (["--consumers", "2"], benchmark.OverQueue(), {"consumers": 2, "pin": True, "method": "fork"}),
+    ],
+)
+def test_every_option_reaches_the_measurement(options: list[str], pipeline: Any, others: dict[str, Any]) -> None:
+    """What is asked for is what is measured, and all that ``latency`` takes can be asked for, but one's own functions."""
+    parser = argparse.ArgumentParser()
+    commands.add_arguments(parser)
+    arguments = parser.parse_args(options)
+    assert commands.pipeline_of(arguments) == pipeline
+    found = commands.options_of(arguments)
+    assert {name: found[name] for name in others} == others
+    assert found["dtype"] == (torch.bfloat16 if "bfloat16" in options else torch.float32)
+    assert OPTIONS.keys() - found.keys() == {"make", "patience", "tell", "round_trip"}
+
+
+def test_what_is_not_pinned_is_measured_too() -> None:
+    """Processes that are bound to no CPU, with a queue's device and a copy of what comes."""
+    report = benchmark.latency(benchmark.OverQueue(device="cpu", copy=True), [400], pin=False, **SHORT)
+    assert report.setup.pin is False
+    assert "bound to no CPU" in str(report)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--sizes", "3B"], "size 3B"),
+        (["--round-trip", "--consumers", "2"], "round_trip with 1 producers and 2 consumers"),
         (["--dtype", "float33"], "--dtype float33"),
         (["--shared-memory", "off"], "--shared-memory is for --transport ipc and tcp"),
         (["--transport", "tcp", "--spin", "0.001"], "--spin is for --transport queue"),
