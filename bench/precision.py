@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import machine
+from bench.measure import keep, machine
 
 __all__ = ["Precise", "add_arguments", "run"]
 
@@ -60,9 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         "one way: from the begin of put to the restored tensor; memory: what the receiver gains by holding one message"
     )
     print(" · ".join(f"{name} {value}" for name, value in host.items()))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "rows": [row._asdict() for row in rows]}, file)
+    keep(arguments.json, host, scale=arguments.scale, rows=[row._asdict() for row in rows])
     if arguments.plot:
         draw(rows, arguments.plot)
 

@@ -12,7 +12,6 @@ alternate between the rivals, and a ratio is the median of the rounds' ratios. P
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import machine
+from bench.measure import keep, machine
 
 __all__ = ["add_arguments", "run"]
 
@@ -159,11 +158,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     rows = [_row(size, arguments.scale) for size in SIZES]
     _show(rows)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"machine": {**_MACHINE, "pyzmq": zmq.__version__}, "rows": [row._asdict() for row in rows]}, file
-            )
+    keep(arguments.json, {**_MACHINE, "pyzmq": zmq.__version__}, rows=[row._asdict() for row in rows])
 
 
 def _row(size: int, scale: float) -> Row:

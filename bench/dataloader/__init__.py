@@ -7,7 +7,6 @@ two, and a ratio is the median of the rounds' ratios. The limits are shown and f
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
 
@@ -15,7 +14,7 @@ from bench.dataloader import loaders, pools
 from bench.dataloader.plot import draw
 from bench.dataloader.rows import Row
 from bench.dataloader.table import show
-from bench.measure import machine
+from bench.measure import keep, machine
 from bench.progress import steps
 
 __all__ = ["add_arguments", "run"]
@@ -42,8 +41,6 @@ def run(arguments: argparse.Namespace) -> None:
             done.tell(case)
             rows += (loaders if case in loaders.CASES else pools).measure(case, arguments.scale)
     show(rows, host)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "rows": [row._asdict() for row in rows]}, file)
+    keep(arguments.json, host, scale=arguments.scale, rows=[row._asdict() for row in rows])
     if arguments.plot:
         draw(rows, arguments.plot)

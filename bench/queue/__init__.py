@@ -6,12 +6,11 @@ Each ratio stands beside the limit that we hold it to. The limits are shown and 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
 
-from bench.measure import machine, versions
+from bench.measure import keep, machine, versions
 from bench.progress import steps
 from bench.queue import fans, flat, loans, one_way, streams, trees
 from bench.queue.field import Effort
@@ -52,8 +51,6 @@ def run(arguments: argparse.Namespace) -> None:
             done.begin(item)
             findings.append(ITEMS[item](Effort(arguments.scale, done.tell)))
     show(findings, host)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "items": [each.plain() for each in findings]}, file)
+    keep(arguments.json, host, scale=arguments.scale, items=[each.plain() for each in findings])
     if arguments.plot:
         draw(findings, arguments.plot)
