@@ -28,7 +28,7 @@ from bench.page.write import write
 from bench.progress import steps
 from bench.wanted import not_installed
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "reasons", "run"]
 
 # What is measured, its share of the budget, and the seconds that it takes beside, mostly to start and to kill processes.
 ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float, float]] = {
@@ -44,7 +44,7 @@ BUDGET = 160.0
 MOST, LEAST = 2.5, 300.0
 
 
-def _reasons(missing: Mapping[str, str]) -> dict[str, str]:
+def reasons(missing: Mapping[str, str]) -> dict[str, str]:
     """Why peers are missing: as Python has it, and, where it was not installed, what the installer said."""
     said = not_installed()
     packages = {name: PEERS[name].package for name in missing}
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
                     rows += measure(field, share * arguments.budget)
                 else:
                     field.failed.append({"peer": "all", "item": item, "reason": "the time was over: see --budget"})
-            missing, failed = _reasons(field.missing), field.failed
+            missing, failed = reasons(field.missing), field.failed
     found = results.of(
         "all",
         f"python -m bench {' '.join(sys.argv[1:])}",

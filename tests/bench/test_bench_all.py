@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from programs import ended, outliving, ran, started
 
+from bench import all as everything
 from bench.all import deaths, fans, field, held, leaves, sizes
 from bench.all.field import Field
 from bench.all.links import Shape
@@ -23,6 +25,7 @@ from bench.all.programs import ONE_WAY, STREAM, Message
 from bench.all.tree import PeerFailed
 from bench.page import readme, results, tables
 from bench.page.words import headline
+from bench.progress import Steps
 from bench.queue.rivals import Ours, pattern
 from bench.wanted import install, wanted
 
@@ -187,6 +190,32 @@ def test_why_a_peer_is_not_installed() -> None:
     assert install(["slow"], ["sh", "-c", "sleep 100 & sleep 100"], 0.1) == {
         "slow": "the time for installing peers was over"
     }
+
+
+def test_the_installers_reason_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is missing is told as Python has it, with what the installer had said; who is only broken, as Python has it."""
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    missing = {"zenoh": "cannot be imported: No module named 'zenoh'", "gloo": "cannot be imported: libgloo"}
+    assert everything.reasons(missing) == missing
+    (tmp_path / "bench-not-installed.json").write_text('{"eclipse-zenoh": "No matching distribution"}')
+    assert everything.reasons(missing) == {
+        "zenoh": "cannot be imported: No module named 'zenoh'; pip install eclipse-zenoh: No matching distribution",
+        "gloo": "cannot be imported: libgloo",
+    }
+
+
+def test_how_far_a_run_is() -> None:
+    """A step's part is what it is expected to take; within it the clock counts, up to its end."""
+    shown: list[tuple[float, str]] = []
+    steps = Steps({"a": 0.001, "b": 3.0}, lambda part, what: shown.append((part, what)))
+    steps.begin("a")
+    time.sleep(0.002)
+    steps.tell("long")
+    steps.begin("b")
+    steps.tell("next")
+    assert [what for _, what in shown] == ["long", "next"]
+    assert shown[0][0] == pytest.approx(0.001 / 3.001)
+    assert shown[0][0] <= shown[1][0] < 1
 
 
 def test_what_make_bench_asks_for() -> None:
