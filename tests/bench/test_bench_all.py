@@ -151,12 +151,12 @@ def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(_recorded()))
     page = tmp_path / "README.md"
     page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    code = "import sys; from bench.__main__ import main; main(['page', sys.argv[1], '--readme', sys.argv[2]])"
-    texts = []
-    for _ in range(2):
-        done = ran("-c", code, str(tmp_path / "run.json"), str(page))
-        assert done.status == 0, done.err
-        texts.append(page.read_text())
+    code = "import sys; from bench.page import readme, results; readme.update(results.read(sys.argv[1]), sys.argv[2])"
+    done = ran(
+        "-c", f"{code}; print(open(sys.argv[2]).read(), end='\\0'); {code}", str(tmp_path / "run.json"), str(page)
+    )
+    assert done.status == 0, done.err
+    texts = [done.out.rstrip("\0"), page.read_text()]
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"# before\n{readme.BEGIN}\n")
     assert texts[0].endswith(f"\n{readme.END}\nafter\n")
