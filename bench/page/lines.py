@@ -15,6 +15,8 @@ from bench.plot import apart
 
 __all__ = ["BYTES", "COUNTS", "FINE_TIMES", "RATES", "TIMES", "Line", "figure", "panel", "style"]
 
+matplotlib.rcParams["svg.hashsalt"] = "bench"  # the same results give the same file
+
 # Okabe and Ito's colours and three more, which people with any colour vision tell apart with the dashes. Ours are solid.
 FAMILIES: dict[str, tuple[str, Any]] = {
     "ours": ("#D55E00", "-"),

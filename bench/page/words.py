@@ -9,7 +9,7 @@ from bench.page import growth_pictures
 from bench.page.results import Results, rows
 from bench.page.tables import short_time, size
 
-__all__ = ["SENTENCES", "headline", "quicker", "summary"]
+__all__ = ["STOCK", "headline", "quicker", "sentence", "summary"]
 
 OURS, STOCK, MEMCPY = "ours", "torch Queue, fd", "one memcpy"
 NO_RIVALS = ("floor", "ours", "ours, endpoints")
@@ -20,7 +20,7 @@ def headline(results: Results) -> str:
     """The run in one or two sentences: ours beside what torch's users have, and how far from a copy."""
     found = rows(results, "one way", peer=OURS)
     if not found:
-        return "Ours took no part in this run."
+        return f"A part of the comparison: {', '.join(dict.fromkeys(row['item'] for row in results['rows']))}."
     parts = []
     for nbytes in dict.fromkeys((found[-1]["nbytes"], found[0]["nbytes"])):
         at = _at(results, "one way", nbytes=nbytes)
@@ -53,6 +53,11 @@ def quicker(results: Results, item: str) -> Iterator[str]:
         who = f"quicker, as multiples of ours: {', '.join(ahead)}" if ahead else "nobody is quicker"
         what = "one way" if item == "one way" else "a message of a stream"
         yield f"{size(nbytes)}, {what}: ours {_time(ours)}; {who}"
+
+
+def sentence(results: Results, item: str) -> str:
+    """What there is to see of an item; nothing where ours took no part."""
+    return SENTENCES[item](results) if rows(results, item, peer=OURS) else ""
 
 
 def _one_way(results: Results) -> str:

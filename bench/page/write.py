@@ -86,7 +86,7 @@ def _parts(results: Results) -> Iterator[_Part]:
     for name, heading in CAPTIONS.items():
         if not rows(results, name):
             continue
-        sentence = words.SENTENCES[name](results)
+        sentence = words.sentence(results, name)
         if name in by_name:
             yield _Part(heading, sentence, name, list(words.quicker(results, name)), by_name[name](results))
         else:
@@ -94,7 +94,7 @@ def _parts(results: Results) -> Iterator[_Part]:
     if rows(results, "deaths"):
         tries = rows(results, "deaths")[0]["tries"]
         heading = f"When a process is killed (each tried {tries} times; every wait bounded)"
-        yield _Part(heading, words.SENTENCES["deaths"](results), table=tables.deaths(results))
+        yield _Part(heading, words.sentence(results, "deaths"), table=tables.deaths(results))
     yield _Part("Who took part, in which version, and how", table=tables.peers(results))
     if results["failed"]:
         yield _Part("Who could not", table=tables.failures(results))
@@ -108,7 +108,7 @@ def _first(results: Results) -> tuple[str, tables.Table | None]:
     """What the page says first, in a sentence, and the table below it."""
     if results["kind"] == "growth":
         return "One-way time and memory of our Queue, as each of these grows by itself.", None
-    return words.headline(results), tables.headline(results)
+    return words.headline(results), tables.headline(results) if rows(results, "one way") else None
 
 
 def _where(results: Results) -> str:

@@ -152,11 +152,9 @@ def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     code = "import sys; from bench.page import readme, results; readme.update(results.read(sys.argv[1]), sys.argv[2])"
-    done = ran(
-        "-c", f"{code}; print(open(sys.argv[2]).read(), end='\\0'); {code}", str(tmp_path / "run.json"), str(page)
-    )
+    done = ran("-c", f"{code}; print(open(sys.argv[2]).read()); {code}", str(tmp_path / "run.json"), str(page))
     assert done.status == 0, done.err
-    texts = [done.out.rstrip("\0"), page.read_text()]
+    texts = [done.out.removesuffix("\n"), page.read_text()]
     assert texts[0] == texts[1]
     assert texts[0].startswith(f"# before\n{readme.BEGIN}\n")
     assert texts[0].endswith(f"\n{readme.END}\nafter\n")
@@ -168,6 +166,25 @@ def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
     page.write_text("no marks")
     with pytest.raises(ValueError, match="has no lines"):
         readme.update(_recorded(), page)
+
+
+def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
+    """What was not measured, or not with ours, is not told, and the rest is."""
+    found = _recorded()
+    for left_out in ("one way", OURS):
+        part = {**found, "rows": [row for row in found["rows"] if left_out not in (row["item"], row["peer"])]}
+        (tmp_path / f"{left_out}.json").write_text(json.dumps(part))
+    code = (
+        "import sys; from bench.page import results, write; [write(results.read(at), at[:-5]) for at in sys.argv[1:]]"
+    )
+    done = ran("-c", code, *map(str, tmp_path.glob("*.json")))
+    assert done.status == 0, done.err
+    for left_out in ("one way", OURS):
+        (page,) = (tmp_path / left_out).glob("*.md")
+        text = page.read_text()
+        assert "A part of the comparison" in text
+        assert ("## One way" in text) is (left_out == OURS)
+        assert "| torch Queue, fd |" in text
 
 
 def test_the_projects_readme_has_the_marks() -> None:
