@@ -23,10 +23,12 @@ from programs import ended, left_of, started
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import benchmark, cli
 from tensorpipe_ipc.benchmark import measuring
+from tensorpipe_ipc.benchmark.crew import Crew, Line, Program, Station, Tokens
 from tensorpipe_ipc.benchmark.measuring import plan_of
 from tensorpipe_ipc.benchmark.messages import cases_of, digest
 from tensorpipe_ipc.benchmark.one_way import one_ways
-from tensorpipe_ipc.benchmark.programs import Arrival, Streamed, shares
+from tensorpipe_ipc.benchmark.pipelines import End
+from tensorpipe_ipc.benchmark.programs import ONE_WAY, Arrival, Streamed, shares
 from tensorpipe_ipc.benchmark.stream import checked
 from tensorpipe_ipc.benchmark.summary import interval, is_settled, percentiles
 from tensorpipe_ipc.cli import benchmark as commands
@@ -294,6 +296,37 @@ def test_a_pipeline_that_is_wrong_is_caught(measure: Any, fault: str, error: typ
     with pytest.raises(error, match=said):
         measure(benchmark.Ends(pipe.put, pipe.get), [400], patience=1.0 if fault == "loses" else 25.0, **SHORT)
     pipe.close()
+
+
+def test_a_producer_of_one_way_waits_until_the_last_was_taken() -> None:
+    """Else a consumer that shares with others may hear that all is over while the last message is still to come."""
+    fork = multiprocessing.get_context("fork")
+    turn, wake, (control, ours) = Tokens(fork), Tokens(fork), fork.Pipe()
+    station = Station(0, True, True, turn, wake)
+    done: list[str] = []
+    station.end = End(lambda _: done.append("put"), input, finish=lambda: done.append("finish"))
+    station.make, station._control = _batch, control
+    ours.send(None)
+    turn.give()
+    turn.give()
+    assert len(ONE_WAY.produce(station, [2])) == 2  # type: ignore[misc]
+    assert done == ["put", "put", "finish"]
+    for each in (turn, wake, control, ours):
+        each.close()
+
+
+def _takes_it(station: Station) -> None:
+    station.arrive()
+    station.turn.take()
+
+
+def test_a_turn_that_is_missing_is_told() -> None:
+    """Whoever takes a turn and passes none on does not leave the caller waiting."""
+    fork = tp.get_context("fork")
+    line = Line(benchmark.Ends(print, input).made(fork, 4, 1, Path()), None, _batch)
+    with Crew(fork, [line], producers=1, consumers=1, pin=False, patience=20) as crew:
+        with pytest.raises(tp.MeasurementFailed, match="it: a turn is missing"):
+            crew.run(Program(_takes_it, Station.arrive, takes_turns=True), 0, what="it")
 
 
 def test_what_a_process_meets_is_raised_here() -> None:

@@ -74,6 +74,11 @@ class Tokens:
         """Wait for one."""
         os.read(self._taken.fileno(), 8)
 
+    def is_there(self) -> bool:
+        """Whether one can be taken at once."""
+        found: bool = self._taken.poll(0)
+        return found
+
     def descriptors(self) -> tuple[int, int]:
         """Where to read and where to write."""
         return self._taken.fileno(), self._given.fileno()
@@ -246,7 +251,9 @@ class Crew:
             self._stop(line, consumers)
         taken = self._answers(consumers)
         if program.takes_turns:
-            self._turn.take()  # the one after the last
+            if not self._turn.is_there():  # the one after the last
+                raise MeasurementFailed(f"{what}: a turn is missing: a message was lost on its way")
+            self._turn.take()
         return found, taken
 
     def _start(self) -> None:

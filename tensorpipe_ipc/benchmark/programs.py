@@ -80,6 +80,7 @@ def _one_way_produce(station: Station, counts: Sequence[int]) -> list[Arrival]:
         start = _clock()
         put(message)
         found.append(Arrival(start, bits))
+    station.end.finish()  # or a consumer may be told that all is over before it has seen the last
     return found
 
 
