@@ -29,7 +29,7 @@ DEPTHS = (1, 10, 100, 1_000, 10_000)
 PEERS = (1, 2, 4, 8, 16, 32)
 MESSAGES = 10_000_000
 ROUNDS = 9
-SMALL, LEASED = 400, 40_000
+SMALL, LEASED, LARGE = 400, 40_000, 100_000_000
 CHUNK, BOUND = 4096, 64
 SECONDS = 0.1  # of a turn, about
 
@@ -60,6 +60,8 @@ def _alternating(whats: dict[int, Message], scale: float, tell: Tell, word: str)
     for number in range(max(2, round(ROUNDS * scale)) + 1):
         with ExitStack() as stack:
             for at, what in whats.items():
+                if not number and what.nbytes > LARGE:  # seconds each, of which a warmer start would take little
+                    continue
                 tell(f"growth with {word}: {at:,}")
                 crew = Crew(Ours(0), halves=True)
                 stack.callback(crew.close)

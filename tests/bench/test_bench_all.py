@@ -58,7 +58,7 @@ def test_peers_of_the_standard_library_and_ours() -> None:
         found = all_.rounds(standing, lambda tree, count: sizes.one_way(tree, Message(4000), count), 0, 0, 3, "one way")
         assert set(found) == {*FLOORS, OURS, *STANDARD}
         rows = list(field.rows_of(found, item="one way", nbytes=4000))
-        assert all(row["us"]["median"] > 0 < row["to_ours"]["median"] and row["rounds"] >= 2 for row in rows)
+        assert all(row["us"]["median"] > 0 < row["to_ours"]["median"] and row["rounds"] >= 1 for row in rows)
         ((failed),) = all_.failed
         assert (failed["peer"], failed["item"]) == ("damaging", "here one way")
         assert "damaged" in failed["reason"]
