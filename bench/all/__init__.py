@@ -28,7 +28,7 @@ from bench.page.write import write
 from bench.progress import steps
 from bench.wanted import not_installed
 
-__all__ = ["add_arguments", "reasons", "run"]
+__all__ = ["add_arguments", "reasons", "run", "version_of"]
 
 # What is measured, its share of the budget, and the seconds that it takes beside, mostly to start and to kill processes.
 ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float, float]] = {
@@ -54,9 +54,9 @@ def reasons(missing: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _version(peer: Peer) -> str:
+def version_of(peer: Peer) -> str:
     """Of what a peer is a part of, or comes with."""
-    if peer.part_of == "python":
+    if not peer.package and peer.part_of == "python":
         return f"Python {platform.python_version()}"
     return " ".join(word for pair in versions(peer.package or peer.part_of).items() for word in pair)
 
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
             {
                 "peer": name,
                 "family": PEERS[name].family,
-                "version": _version(PEERS[name]),
+                "version": version_of(PEERS[name]),
                 "note": _note(PEERS[name]),
                 "missing": missing.get(name, ""),
             }

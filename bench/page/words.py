@@ -95,10 +95,14 @@ def _held(results: Results) -> str:
     found = [row for row in rows(results, "held") if "descriptors" in row]
     most = max(row["held"] for row in found)
     last = {row["peer"]: row for row in found if row["held"] == most}
-    greedy = max(last.values(), key=lambda row: row["descriptors"])
-    text = f"{most:,} tensors held cost {greedy['peer']} {greedy['descriptors']:,} file descriptors"
-    if OURS in last:
-        text += f", ours {last[OURS]['descriptors']:,}, and {size(max(0, last[OURS]['memory']))} of memory"
+    if OURS not in last:
+        return ""
+    ours = last[OURS]
+    text = f"{most:,} tensors held cost us {ours['descriptors']:,} file descriptors and {size(max(0, ours['memory']))}"
+    others = [row for peer, row in last.items() if peer != OURS]
+    if others:
+        greedy = max(others, key=lambda row: int(row["descriptors"]))
+        text += f", and {greedy['peer']} {greedy['descriptors']:,} descriptors"
     return f"{text}. Where a system allows 1,024 descriptors, a process that holds more fails."
 
 

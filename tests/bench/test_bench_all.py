@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from programs import ended, outliving, ran, started
 
 from bench import all as everything
@@ -219,6 +221,13 @@ def test_the_installers_reason_reaches_the_page(tmp_path: Path, monkeypatch: pyt
         "zenoh": "cannot be imported: No module named 'zenoh'; pip install eclipse-zenoh: No matching distribution",
         "gloo": "cannot be imported: libgloo",
     }
+
+
+def test_versions_are_told_of_what_a_peer_comes_with() -> None:
+    """A peer's own package, else that of which it is a part; nothing of what is not installed."""
+    assert everything.version_of(PEERS["gloo"]) == f"torch {torch.__version__}"
+    assert everything.version_of(PEERS["SharedMemory slot"]) == f"Python {platform.python_version()}"
+    assert everything.version_of(ABSENT) == ""
 
 
 def test_how_far_a_run_is() -> None:
