@@ -342,8 +342,8 @@ def test_what_a_process_meets_is_raised_here() -> None:
     "pipeline", [benchmark.OverQueue(), benchmark.OverEndpoint(), benchmark.OverEndpoint("tcp")], ids=str
 )
 def test_every_start_method(method: str, pipeline: Any) -> None:
-    """Spawned and fork-server processes measure as forked ones do."""
-    report = benchmark.latency(pipeline, [400], seconds=0.05, method=method, make=None)
+    """Spawned and fork-server processes measure as forked ones do, there and back."""
+    report = benchmark.latency(pipeline, [400], seconds=0.05, method=method, round_trip=True)
     assert report.setup.method == method
     assert report.results[0].one_way.samples >= 3
 
