@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             missing, failed = reasons(field.missing), field.failed
     found = results.of(
         "all",
-        f"python -m bench {' '.join(sys.argv[1:])}",
+        f"python -m bench {shlex.join(sys.argv[1:])}",
         {**machine(), **versions("pyzmq", *[peer.package for peer in PEERS.values() if peer.package])},
         rows,
         load,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,5 +53,5 @@ def run(arguments: argparse.Namespace) -> None:
         for item in chosen:
             done.begin(item)
             rows += [{"item": "growth", "with": item, **row} for row in ITEMS[item](arguments.scale, done.tell)]
-    found = results.of("growth", f"python -m bench {' '.join(sys.argv[1:])}", machine(), rows, load)
+    found = results.of("growth", f"python -m bench {shlex.join(sys.argv[1:])}", machine(), rows, load)
     write(found, arguments.folder, Console(width=100))
