@@ -44,13 +44,10 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(PY)
 	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
-# pip installs all or nothing, so each peer is asked for by itself; `bench all` lists those that are not here, and why.
+# pip installs all or nothing, so each peer is asked for by itself; the page lists those that cannot be had, and why.
 $(VENV)/.bench: pyproject.toml constraints.txt | $(PY)
 	$(PIP) install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot]'
-	$(PY) -m bench.wanted | while read -r peer; do \
-		$(PIP) install --quiet --disable-pip-version-check --prefer-binary --constraint constraints.txt "$$peer" </dev/null \
-			|| echo "bench goes on without $$peer"; \
-	done
+	$(PY) -m bench.wanted $(PIP) install --quiet --disable-pip-version-check --prefer-binary --constraint constraints.txt
 	touch $@
 
 # Types are checked against the tests' own dependencies too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from bench import all as everything
 from bench import dataloader, endpoints, gpu, growth, page, precision, queue, serializers, tcp
@@ -21,7 +22,10 @@ def main(arguments: list[str] | None = None) -> None:
         command.add_arguments(own)
         own.set_defaults(run=command.run)
     chosen = parser.parse_args(arguments)
-    chosen.run(chosen)
+    try:
+        chosen.run(chosen)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT, as shells count
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Rounds alternate between the rivals, and a ratio is the median of the rounds' ra
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -34,7 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import machine
+from bench.measure import keep, machine
 
 __all__ = ["add_arguments", "run"]
 
@@ -174,11 +173,7 @@ def run(arguments: argparse.Namespace) -> None:
             for client in clients.values():
                 _stop(client)
     _show(rows)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"machine": {**_MACHINE, "pyzmq": zmq.__version__}, "rows": [row._asdict() for row in rows]}, file
-            )
+    keep(arguments.json, {**_MACHINE, "pyzmq": zmq.__version__}, rows=[row._asdict() for row in rows])
 
 
 def _start(name: str, transport: str, folder: str) -> Client:

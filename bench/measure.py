@@ -1,7 +1,8 @@
-"""How things are measured: rounds that alternate between rivals, peak memory in a fresh child, and on what machine."""
+"""How things are measured: rounds that alternate between rivals, peak memory in a fresh child, on what machine; and kept."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
@@ -10,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorpipe_ipc.benchmark.machine import machine, versions
 
-__all__ = ["child", "interleaved", "machine", "peak_beyond", "versions"]
+__all__ = ["child", "interleaved", "keep", "machine", "peak_beyond", "versions"]
 
 ROUNDS = 10
 
@@ -66,6 +68,12 @@ def peak_beyond(action: Callable[[], object]) -> int:
 def _status(name: str) -> int:
     match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
+
+
+def keep(file: str | None, host: Mapping[str, str], **found: Any) -> None:
+    """Write what was found on a machine as JSON, if a file was asked for."""
+    if file is not None:
+        Path(file).write_text(json.dumps({"machine": host, **found}, indent=1), encoding="utf-8")
 
 
 def child(code: str) -> str:

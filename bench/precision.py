@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import machine
+from bench.measure import keep, machine
 
 __all__ = ["Precise", "add_arguments", "run"]
 
@@ -63,9 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         "error: relative, the median and the worst item's; 1: an item so small that it became 0"
     )
     print(" · ".join(f"{name} {value}" for name, value in host.items()))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "rows": [row._asdict() for row in rows]}, file)
+    keep(arguments.json, host, scale=arguments.scale, rows=[row._asdict() for row in rows])
     if arguments.plot:
         draw(rows, arguments.plot)
 

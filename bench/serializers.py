@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import io
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.measure import child, interleaved, machine, peak_beyond
+from bench.measure import child, interleaved, keep, machine, peak_beyond
 from bench.results import Result
 from tensorpipe_ipc.serializers import serializer_named
 
@@ -188,19 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
         results += measure(shape, max(1, round(SHAPES[shape] * arguments.scale)))
     host, versions = machine(), {label: rival.version for label, rival in rivals().items()}
     table.show(results, ratios(results), host)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            rows = [result._asdict() for result in results]
-            json.dump(
-                {
-                    "machine": host,
-                    "scale": arguments.scale,
-                    "rivals": versions,
-                    "results": rows,
-                    "ratios": ratios(results),
-                },
-                file,
-                indent=1,
-            )
+    rows = [result._asdict() for result in results]
+    keep(arguments.json, host, scale=arguments.scale, rivals=versions, results=rows, ratios=ratios(results))
     if arguments.plot:
         plot.draw(results, arguments.plot)

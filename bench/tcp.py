@@ -3,7 +3,8 @@
 A stream through loopback, ``shared_memory="off"``, from one process to another, on a core each where there are two. pyzmq's
 are PUSH and PULL with two frames a message, ``copy=True`` and ``copy=False`` on both sides. The bare loop is ``sendall`` on
 one side and ``recv_into`` three buffers in turn on the other, which are used again and never fresh. None of these limits
-what is in flight, keeps what may have to be sent again, or says whose memory it is.
+what is in flight, keeps what may have to be sent again, or says whose memory it is. Ours with keys on both sides
+(``security=tp.Curve``) shows what encryption costs.
 
 The sender's tensors rotate over four; the receiver keeps the last two and looks at the first and last item of each. Rounds
 alternate between the rivals, and a ratio is the median of the rounds' ratios. Page faults are the receiver's, a message.
@@ -12,12 +13,13 @@ alternate between the rivals, and a ratio is the median of the rounds' ratios. P
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import multiprocessing
 import os
 import resource
 import socket
 import statistics
+import tempfile
 import time
 import warnings
 from collections import deque
@@ -31,7 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import machine
+from bench.measure import keep, machine
+from tensorpipe_ipc.security import write_key_pair
+from tensorpipe_ipc.transport.curve import key_pair
 
 __all__ = ["add_arguments", "run"]
 
@@ -46,19 +50,30 @@ _MACHINE = machine()  # before this process pins itself to one of its cores
 class Ours:
     """A Producer and a Consumer, in frames."""
 
-    def __init__(self, port: int, receives: bool) -> None:
+    def __init__(self, port: int, receives: bool, security: tp.Curve | None = None) -> None:
         endpoint = f"tcp://127.0.0.1:{port}"
         self._end: Any
         if receives:
-            self._end = tp.Consumer(endpoint, shared_memory="off")
+            self._end = tp.Consumer(endpoint, shared_memory="off", security=security)
             self.receive = self._end.get
         else:
-            self._end = tp.Producer(endpoint)
+            self._end = tp.Producer(endpoint, security=security)
             self.send = self._end.put
 
     def close(self) -> None:
         """Let go of everything."""
         self._end.close()
+
+
+class Encrypted(Ours):
+    """The same, with keys on both sides. They lie in a folder."""
+
+    def __init__(self, folder: str, port: int, receives: bool) -> None:
+        end, other = (
+            f"{folder}/{name}" for name in (("consumer", "producer") if receives else ("producer", "consumer"))
+        )
+        trust: dict[str, Any] = {"clients" if receives else "server": f"{other}.key"}
+        super().__init__(port, receives, tp.Curve(f"{end}.key_secret", **trust))
 
 
 class Copying:
@@ -134,7 +149,7 @@ RIVALS: dict[str, Any] = {
     "pyzmq copy=False": Lending,
     "sendall, recv_into": Bare,
 }
-OURS, PYZMQ, BARE = "ours", ("pyzmq copy=True", "pyzmq copy=False"), "sendall, recv_into"
+OURS, KEYS, PYZMQ, BARE = "ours", "ours, with keys", ("pyzmq copy=True", "pyzmq copy=False"), "sendall, recv_into"
 
 
 class Row(NamedTuple):
@@ -145,6 +160,7 @@ class Row(NamedTuple):
     faults: dict[str, int]
     to_pyzmq: tuple[float, float, float]  # to the better one in each round
     to_bare: tuple[float, float, float]
+    keys_to_none: tuple[float, float, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,23 +173,23 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, print a table, and write what was asked for."""
     os.sched_setaffinity(0, {_CORES[0]})
     torch.set_num_threads(1)
-    rows = [_row(size, arguments.scale) for size in SIZES]
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for name in ("consumer", "producer"):
+            write_key_pair(f"{folder}/{name}", *key_pair())
+        rivals = {**RIVALS, KEYS: functools.partial(Encrypted, folder)}
+        rows = [_row(size, arguments.scale, rivals) for size in SIZES]
     _show(rows)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"machine": {**_MACHINE, "pyzmq": zmq.__version__}, "rows": [row._asdict() for row in rows]}, file
-            )
+    keep(arguments.json, {**_MACHINE, "pyzmq": zmq.__version__}, rows=[row._asdict() for row in rows])
 
 
-def _row(size: int, scale: float) -> Row:
+def _row(size: int, scale: float, rivals: dict[str, Any]) -> Row:
     tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for _ in range(4)]
     for tensor in tensors:
         tensor[0], tensor[-1] = 7, 9
     count = max(3, round(STREAM[size] * scale))
-    rates: dict[str, list[float]] = {name: [] for name in RIVALS}
-    faults: dict[str, list[int]] = {name: [] for name in RIVALS}
-    pairs = {name: _start(name, size) for name in RIVALS}
+    rates: dict[str, list[float]] = {name: [] for name in rivals}
+    faults: dict[str, list[int]] = {name: [] for name in rivals}
+    pairs = {name: _start(make, size) for name, make in rivals.items()}
     for number in range(max(2, round(ROUNDS * scale)) + 1):
         for name, (end, tell, _) in pairs.items():
             tell.send(count)
@@ -196,6 +212,7 @@ def _row(size: int, scale: float) -> Row:
         {name: round(statistics.median(found)) for name, found in faults.items()},
         _ratio(rates[OURS], pyzmq),
         _ratio(rates[OURS], rates[BARE]),
+        _ratio(rates[KEYS], rates[OURS]),
     )
 
 
@@ -204,25 +221,25 @@ def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]
     return statistics.median(found), min(found), max(found)
 
 
-def _start(name: str, size: int) -> tuple[Any, Connection, Any]:
+def _start(make: Any, size: int) -> tuple[Any, Connection, Any]:
     """Both ends of one rival: the one that sends here, the other in a process of its own."""
     tell, told = multiprocessing.Pipe()
     port = _free_port()
     process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(name, port, size, told, _CORES[-1]), daemon=True
+        target=_serve, args=(make, port, size, told, _CORES[-1]), daemon=True
     )
     process.start()
     told.close()
     tell.recv()  # it is there
-    return RIVALS[name](port, False), tell, process
+    return make(port, False), tell, process
 
 
-def _serve(name: str, port: int, size: int, told: Connection, core: int) -> None:
+def _serve(make: Any, port: int, size: int, told: Connection, core: int) -> None:
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {core})
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     Bare.size = size
-    end = RIVALS[name](port, True)
+    end = make(port, True)
     told.send("here")
     kept: deque[torch.Tensor] = deque(maxlen=2)
     while (count := told.recv()) is not None:
@@ -251,12 +268,13 @@ def _show(rows: list[Row]) -> None:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row in rows:
         label = SIZES[row.size]
-        for name in RIVALS:
+        for name in row.rate:
             table.add_row(label, name, f"{row.rate[name]:.2f}", f"{row.faults[name]:,}")
             label = ""
         enough = "" if row.to_pyzmq[0] >= ENOUGH else f"under {ENOUGH}"
         table.add_row("", "ours / better pyzmq", _spread(row.to_pyzmq), enough, style="bold")
-        table.add_row("", "ours / bare sockets", _spread(row.to_bare), "", style="bold", end_section=True)
+        table.add_row("", "ours / bare sockets", _spread(row.to_bare), "", style="bold")
+        table.add_row("", "with keys / without", _spread(row.keys_to_none), "", style="bold", end_section=True)
     console.print(table)
     console.print("ratios: the median of alternating rounds (lowest..highest)", style="dim", highlight=False)
     console.print(" · ".join(f"{name} {value}" for name, value in _MACHINE.items()), style="dim", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -22,12 +23,15 @@ from programs import ended, left_of, started
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import benchmark, cli
 from tensorpipe_ipc.benchmark import measuring
+from tensorpipe_ipc.benchmark.crew import Crew, Line, Program, Station, Tokens
 from tensorpipe_ipc.benchmark.measuring import plan_of
 from tensorpipe_ipc.benchmark.messages import cases_of, digest
-from tensorpipe_ipc.benchmark.one_way import SIZES, one_ways
-from tensorpipe_ipc.benchmark.programs import Arrival, Streamed, shares
+from tensorpipe_ipc.benchmark.one_way import one_ways
+from tensorpipe_ipc.benchmark.pipelines import End
+from tensorpipe_ipc.benchmark.programs import ONE_WAY, Arrival, Streamed, shares
 from tensorpipe_ipc.benchmark.stream import checked
 from tensorpipe_ipc.benchmark.summary import interval, is_settled, percentiles
+from tensorpipe_ipc.cli import benchmark as commands
 
 OPTIONS: Any = {
     name: parameter.default
@@ -146,6 +150,9 @@ def test_messages_have_their_size_and_differ(dtype: torch.dtype) -> None:
         ({"pipeline": benchmark.OverEndpoint("inproc")}, "inproc is for threads"),  # type: ignore[arg-type]
         ({"pipeline": benchmark.OverEndpoint(), "producers": 2, "consumers": 2}, "take a queue for many to many"),
         ({"pipeline": benchmark.Ends(print, input), "consumers": 2}, "a put and a get of your own"),
+        ({"pipeline": benchmark.Ends(print, input), "round_trip": True}, r"give Ends a back=Ends\("),
+        ({"pipeline": benchmark.OverQueue(loan=True), "round_trip": True}, "round_trip with loan=True"),
+        ({"producers": 2, "round_trip": True}, "round_trip with 2 producers and 1 consumers"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
@@ -159,9 +166,9 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
 
 def test_default_sizes_are_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without sizes, 100 MB are left out where memory is short."""
-    names = [[case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases]]
+    names = [[case.name for case in plan_of(None, None, **OPTIONS).cases]]
     monkeypatch.setattr(measuring, "headroom", lambda: 1 << 30)
-    names.append([case.name for case in plan_of(benchmark.OverQueue(), None, SIZES, OPTIONS).cases])
+    names.append([case.name for case in plan_of(None, None, **OPTIONS).cases])
     assert names == [["400B", "4MB", "100MB"], ["400B", "4MB"]]
 
 
@@ -206,6 +213,22 @@ def test_every_pipeline_is_measured_and_checked(pipeline: Any, producers: int, c
         assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    "pipeline", [benchmark.OverQueue(), benchmark.OverEndpoint("tcp", shared_memory="off")], ids=str
+)
+def test_a_round_trip_is_told_beside_one_way(pipeline: Any) -> None:
+    """Both come of the same messages: there and back takes longer than there, and each says which it is."""
+    report = benchmark.latency(pipeline, ["400B", "40kB"], tree="dict:2", round_trip=True, **SHORT)
+    assert benchmark.LatencyReport.from_json(report.to_json()) == report
+    for result in report.results:
+        assert result.round_trip is not None
+        assert result.round_trip.samples == result.one_way.samples >= 3
+        assert result.one_way.p50_us < result.round_trip.p50_us
+        assert result.round_trip_times_floor is not None
+    assert str(report).count("\nround trip ") == 2
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
 def test_a_message_and_a_pipeline_of_ones_own() -> None:
     """A maker of trees, and a put and a get of multiprocessing's, are measured as ours are; progress is told."""
     queue = torch.multiprocessing.get_context("fork").SimpleQueue()
@@ -220,6 +243,10 @@ def test_a_message_and_a_pipeline_of_ones_own() -> None:
     assert all(0 <= part <= 1 for part, _ in told)
     (flow,) = benchmark.throughput(benchmark.Ends(queue.put, queue.get), make=_batch, **SHORT).results
     assert flow.messages_per_second > 0
+    back = torch.multiprocessing.get_context("fork").SimpleQueue()
+    both = benchmark.Ends(queue.put, queue.get, back=benchmark.Ends(back.put, back.get))
+    assert benchmark.latency(both, make=_batch, round_trip=True, **SHORT).results[0].round_trip is not None
+    back.close()
     queue.close()
 
 
@@ -271,10 +298,41 @@ def test_a_pipeline_that_is_wrong_is_caught(measure: Any, fault: str, error: typ
     pipe.close()
 
 
+def test_a_producer_of_one_way_waits_until_the_last_was_taken() -> None:
+    """Else a consumer that shares with others may hear that all is over while the last message is still to come."""
+    fork = multiprocessing.get_context("fork")
+    turn, wake, (control, ours) = Tokens(fork), Tokens(fork), fork.Pipe()
+    station = Station(0, True, True, turn, wake)
+    done: list[str] = []
+    station.end = End(lambda _: done.append("put"), input, finish=lambda: done.append("finish"))
+    station.make, station._control = _batch, control
+    ours.send(None)
+    turn.give()
+    turn.give()
+    assert len(ONE_WAY.produce(station, [2])) == 2  # type: ignore[misc]
+    assert done == ["put", "put", "finish"]
+    for each in (turn, wake, control, ours):
+        each.close()
+
+
+def _takes_it(station: Station) -> None:
+    station.arrive()
+    station.turn.take()
+
+
+def test_a_turn_that_is_missing_is_told() -> None:
+    """Whoever takes a turn and passes none on does not leave the caller waiting."""
+    fork = tp.get_context("fork")
+    line = Line(benchmark.Ends(print, input).made(fork, 4, 1, Path()), None, _batch)
+    with Crew(fork, [line], producers=1, consumers=1, pin=False, patience=20) as crew:
+        with pytest.raises(tp.MeasurementFailed, match="it: a turn is missing"):
+            crew.run(Program(_takes_it, Station.arrive, takes_turns=True), 0, what="it")
+
+
 def test_what_a_process_meets_is_raised_here() -> None:
     """An error of ours in a producer keeps its type: a leaf that the serializer does not take."""
     with pytest.raises(tp.UnsupportedLeaf, match="bfloat16"):
-        benchmark.latency(benchmark.OverQueue("numpy"), [400], dtype=torch.bfloat16, **SHORT)
+        benchmark.latency(benchmark.OverQueue(serializer="numpy"), [400], dtype=torch.bfloat16, **SHORT)
 
 
 @pytest.mark.kills
@@ -284,8 +342,8 @@ def test_what_a_process_meets_is_raised_here() -> None:
     "pipeline", [benchmark.OverQueue(), benchmark.OverEndpoint(), benchmark.OverEndpoint("tcp")], ids=str
 )
 def test_every_start_method(method: str, pipeline: Any) -> None:
-    """Spawned and fork-server processes measure as forked ones do."""
-    report = benchmark.latency(pipeline, [400], seconds=0.05, method=method, make=None)
+    """Spawned and fork-server processes measure as forked ones do, there and back."""
+    report = benchmark.latency(pipeline, [400], seconds=0.05, method=method, round_trip=True)
     assert report.setup.method == method
     assert report.results[0].one_way.samples >= 3
 
@@ -342,7 +400,17 @@ def test_ctrl_c_leaves_nothing_in_any_case(
 def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run prints a table of at most 80 columns, and writes JSON that can be read back, and a picture."""
     json_file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    options = ["--sizes", "400B,40kB", "--seconds", "0.05", "--json", str(json_file), "--plot", str(picture)]
+    options = [
+        "--sizes",
+        "400B,40kB",
+        "--seconds",
+        "0.05",
+        *(["--round-trip"] if command == "latency" else []),
+        "--json",
+        str(json_file),
+        "--plot",
+        str(picture),
+    ]
     pid = os.fork()  # matplotlib keeps its fonts open
     if not pid:
         try:
@@ -354,8 +422,8 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
     assert err == ""
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("400B ")
-    assert lines[2].startswith("40kB ")
+    names = [line.split("  ")[0] for line in lines[1:4]]
+    assert names == (["400B", "round trip", "40kB"] if command == "latency" else ["400B", "40kB", names[2]])
     text = json_file.read_text()
     kind: Any = benchmark.LatencyReport if command == "latency" else benchmark.ThroughputReport
     report = kind.from_json(text)
@@ -365,9 +433,44 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.parametrize(
+    ("options", "pipeline", "others"),
+    [
+        ([], benchmark.OverQueue(), {}),
+        (["--spin", "0.0001", "--copy", "never"], benchmark.OverQueue(spin=1e-4, copy=False), {}),
+        (["--loan", "--copy", "always"], benchmark.OverQueue(loan=True, copy=True), {}),
+        (["--transport", "ipc", "--serializer", "numpy"], benchmark.OverEndpoint("ipc", serializer="numpy"), {}),
+        (["--transport", "tcp", "--shared-memory", "off"], benchmark.OverEndpoint("tcp", shared_memory="off"), {}),
+        (["--device", "cpu"], benchmark.OverQueue(device="cpu"), {"method": None}),
+        (["--sizes", "400B,3x4", "--dtype", "bfloat16"], benchmark.OverQueue(), {"sizes": ["400B", "3x4"]}),
+        (["--tree", "dict:3", "--no-pin", "--seconds", "1"], benchmark.OverQueue(), {"tree": "dict:3", "pin": False}),
+        (["--producers", "3", "--method", "spawn"], benchmark.OverQueue(), {"producers": 3, "method": "spawn"}),
+        (["--consumers", "2"], benchmark.OverQueue(), {"consumers": 2, "pin": True, "method": "fork"}),
+    ],
+)
+def test_every_option_reaches_the_measurement(options: list[str], pipeline: Any, others: dict[str, Any]) -> None:
+    """What is asked for is what is measured, and all that ``latency`` takes can be asked for, but one's own functions."""
+    parser = argparse.ArgumentParser()
+    commands.add_arguments(parser)
+    arguments = parser.parse_args(options)
+    assert commands.pipeline_of(arguments) == pipeline
+    found = commands.options_of(arguments)
+    assert {name: found[name] for name in others} == others
+    assert found["dtype"] == (torch.bfloat16 if "bfloat16" in options else torch.float32)
+    assert OPTIONS.keys() - found.keys() == {"make", "patience", "tell", "round_trip"}
+
+
+def test_what_is_not_pinned_is_measured_too() -> None:
+    """Processes that are bound to no CPU, with a queue's device and a copy of what comes."""
+    report = benchmark.latency(benchmark.OverQueue(device="cpu", copy=True), [400], pin=False, **SHORT)
+    assert report.setup.pin is False
+    assert "bound to no CPU" in str(report)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--sizes", "3B"], "size 3B"),
+        (["--round-trip", "--consumers", "2"], "round_trip with 1 producers and 2 consumers"),
         (["--dtype", "float33"], "--dtype float33"),
         (["--shared-memory", "off"], "--shared-memory is for --transport ipc and tcp"),
         (["--transport", "tcp", "--spin", "0.001"], "--spin is for --transport queue"),

@@ -8,15 +8,17 @@ about as long as ``--budget`` says, however slow a peer is, and leaves the resul
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.all import deaths, fans, held, leaves, sizes
 from bench.all.field import Field
@@ -24,18 +26,40 @@ from bench.all.peers import FLOORS, OURS, PEERS, Peer
 from bench.measure import machine, versions
 from bench.page import results
 from bench.page.write import write
+from bench.progress import steps
+from bench.wanted import not_installed
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "reasons", "run", "version_of"]
 
-# What is measured, and its share of the budget. Those without a share take what they take: about half a minute each.
-ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float]] = {
-    "sizes": (sizes.measure, 0.65),
-    "trees": (leaves.measure, 0.15),
-    "held": (held.measure, 0.0),
-    "fans": (fans.measure, 0.2),
-    "deaths": (deaths.measure, 0.0),
+# What is measured, its share of the budget, and the seconds that it takes beside, mostly to start and to kill processes.
+ITEMS: dict[str, tuple[Callable[[Field, float], Iterator[dict[str, Any]]], float, float]] = {
+    "sizes": (sizes.measure, 0.65, 60),
+    "trees": (leaves.measure, 0.15, 10),
+    "held": (held.measure, 0.0, 20),
+    "fans": (fans.measure, 0.2, 40),
+    "deaths": (deaths.measure, 0.0, 60),
 }
-LONGEST = 540.0  # seconds, or three budgets: on a machine that is busy, what is left then is left out, and listed
+BUDGET = 160.0
+# Of budgets, or seconds: on a machine that is busy, what has a share and has not begun then is left out, and listed. So
+# `make bench`, which also installs and measures growth, ends within a quarter of an hour.
+MOST, LEAST = 2.5, 300.0
+
+
+def reasons(missing: Mapping[str, str]) -> dict[str, str]:
+    """Why peers are missing: as Python has it, and, where it was not installed, what the installer said."""
+    said = not_installed()
+    packages = {name: PEERS[name].package for name in missing}
+    return {
+        name: f"{reason}; pip install {packages[name]}: {said[packages[name]]}" if packages[name] in said else reason
+        for name, reason in missing.items()
+    }
+
+
+def version_of(peer: Peer) -> str:
+    """Of what a peer is a part of, or comes with."""
+    if not peer.package and peer.part_of == "python":
+        return f"Python {platform.python_version()}"
+    return " ".join(word for pair in versions(peer.package or peer.part_of).items() for word in pair)
 
 
 def _note(peer: Peer) -> str:
@@ -47,7 +71,9 @@ def _note(peer: Peer) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--budget", type=float, default=180, help="seconds for all that is timed, about")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"seconds for all that is timed, about ({BUDGET:g})"
+    )
     parser.add_argument("--only", action="append", choices=ITEMS, metavar="ITEM", help=f"one of {', '.join(ITEMS)}")
     parser.add_argument(
         "--peer", action="append", choices=PEERS, metavar="PEER", help="only these; ours and the floors always"
@@ -57,41 +83,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, and write results and page."""
+    load = os.getloadavg()[0]
     torch.set_num_threads(1)  # before anything is forked: no threads of torch's
     chosen = arguments.only or list(ITEMS)
     names = [name for name in PEERS if not arguments.peer or name in (*arguments.peer, *FLOORS, OURS)]
     rows: list[dict[str, Any]] = []
-    # It draws when it is told to: a thread that does so by itself would be forked half-way through something.
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, transient=True, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=len(chosen))
-
-        def tell(what: str) -> None:
-            bar.update(task, description=what, refresh=True)
-
+    with steps({item: ITEMS[item][1] * arguments.budget + ITEMS[item][2] for item in chosen}) as done:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # all trees end with us
-        with Field(names, tell) as field:
-            end = time.monotonic() + max(LONGEST, 3 * arguments.budget)
+        with Field(names, done.tell) as field:
+            end = time.monotonic() + max(LEAST, MOST * arguments.budget)
             for item in chosen:
-                measure, share = ITEMS[item]
-                if time.monotonic() < end:
+                measure, share, _ = ITEMS[item]
+                done.begin(item)
+                if not share or time.monotonic() < end:
                     rows += measure(field, share * arguments.budget)
                 else:
                     field.failed.append({"peer": "all", "item": item, "reason": "the time was over: see --budget"})
-                bar.advance(task)
-            missing, failed = field.missing, field.failed
+            missing, failed = reasons(field.missing), field.failed
     found = results.of(
         "all",
-        f"python -m bench {' '.join(sys.argv[1:])}",
+        f"python -m bench {shlex.join(sys.argv[1:])}",
         {**machine(), **versions("pyzmq", *[peer.package for peer in PEERS.values() if peer.package])},
         rows,
+        load,
         peers=[
-            {"peer": name, "family": PEERS[name].family, "note": _note(PEERS[name]), "missing": missing.get(name, "")}
+            {
+                "peer": name,
+                "family": PEERS[name].family,
+                "version": version_of(PEERS[name]),
+                "note": _note(PEERS[name]),
+                "missing": missing.get(name, ""),
+            }
             for name in names
         ],
         failed=failed,

@@ -27,7 +27,7 @@ from bench.all.field import Field
 from bench.all.links import Shape
 from bench.all.peers import FLOORS
 from bench.all.programs import HOLD, Message
-from bench.all.tree import PeerFailed, marks, remove
+from bench.all.tree import PeerFailed, marks, named, remove
 
 __all__ = ["measure"]
 
@@ -152,6 +152,7 @@ class Crowd:
         self.marked |= marks([psutil.Process(process.pid)])
         os.kill(process.pid, signal.SIGKILL)
         process.join()
+        self.marked |= named([process.pid])  # what it made meanwhile
 
     def look(self, index: int, patience: float) -> bool:
         """Read what a member has told; whether there was anything."""
@@ -195,7 +196,7 @@ class Crowd:
             process.join()
             told.close()
             go.close()
-        return marked | self.marked
+        return marked | self.marked | named(process.pid for process, _, _ in self.members)
 
 
 def _member(rival: Any, program: Callable[..., None], arguments: tuple[int, ...], tell: Any, wait: Any) -> None:

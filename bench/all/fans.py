@@ -34,8 +34,8 @@ def measure(field: Field, seconds: float) -> Iterator[dict[str, Any]]:
             f"{senders} to {receivers}",
             64,
         )
+        field.fall(standing)
         yield from rows_of(found, item="fans", nbytes=NBYTES, senders=senders, receivers=receivers)
-    field.stand(Shape(4, 400), lambda peer: peer.many)
 
 
 def _shared(tree: Tree, senders: int, receivers: int, messages: int) -> Sequence[float]:

@@ -19,6 +19,7 @@ from bench.all.tree import PeerFailed, Tree
 __all__ = ["Field", "Spread", "Turn", "rows_of", "spread", "spread_to"]
 
 LEAST, MOST = 2, 15  # rounds
+LATE = 2  # times the seconds of all rounds, after which one has to do: the machine is busy with something else
 Turn = Callable[[Tree, int], Sequence[float]]  # a tree, how many messages: microseconds of each
 
 
@@ -81,6 +82,17 @@ class Field:
                 self.fail(name, str(error), _size(shape.nbytes))
         return standing
 
+    def fall(self, names: Sequence[str]) -> None:
+        """Take crews down, and so let go of what they have."""
+        asked = [name for name in names if name in self.trees]
+        for name in asked:
+            self.trees[name].tell("fall")
+        for name in asked:
+            try:
+                self.trees[name].answer()
+            except PeerFailed as error:
+                self.fail(name, str(error))
+
     def rounds(
         self,
         names: Sequence[str],
@@ -97,7 +109,8 @@ class Field:
         Args:
             names: who takes part.
             turn: what to do.
-            seconds: of the whole; there are at least two rounds and at most fifteen.
+            seconds: of the whole; there are at least two rounds (one, where that takes three times as long) and at most
+                fifteen.
             each: seconds of one turn, about.
             most, least: messages of one turn.
             where: what this is, for who fails.
@@ -110,7 +123,8 @@ class Field:
         counts: dict[str, int] = {}
         found: dict[str, list[Sequence[float]]] = {}
         for number in range(1 if few else 0, MOST + 1):
-            if number > LEAST and time.monotonic() > end:
+            now = time.monotonic()
+            if (number > LEAST and now > end) or (number > 1 and now > end + LATE * seconds):
                 break
             for name in [name for name in names if name in self.trees]:
                 try:
@@ -138,7 +152,11 @@ class Field:
     def __enter__(self) -> Field:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:  # as after Ctrl-C: who is busy would not hear that it is to end
+            for tree in self.trees.values():
+                tree.kill()
+            self.trees.clear()
         self.close()
 
 

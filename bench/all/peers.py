@@ -26,6 +26,7 @@ class Peer(NamedTuple):
         note: how it is used here, and why that is fair.
         make: a callable, or "module:name" of one, that takes a Shape and gives a ``Rival`` (or, if ``crew``, a crew).
         package: what is installed for it, beyond this package's own needs.
+        part_of: else what it comes with: the distribution whose version is told.
         trees: it takes dicts of tensors.
         many: several processes may share either end.
         crew: it has processes of its own.
@@ -36,6 +37,7 @@ class Peer(NamedTuple):
     make: str | Callable[[Shape], Any]
     arguments: tuple[Any, ...] = ()
     package: str = ""
+    part_of: str = "python"
     trees: bool = True
     many: bool = False
     crew: bool = False
@@ -76,12 +78,14 @@ PEERS: dict[str, Peer] = {
         "tensorpipe_ipc.Queue, as it is by default; the receiver blocks",
         lambda shape: Ours(shape.bound),
         many=True,
+        part_of="tensorpipe-ipc",
     ),
     "ours, endpoints": Peer(
         "ours, endpoints",
         "tensorpipe_ipc.Producer and Consumer over ipc://, as they are by default",
         "endpoints:Endpoints",
         many=True,
+        part_of="tensorpipe-ipc",
     ),
     "torch Queue, fd": Peer(
         "torch",
@@ -89,6 +93,7 @@ PEERS: dict[str, Peer] = {
         "torch_queues:queue",
         ("file_descriptor",),
         many=True,
+        part_of="torch",
     ),
     "torch Queue, file": Peer(
         "torch",
@@ -96,6 +101,7 @@ PEERS: dict[str, Peer] = {
         "torch_queues:queue",
         ("file_system",),
         many=True,
+        part_of="torch",
     ),
     "torch SimpleQueue, fd": Peer(
         "torch",
@@ -103,6 +109,7 @@ PEERS: dict[str, Peer] = {
         "torch_queues:simple_queue",
         ("file_descriptor",),
         many=True,
+        part_of="torch",
     ),
     "torch SimpleQueue, file": Peer(
         "torch",
@@ -110,14 +117,21 @@ PEERS: dict[str, Peer] = {
         "torch_queues:simple_queue",
         ("file_system",),
         many=True,
+        part_of="torch",
     ),
     "mp.Queue, NumPy": Peer(
         "multiprocessing",
         "arrays, made before the clock starts: nothing is charged for tensors",
         lambda shape: NumpyQueue(shape.bound),
         many=True,
+        part_of="numpy",
     ),
-    "mp.Pipe, NumPy": Peer("multiprocessing", "arrays; no thread, no lock, one process at each end", "pipes:Arrays"),
+    "mp.Pipe, NumPy": Peer(
+        "multiprocessing",
+        "arrays; no thread, no lock, one process at each end",
+        "pipes:Arrays",
+        part_of="numpy",
+    ),
     "SharedMemory slot": Peer(
         "slot by hand",
         "multiprocessing.shared_memory and two semaphores by hand: arrays of one known dtype, one at a time",
@@ -137,6 +151,7 @@ PEERS: dict[str, Peer] = {
         "zmq_recipe:PushPull",
         (True,),
         many=True,
+        part_of="pyzmq",
     ),
     "pyzmq, copy=False": Peer(
         "ZeroMQ, NNG",
@@ -144,12 +159,14 @@ PEERS: dict[str, Peer] = {
         "zmq_recipe:PushPull",
         (False,),
         many=True,
+        part_of="pyzmq",
     ),
     "gloo": Peer(
         "gloo",
         "torch.distributed send and recv on loopback; the receiver must know dtype and shape beforehand",
         "gloo:Gloo",
         trees=False,
+        part_of="torch",
     ),
     "pynng": Peer(
         "ZeroMQ, NNG",
@@ -188,7 +205,12 @@ PEERS: dict[str, Peer] = {
         crew=True,
     ),
     "numpy by hand": Peer(
-        "bytes by hand", f"tobytes and frombuffer; {_BY_HAND}", "pipes:ByHand", ("numpy by hand",), trees=False
+        "bytes by hand",
+        f"tobytes and frombuffer; {_BY_HAND}",
+        "pipes:ByHand",
+        ("numpy by hand",),
+        trees=False,
+        part_of="numpy",
     ),
     "data_ptr by hand": Peer(
         "bytes by hand",
@@ -196,6 +218,7 @@ PEERS: dict[str, Peer] = {
         "pipes:ByHand",
         ("data_ptr by hand",),
         trees=False,
+        part_of="torch",
     ),
     "torch.save by hand": Peer(
         "bytes by hand",
@@ -203,5 +226,6 @@ PEERS: dict[str, Peer] = {
         "pipes:ByHand",
         ("torch.save by hand",),
         trees=False,
+        part_of="torch",
     ),
 }

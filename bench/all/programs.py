@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.queue.crew import Link, Program
-from bench.queue.programs import pause
+from bench.queue.programs import send_one_way, send_stream
 from bench.queue.rivals import ARRIVED, Rival, pattern
 
 __all__ = ["HOLD", "LEAF", "LET_GO", "ONE_WAY", "SHARED", "STREAM", "Message", "Sharing", "Taking", "checked"]
@@ -96,15 +96,7 @@ class Taking:
 
 
 def _one_way_send(link: Link, what: Message, count: int) -> list[int]:
-    rival, send, times = link.there, link.there.send, []
-    for _ in range(count):
-        link.wait_until_ready()
-        message = what.fresh(rival)
-        pause()
-        start = _clock()
-        send(message)
-        times.append(_clock() - start if rival.alone else start)
-    return times
+    return send_one_way(link, what.fresh, count)
 
 
 def _one_way_take(link: Link, what: Message, count: int) -> Receiver:
@@ -121,12 +113,7 @@ def _one_way_take(link: Link, what: Message, count: int) -> Receiver:
 
 
 def _stream_send(link: Link, what: Message, count: int) -> int:
-    send, messages = link.there.send, [what.fresh(link.there) for _ in range(count)]
-    link.wait_until_ready()
-    start = _clock()
-    for message in messages:
-        send(message)
-    return _clock() - start if link.there.alone else start
+    return send_stream(link, what.fresh, count)
 
 
 def _stream_take(link: Link, what: Message, count: int) -> Receiver:

@@ -66,7 +66,7 @@ def _at(field: Field, names: Sequence[str], nbytes: int, seconds: float) -> Iter
         large,
     )
     yield from rows_of(found, item="stream", nbytes=nbytes)
-    field.stand(Shape(4, 400), lambda peer: id(peer) in group)  # what was large is let go
+    field.fall(standing)  # what was large is let go
 
 
 def one_way(tree: Tree, what: Message, count: int) -> Sequence[float]:

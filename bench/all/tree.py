@@ -28,7 +28,7 @@ from bench.all.links import Shape
 from bench.all.peers import Peer
 from bench.queue.crew import Crew, Program
 
-__all__ = ["PeerFailed", "Tree", "marks", "remove"]
+__all__ = ["PeerFailed", "Tree", "marks", "named", "remove"]
 
 PATIENCE = 90.0  # seconds for one task
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -104,6 +104,7 @@ class Tree:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.join()
+        mapped |= named(process.pid for process in processes)  # what was made meanwhile
         self._control.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         if mapped:
@@ -113,7 +114,8 @@ class Tree:
         return left
 
     def tell(self, *task: Any) -> None:
-        """Begin a task; ``answer`` waits for its end. ("stand", shape) stands a crew up, in the place of the one before."""
+        """Begin a task; ``answer`` waits for its end. ("stand", shape) stands a crew up, in the place of the one
+        before; ("fall",) takes it down."""
         with contextlib.suppress(OSError):  # who has ended has no answer
             self._control.send(task)
 
@@ -136,12 +138,17 @@ class Tree:
 
 def marks(processes: Sequence[psutil.Process]) -> set[str]:
     """Paths in /dev/shm that one of these processes has mapped, or that have its number in their names."""
-    found, numbers = set(), set()
+    found = set()
     for process in processes:
-        numbers.add(str(process.pid))
         with contextlib.suppress(psutil.Error):
             found |= {entry.path for entry in process.memory_maps() if entry.path.startswith("/dev/shm/")}
-    return found | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
+    return found | named(process.pid for process in processes)
+
+
+def named(pids: Iterable[int]) -> set[str]:
+    """Paths in /dev/shm that have one of these numbers in their names: also of processes that are gone."""
+    numbers = set(map(str, pids))
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if numbers & set(re.findall(r"\d+", name))}
 
 
 def remove(paths: Iterable[str]) -> None:
@@ -192,6 +199,8 @@ def _lead(peer: Peer, folder: str, control: Connection) -> None:
                 stand(task[1])
             elif task[0] == "run":
                 answer = crew.run(task[1], *task[2])
+            elif task[0] == "fall":
+                fall()
             else:
                 fall()
                 answer = task[1](make, *task[2])

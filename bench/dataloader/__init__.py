@@ -7,17 +7,15 @@ two, and a ratio is the median of the rounds' ratios. The limits are shown and f
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from bench.dataloader import loaders, pools
 from bench.dataloader.plot import draw
 from bench.dataloader.rows import Row
 from bench.dataloader.table import show
-from bench.measure import machine
+from bench.measure import keep, machine
+from bench.progress import steps
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,16 +35,12 @@ def run(arguments: argparse.Namespace) -> None:
     host = machine()
     chosen = arguments.only or [*loaders.CASES, *pools.CASES]
     rows: list[Row] = []
-    # It draws when it is told to: a thread that does so by itself would be forked half-way through something.
-    with Progress(transient=True, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("measuring", total=len(chosen))
+    with steps(dict.fromkeys(chosen, 1.0)) as done:
         for case in chosen:
-            bar.update(task, description=f"measuring {case}", refresh=True)
+            done.begin(case)
+            done.tell(case)
             rows += (loaders if case in loaders.CASES else pools).measure(case, arguments.scale)
-            bar.advance(task)
     show(rows, host)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "rows": [row._asdict() for row in rows]}, file)
+    keep(arguments.json, host, scale=arguments.scale, rows=[row._asdict() for row in rows])
     if arguments.plot:
         draw(rows, arguments.plot)

@@ -7,18 +7,20 @@ a size that would take more than a sixth of the memory that is left is left out,
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.growth import items
 from bench.measure import machine
 from bench.page import results
 from bench.page.write import write
+from bench.progress import steps
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,6 +33,8 @@ ITEMS: dict[str, Callable[[float, Callable[[str], None]], Iterator[dict[str, Any
     "messages": items.by_messages,
 }
 
+SECONDS = 15.0  # of each, as far as a bar needs to know
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
@@ -41,18 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, and write results and page."""
+    load = os.getloadavg()[0]
     torch.set_num_threads(1)  # before anything is forked: no threads of torch's
     chosen = arguments.only or list(ITEMS)
     rows: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=len(chosen))
-
-        def tell(what: str) -> None:
-            bar.update(task, description=what, refresh=True)
-
+    with steps(dict.fromkeys(chosen, SECONDS)) as done:
         for item in chosen:
-            rows += [{"item": "growth", "with": item, **row} for row in ITEMS[item](arguments.scale, tell)]
-            bar.advance(task)
-    found = results.of("growth", f"python -m bench {' '.join(sys.argv[1:])}", machine(), rows)
+            done.begin(item)
+            rows += [{"item": "growth", "with": item, **row} for row in ITEMS[item](arguments.scale, done.tell)]
+    found = results.of("growth", f"python -m bench {shlex.join(sys.argv[1:])}", machine(), rows, load)
     write(found, arguments.folder, Console(width=100))

@@ -26,10 +26,10 @@ SIZES = (8, 64, 400, 4_000, 40_000, 400_000, 4_000_000, 40_000_000, 1 << 28, 1 <
 LEAVES = (1, 10, 100, 1_000, 10_000)
 LEASES = (1, 10, 100, 1_000, 10_000)
 DEPTHS = (1, 10, 100, 1_000, 10_000)
-PEERS = (2, 4, 8, 16, 32)
+PEERS = (1, 2, 4, 8, 16, 32)
 MESSAGES = 10_000_000
 ROUNDS = 9
-SMALL, LEASED = 400, 40_000
+SMALL, LEASED, LARGE = 400, 40_000, 100_000_000
 CHUNK, BOUND = 4096, 64
 SECONDS = 0.1  # of a turn, about
 
@@ -60,6 +60,8 @@ def _alternating(whats: dict[int, Message], scale: float, tell: Tell, word: str)
     for number in range(max(2, round(ROUNDS * scale)) + 1):
         with ExitStack() as stack:
             for at, what in whats.items():
+                if not number and what.nbytes > LARGE:  # seconds each, of which a warmer start would take little
+                    continue
                 tell(f"growth with {word}: {at:,}")
                 crew = Crew(Ours(0), halves=True)
                 stack.callback(crew.close)
@@ -103,14 +105,14 @@ def by_depth(scale: float, tell: Tell) -> Rows:
 
 
 def by_peers(scale: float, tell: Tell) -> Rows:
-    """One way of 400 B between two of so many processes that are attached."""
+    """One way of 400 B to a process beside which so many are attached, of whom one sends."""
     for count in PEERS:
         tell(f"growth with processes attached: {count}")
         with ExitStack() as stack:
             rival = Ours(0)
             crew = Crew(rival, halves=True)
             stack.callback(crew.close)
-            stack.enter_context(crowd(rival, count - 2))
+            stack.enter_context(crowd(rival, count - 1))
             before = sum(crew.run(MEMORY))
             rounds = [_one_way(crew, Message(SMALL), 100) for _ in range(max(2, round(ROUNDS * scale)))]
             yield {"at": count, "us": _median(rounds), "memory": sum(crew.run(MEMORY)) - before}
@@ -118,13 +120,13 @@ def by_peers(scale: float, tell: Tell) -> Rows:
 
 def by_messages(scale: float, tell: Tell) -> Rows:
     """One way of 400 B after so many messages have passed."""
-    most = max(CHUNK, round(MESSAGES * min(1.0, scale)))
+    most = max(4 * CHUNK, round(MESSAGES * min(1.0, scale)))
     with ExitStack() as stack:
         crew = Crew(Ours(BOUND), halves=True)
         stack.callback(crew.close)
         for _ in range(3):  # until both have what they need
             crew.run(STREAM, Message(SMALL), CHUNK)
-        before, passed, at = sum(crew.run(MEMORY)), 3 * CHUNK, CHUNK
+        before, passed, at = sum(crew.run(MEMORY)), 3 * CHUNK, 4 * CHUNK
         while at <= most:
             while passed < at:
                 tell(f"growth with messages passed: {passed:,} of {most:,}")

@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("file", help="results, as bench/results/*.json are")
     parser.add_argument("--folder", default="bench/results", help="where the page goes")
-    parser.add_argument("--readme", metavar="FOLDER", help="print the README's table, and draw its two pictures there")
+    parser.add_argument(
+        "--readme", metavar="FILE", help="put the table there, between its marks, and the pictures beside it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -25,7 +27,6 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.readme and found["kind"] != "all":
         raise SystemExit(f"{arguments.file} is of `bench {found['kind']}`; the README shows a run of `bench all`")
     if arguments.readme:
-        print(readme.table(found))
-        readme.draw(found, arguments.readme)
+        readme.update(found, arguments.readme)
     else:
         write(found, arguments.folder, Console(width=100))

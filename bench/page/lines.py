@@ -15,6 +15,8 @@ from bench.plot import apart
 
 __all__ = ["BYTES", "COUNTS", "FINE_TIMES", "RATES", "TIMES", "Line", "figure", "panel", "style"]
 
+matplotlib.rcParams["svg.hashsalt"] = "bench"  # the same results give the same file
+
 # Okabe and Ito's colours and three more, which people with any colour vision tell apart with the dashes. Ours are solid.
 FAMILIES: dict[str, tuple[str, Any]] = {
     "ours": ("#D55E00", "-"),
@@ -99,8 +101,13 @@ def panel(
     log_x: bool = True,
     log_y: bool = True,
     title: str = "",
+    reach: Sequence[float] = (),
 ) -> None:
-    """Draw lines, name them at their ends, and give both axes what people read: quantities with units."""
+    """Draw lines, name them at their ends, and give both axes what people read: quantities with units.
+
+    Args:
+        reach: what the vertical axis has to reach besides.
+    """
     lines = [line for line in lines if line.xs]
     if not lines:
         axis.set_axis_off()
@@ -110,7 +117,7 @@ def panel(
         width = 3.2 if line.family == "ours" else 1.7
         axis.plot(line.xs, line.ys, linestyle=dashes, color=colour, linewidth=width, marker="o", markersize=3.5)
     axis.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear", xlabel=across, ylabel=up)
-    _ranges(axis, lines, log_x, log_y)
+    _ranges(axis, lines, reach, log_x, log_y)
     if len(lines) > 1:
         _names(axis, lines, log_x, log_y)
     for ticks, limits, put in (
@@ -126,15 +133,16 @@ def panel(
     axis.grid(alpha=0.25)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_bounds(axis.get_xlim()[0], last)  # no axis below the names
     if title:
         axis.set_title(title, loc="left", fontsize=11)
 
 
-def _ranges(axis: Any, lines: Sequence[Line], log_x: bool, log_y: bool) -> None:
+def _ranges(axis: Any, lines: Sequence[Line], reach: Sequence[float], log_x: bool, log_y: bool) -> None:
     xs = [x for line in lines for x in line.xs]
-    ys = [y for line in lines for y in line.ys]
+    ys = [*reach, *(y for line in lines for y in line.ys)]
     low, high = min(xs), max(xs)
-    room = 0.5 if len(lines) > 1 else 0.05  # for the names
+    room = 0.38 if len(lines) > 1 else 0.05  # for the names
     if log_x:
         low, high = low / 1.3, high * max(1.3, (high / low) ** room)
     else:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.page.lines import BYTES, COUNTS, RATES, TIMES, Line, figure, panel
+from bench.page.lines import BYTES, COUNTS, FINE_TIMES, RATES, TIMES, Line, figure, panel
 from bench.page.results import Results, rows
+from bench.page.tables import shown
 
 __all__ = ["PICTURES", "fastest"]
 
@@ -16,7 +17,7 @@ Row = dict[str, Any]
 
 def one_way(results: Results) -> Any:
     """Time from put to get, by size."""
-    return _by_size(results, "one way", "From put to get, the receiver waiting: lower is better", "one way, p50", TIMES)
+    return _by_size(results, "one way", "From put to get, the receiver waiting: lower is better", "time, median", TIMES)
 
 
 def stream(results: Results) -> Any:
@@ -25,14 +26,14 @@ def stream(results: Results) -> Any:
     found = fastest(results, "stream", "nbytes")
     lines = [
         Line(
-            name,
+            shown(name),
             family,
             [row["nbytes"] for row in of],
             [row["nbytes"] / row["us"]["median"] for row in of],  # bytes a microsecond: megabytes a second
         )
         for name, family, of in found
     ]
-    panel(axis, lines, across="tensor", up="throughput", x_ticks=BYTES, y_ticks=RATES)
+    panel(axis, lines, across="size of a tensor", up="bytes a second", x_ticks=BYTES, y_ticks=RATES)
     return drawn
 
 
@@ -43,7 +44,7 @@ def trees(results: Results) -> Any:
         Line(name, family, [row["leaves"] for row in of], [row["us"]["median"] for row in of])
         for name, family, of in fastest(results, "trees", "leaves")
     ]
-    panel(axis, lines, across="tensors in the dict", up="one way, p50", x_ticks=COUNTS, y_ticks=TIMES)
+    panel(axis, lines, across="tensors in the dict", up="time, median", x_ticks=COUNTS, y_ticks=FINE_TIMES)
     return drawn
 
 
@@ -62,7 +63,7 @@ def held(results: Results) -> Any:
             ]
             lines.append(Line(name, family, [x for x, _ in points], [max(y, 0.5) for _, y in points]))
         title = "descriptors" if unit == 1 else "memory (a copy of the tensors is 40 MB at 1,000)"
-        ticks = {0.5: "0" if unit == 1 else "0.5", **COUNTS}
+        ticks = {0.5: "0" if unit == 1 else "0.5 or less", **COUNTS}
         panel(axis, _merged(lines), across="tensors held", up=up, x_ticks=COUNTS, y_ticks=ticks, title=title)
     return drawn
 
@@ -70,6 +71,7 @@ def held(results: Results) -> Any:
 def fans(results: Results) -> Any:
     """Messages a second, by number of senders and of receivers."""
     drawn, axes = figure("Streams of 4 kB tensors that several share: higher is better", 2, 5.4)
+    rates = [1e3 / row["us"]["median"] for row in rows(results, "fans")]
     for axis, one, many in ((axes[0], "receivers", "senders"), (axes[1], "senders", "receivers")):
         lines = [
             Line(name, family, [row[many] for row in of], [1e3 / row["us"]["median"] for row in of])
@@ -82,7 +84,8 @@ def fans(results: Results) -> Any:
             across=f"{many}, one {one[:-1]}",
             up="thousand messages a second, all together",
             x_ticks=counts,
-            y_ticks={value: f"{value:g}" for value in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)},
+            y_ticks={value: f"{value:g}" for value in (0.01, 0.1, 1, 10, 100, 1000)},
+            reach=(min(rates), max(rates)),  # one scale for both
         )
     return drawn
 
@@ -157,8 +160,8 @@ def _short(names: Sequence[str]) -> str:
 def _by_size(results: Results, item: str, title: str, up: str, ticks: dict[float, str]) -> Any:
     drawn, (axis,) = figure(title)
     lines = [
-        Line(name, family, [row["nbytes"] for row in of], [row["us"]["median"] for row in of])
+        Line(shown(name), family, [row["nbytes"] for row in of], [row["us"]["median"] for row in of])
         for name, family, of in fastest(results, item, "nbytes")
     ]
-    panel(axis, lines, across="tensor", up=up, x_ticks=BYTES, y_ticks=ticks)
+    panel(axis, lines, across="size of a tensor", up=up, x_ticks=BYTES, y_ticks=ticks)
     return drawn

@@ -1,51 +1,66 @@
-"""What the README shows of a run of ``bench all``: one table and two pictures, made from the results' file."""
+"""What the README shows of a run of ``bench all``: a table and two pictures, between two marks, made from the results' file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from bench.page import pictures, tables
-from bench.page.results import Results, rows
+from bench.page.results import Results
+from bench.page.words import STOCK, headline
 
-__all__ = ["draw", "table"]
+__all__ = ["BEGIN", "END", "PICTURES", "update"]
 
-COLUMNS = (
-    "dict of 100, one way",
-    "400 B, a second",
-    "a consumer is killed",
-    "a producer is killed",
-)
+BEGIN, END = "<!-- bench all: from here -->", "<!-- bench all: to here -->"
+PICTURES = {"one way": "One way by size", "stream": "Throughput by size"}
+FOLDER = "docs/benchmarks"  # beside the README
 
 
-def table(results: Results) -> str:
-    """Of all peers, as Markdown: the figures that matter, and what a kill does. The command stands below."""
-    sizes = sorted({row["nbytes"] for row in rows(results, "one way")})
-    shown = [nbytes for nbytes in sizes if nbytes in (400, 4_000_000) or nbytes == sizes[-1]]
-    lines = []
-    for peer in (one["peer"] for one in results["peers"] if not one["missing"]):
-        cells = [_time(results, "one way", peer, nbytes=nbytes) for nbytes in shown]
-        cells.append(_time(results, "trees", peer, leaves=100))
-        stream = rows(results, "stream", peer=peer, nbytes=400)
-        cells.append(f"{1e6 / stream[0]['us']['median']:,.0f}" if stream else "-")
-        killed = rows(results, "deaths", peer=peer)
-        cells += [killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"]
-        lines.append([f"*{peer}", *(f"*{cell}" for cell in cells)] if peer == "ours" else [peer, *cells])
-    headings = ["", *(f"{tables.size(nbytes)}, one way" for nbytes in shown), *COLUMNS]
-    below = f"`{results['command']}` · {results['machine']['processor']}, {results['machine']['cores']} cores"
-    return f"{tables.markdown(tables.Table(headings, lines))}\n\n{below}"
+def update(results: Results, readme: str | Path) -> None:
+    """Replace what stands between the marks, and the pictures in ``docs/benchmarks`` beside it.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    readme = Path(readme)
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{readme} has no lines {BEGIN!r} and {END!r}, between which the table would stand")
+    _draw(results, readme.parent / FOLDER)
+    readme.write_text(f"{before}{begin}\n{_text(results)}\n{end}{after}", encoding="utf-8")
 
 
-def draw(results: Results, folder: str | Path) -> None:
-    """One way by size, and memory and descriptors: ``one-way.svg`` and ``held.svg``."""
+def _text(results: Results) -> str:
+    """Of each family of peers the fastest, and torch's default."""
+    quickest = {peer for peer, _, _ in pictures.fastest(results, "one way", "nbytes")} | {STOCK}
+    shown = "\n".join(
+        f"![{title}]({FOLDER}/{_file(name)})" for name, title in PICTURES.items() if name in _drawn(results)
+    )
+    return "\n\n".join(
+        (
+            headline(results),
+            tables.markdown(tables.headline(results, quickest)),
+            f"Of each family of peers the fastest; the page has all. {tables.LEGEND} `{results['command']}`, "
+            f"{results['date']}, {results['machine']['processor']}, {results['machine']['cores']} cores, load "
+            f"{results.get('load', 0):.1f} when it began.",
+            shown,
+        )
+    )
+
+
+def _drawn(results: Results) -> set[str]:
+    return {row["item"] for row in results["rows"]} & set(PICTURES)
+
+
+def _draw(results: Results, folder: Path) -> None:
     from matplotlib import pyplot
 
-    for name in ("one way", "held"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _drawn(results):
         figure = pictures.PICTURES[name](results)
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        figure.savefig(Path(folder) / f"{name.replace(' ', '-')}.svg", metadata={"Date": None})
+        figure.savefig(folder / _file(name), metadata={"Date": None})
         pyplot.close(figure)
 
 
-def _time(results: Results, item: str, peer: str, **what: int) -> str:
-    found = rows(results, item, peer=peer, **what)
-    return tables.short_time(found[0]["us"]["median"]) if found else "-"
+def _file(name: str) -> str:
+    return f"{name.replace(' ', '-')}.svg"

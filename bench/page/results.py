@@ -14,7 +14,7 @@ __all__ = ["Results", "name_of", "of", "read", "rows"]
 Results = dict[str, Any]
 
 
-def of(kind: str, command: str, host: dict[str, str], found: list[dict[str, Any]], **more: Any) -> Results:
+def of(kind: str, command: str, host: dict[str, str], found: list[dict[str, Any]], load: float, **more: Any) -> Results:
     """Results of now and here.
 
     Args:
@@ -22,6 +22,7 @@ def of(kind: str, command: str, host: dict[str, str], found: list[dict[str, Any]
         command: the whole of it.
         host: on what was measured: processor, cores, versions.
         found: rows, each a dict with at least ``item``.
+        load: how many processes wanted to run when it began, averaged over a minute: what others want, they take from it.
         more: what else the page tells.
     """
     return {
@@ -29,6 +30,7 @@ def of(kind: str, command: str, host: dict[str, str], found: list[dict[str, Any]
         "command": command,
         "date": datetime.date.today().isoformat(),
         "machine": {"name": _plain(platform.node()) or "machine", **host},
+        "load": load,
         "rows": found,
         **more,
     }

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from bench.page.results import Results, rows
 
-__all__ = ["Table", "deaths", "failures", "markdown", "one_way", "peers", "short_time", "size", "stream"]
+__all__ = [
+    "LEGEND",
+    "Table",
+    "deaths",
+    "failures",
+    "headline",
+    "markdown",
+    "one_way",
+    "peers",
+    "short_time",
+    "size",
+    "stream",
+]
+
+
+LEGEND = "In brackets: as a multiple of ours, in the same rounds."
+DEATHS = ("a consumer is killed while it waits", "a producer is killed while it puts")
+FLOORS = {"pipe, 8 bytes": "floor: one wake-up", "one memcpy": "floor: one memcpy"}
 
 
 class Table(NamedTuple):
@@ -15,6 +32,44 @@ class Table(NamedTuple):
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+def shown(peer: str) -> str:
+    """What a peer is called where its note does not stand beside it."""
+    return FLOORS.get(peer, peer)
+
+
+def headline(results: Results, only: Collection[str] | None = None) -> Table:
+    """Of each peer the figures that matter, and what a kill does.
+
+    Args:
+        only: these peers, and ours and the floors.
+    """
+    sizes = sorted({row["nbytes"] for row in rows(results, "one way")})
+    chosen = [nbytes for nbytes in sizes if nbytes in (400, 4_000_000) or nbytes == sizes[-1]]
+    lines = []
+    for one in results["peers"]:
+        peer, family = one["peer"], one["family"]
+        if one["missing"] or (only is not None and peer not in only and family != "floor" and "ours" not in family):
+            continue
+        cells = [shown(peer), *(_figure(results, "one way", peer, nbytes=nbytes) for nbytes in chosen)]
+        cells += [_figure(results, "trees", peer, leaves=100), _figure(results, "stream", peer, nbytes=400)]
+        killed = rows(results, "deaths", peer=peer)
+        lines.append(_set_off([*cells, *([killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"])]))
+    headings = [f"{size(nbytes)}, one way" for nbytes in chosen]
+    return Table(["", *headings, "dict of 100 tensors, one way", "400 B, a second", *DEATHS], lines)
+
+
+def _figure(results: Results, item: str, peer: str, **what: int) -> str:
+    """One figure with its ratio, short."""
+    for row in rows(results, item, peer=peer, **what):
+        microseconds = row["us"]["median"]
+        text = f"{1e6 / microseconds:,.0f}" if item == "stream" else short_time(microseconds)
+        if peer != "ours" and "to_ours" in row:
+            ratio = row["to_ours"]["median"]
+            text += f" ({_two(1 / ratio if item == 'stream' else ratio)}×)"
+        return text
+    return "-"
 
 
 def one_way(results: Results) -> Table:
@@ -32,7 +87,7 @@ def _by_size(results: Results, item: str, told: Any, turned: bool = False) -> Ta
     sizes = list(dict.fromkeys(row["nbytes"] for row in found))
     lines = []
     for peer in dict.fromkeys(row["peer"] for row in found):
-        cells = [peer]
+        cells = [shown(peer)]
         for nbytes in sizes:
             at = next((row for row in found if row["peer"] == peer and row["nbytes"] == nbytes), None)
             cells.append("-" if at is None else f"{told(at)}{_ratio(at, turned)}")
@@ -55,8 +110,7 @@ def deaths(results: Results) -> Table:
     for row in rows(results, "deaths"):
         left = "-" if row["left"] is None else str(row["left"])
         lines.append(_set_off([row["peer"], row["consumer"], row["producer"], left]))
-    headings = ["", "a consumer is killed while it waits", "a producer is killed while it puts", "left in /dev/shm"]
-    return Table(headings, lines)
+    return Table(["", *DEATHS, "left in /dev/shm"], lines)
 
 
 def peers(results: Results) -> Table:
@@ -64,8 +118,8 @@ def peers(results: Results) -> Table:
     lines = []
     for peer in results["peers"]:
         text = f"*not here: {peer['missing']}" if peer["missing"] else peer["note"]
-        lines.append([peer["peer"], text])
-    return Table(["", "how it is used, and why that is fair"], lines)
+        lines.append(_set_off([shown(peer["peer"]), peer.get("version", ""), text]))
+    return Table(["", "version", "how it is used, and why that is fair"], lines)
 
 
 def failures(results: Results) -> Table:

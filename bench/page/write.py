@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from bench.page import growth_pictures, pictures, tables
+from bench.page import growth_pictures, pictures, tables, words
 from bench.page.results import Results, name_of, rows
 
 __all__ = ["write"]
@@ -43,7 +43,7 @@ def write(results: Results, folder: str | Path, console: Console | None = None) 
     (folder / f"{name}.md").write_text(_markdown(results, drawn, name))
     (folder / f"{name}.html").write_text(_html(results, drawn))
     if console is not None:
-        for line in summary(results):
+        for line in words.summary(results):
             console.print(line, highlight=False)
         console.print(f"{folder / name}.html, .md and .json", highlight=False)
 
@@ -64,95 +64,115 @@ def draw(results: Results) -> dict[str, str]:
     return found
 
 
-def summary(results: Results) -> Iterator[str]:
-    """What is found, in a few lines."""
-    if results["kind"] == "growth":
-        yield from growth_pictures.summary(results)
-        return
-    for item, verb in (("one way", "one way"), ("stream", "a message of a stream")):
-        for nbytes in dict.fromkeys(row["nbytes"] for row in rows(results, item)):
-            of = {row["peer"]: row for row in rows(results, item, nbytes=nbytes)}
-            if "ours" not in of:
-                continue
-            family_of = {peer["peer"]: peer["family"] for peer in results["peers"]}
-            theirs = {
-                name: row for name, row in of.items() if family_of[name] not in ("floor", "ours", "ours, endpoints")
-            }
-            ahead = sorted((row["to_ours"]["median"], name) for name, row in theirs.items())
-            quicker = [f"{name} {ratio:.2f}" for ratio, name in ahead if ratio < 0.97]
-            words = f"quicker, as multiples: {', '.join(quicker)}" if quicker else "nobody is quicker"
-            yield f"{tables.size(nbytes)}, {verb}: ours {tables.short_time(of['ours']['us']['median'])}; {words}"
+class _Part(NamedTuple):
+    heading: str
+    sentence: str = ""
+    picture: str = ""
+    lines: Sequence[str] = ()
+    table: tables.Table | None = None
 
 
-def _parts(results: Results) -> Iterator[tuple[str, str, tables.Table | None]]:
-    """Headings, a picture's name or none, and the table that goes with it."""
+def _parts(results: Results) -> Iterator[_Part]:
+    """What the page has between its first table and its last lines."""
     if results["kind"] == "growth":
         for name in growth_pictures.PICTURES:
             if rows(results, "growth", **{"with": name}):
-                yield growth_pictures.ACROSS[name][1], name, growth_pictures.table(results, name)
+                heading = growth_pictures.ACROSS[name][1]
+                yield _Part(
+                    heading, growth_pictures.sentence(results, name), name, table=growth_pictures.table(results, name)
+                )
         return
     by_name: dict[str, Any] = {"one way": tables.one_way, "stream": tables.stream}
     for name, heading in CAPTIONS.items():
-        if rows(results, name):
-            yield heading, name, by_name[name](results) if name in by_name else None
+        if not rows(results, name):
+            continue
+        sentence = words.sentence(results, name)
+        if name in by_name:
+            yield _Part(heading, sentence, name, list(words.quicker(results, name)), by_name[name](results))
+        else:
+            yield _Part(heading, sentence, name)
     if rows(results, "deaths"):
         tries = rows(results, "deaths")[0]["tries"]
-        yield f"When a process is killed (each tried {tries} times; every wait bounded)", "", tables.deaths(results)
-    yield "Who took part, and how", "", tables.peers(results)
+        heading = f"When a process is killed (each tried {tries} times; every wait bounded)"
+        yield _Part(heading, words.sentence(results, "deaths"), table=tables.deaths(results))
+    yield _Part("Who took part, in which version, and how", table=tables.peers(results))
     if results["failed"]:
-        yield "Who could not", "", tables.failures(results)
+        yield _Part("Who could not", table=tables.failures(results))
 
 
 def _title(results: Results) -> str:
     return "How it grows" if results["kind"] == "growth" else "tensorpipe_ipc beside what people use"
 
 
+def _first(results: Results) -> tuple[str, tables.Table | None]:
+    """What the page says first, in a sentence, and the table below it."""
+    if results["kind"] == "growth":
+        return "One-way time and memory of our Queue, as each of these grows by itself.", None
+    return words.headline(results), tables.headline(results) if rows(results, "one way") else None
+
+
 def _where(results: Results) -> str:
     machine = results["machine"]
-    return f"{results['date']} · " + " · ".join(f"{name} {value}" for name, value in machine.items() if name != "name")
+    parts = [results["date"], *(f"{name} {value}" for name, value in machine.items() if name != "name")]
+    if "load" in results:
+        parts.append(f"load {results['load']:.1f} when it began")
+    return " · ".join(parts)
 
 
 def _markdown(results: Results, drawn: dict[str, str], name: str) -> str:
-    lines = [f"# {_title(results)}", "", f"`{results['command']}` · {_where(results)}", ""]
-    lines += [f"* {line}" for line in summary(results)] + [""]
+    sentence, table = _first(results)
+    command = f"`{results['command']}`"
+    lines = [f"# {_title(results)}", "", f"**{sentence}**", ""]
+    if table is not None:
+        lines += [tables.markdown(table), "", f"{tables.LEGEND} {command}", ""]
+    for part in _parts(results):
+        lines += [f"## {part.heading}", ""]
+        lines += [part.sentence, ""] if part.sentence else []
+        lines += (
+            [f"![{part.heading}]({name}/{part.picture.replace(' ', '-')}.svg)", ""] if part.picture in drawn else []
+        )
+        lines += [*(f"* {line}" for line in part.lines), ""] if part.lines else []
+        lines += [tables.markdown(part.table), ""] if part.table is not None else []
+        lines += [command, ""]
     if results["kind"] != "growth":
-        lines += [HOW, ""]
-    for heading, picture, table in _parts(results):
-        lines += [f"## {heading}", ""]
-        if picture in drawn:
-            lines += [f"![{heading}]({name}/{picture.replace(' ', '-')}.svg)", ""]
-        if table is not None:
-            lines += [tables.markdown(table), ""]
-        lines += [f"`{results['command']}`", ""]
-    return "\n".join(lines)
+        lines += ["## How it was measured", "", HOW, ""]
+    return "\n".join([*lines, "## Where", "", f"{command} · {_where(results)}", ""])
 
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
     "table{border-collapse:collapse;font-size:13px;margin:1em 0}td,th{padding:.2em .6em;border-bottom:1px solid #ddd;"
     "text-align:left;vertical-align:top}svg{max-width:100%;height:auto}code{background:#f4f4f4;padding:.1em .3em}"
-    ".dim{color:#666;font-size:13px}"
+    ".dim{color:#666;font-size:13px}.first{font-size:19px}"
 )
 
 
 def _html(results: Results, drawn: dict[str, str]) -> str:
     title = html.escape(_title(results))
-    command = f'<p class="dim"><code>{html.escape(results["command"])}</code></p>'
-    body = [f"<h1>{title}</h1>", command, f'<p class="dim">{html.escape(_where(results))}</p>', "<ul>"]
-    body += [f"<li>{html.escape(line)}</li>" for line in summary(results)] + ["</ul>"]
-    for heading, picture, table in _parts(results):
-        body.append(f"<h2>{html.escape(heading)}</h2>")
-        if picture in drawn:
-            svg = drawn[picture]
+    command = f"<code>{html.escape(results['command'])}</code>"
+    sentence, table = _first(results)
+    body = [f'<h1>{title}</h1><p class="first">{html.escape(sentence)}</p>']
+    if table is not None:
+        body.append(f'{_html_table(table)}<p class="dim">{html.escape(tables.LEGEND)} {command}</p>')
+    for part in _parts(results):
+        body.append(f"<h2>{html.escape(part.heading)}</h2>")
+        body.append(f"<p>{html.escape(part.sentence)}</p>" if part.sentence else "")
+        if part.picture in drawn:
+            svg = drawn[part.picture]
             body.append(svg[svg.index("<svg") :])
-        if table is not None:
-            inner = _html_table(table)
-            body.append(f"<details><summary>all numbers</summary>{inner}</details>" if picture else inner)
-        body.append(command)
+        more = _html_list(part.lines) if part.lines else ""
+        more += _html_table(part.table) if part.table is not None else ""
+        body.append(f"<details><summary>all numbers</summary>{more}</details>" if part.picture and more else more)
+        body.append(f'<p class="dim">{command}</p>')
     if results["kind"] != "growth":
-        body.append(f'<h2>How it was measured</h2><p class="dim">{html.escape(HOW)}</p>')
+        body.append(f"<h2>How it was measured</h2><p>{html.escape(HOW)}</p>")
+    body.append(f"<h2>Where</h2><p>{command} · {html.escape(_where(results))}</p>")
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+
+
+def _html_list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
 
 
 def _html_table(table: tables.Table) -> str:

@@ -6,14 +6,12 @@ Each ratio stands beside the limit that we hold it to. The limits are shown and 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
-from bench.measure import machine, versions
+from bench.measure import keep, machine, versions
+from bench.progress import steps
 from bench.queue import fans, flat, loans, one_way, streams, trees
 from bench.queue.field import Effort
 from bench.queue.findings import Finding
@@ -48,19 +46,11 @@ def run(arguments: argparse.Namespace) -> None:
     host = {**machine(), **versions("pyzmq", "iceoryx2", "faster-fifo")}
     chosen = arguments.only or list(ITEMS)
     findings = []
-    # It draws when it is told to: a thread that does so by itself would be forked half-way through something.
-    with Progress(transient=True, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task("measuring", total=len(chosen))
-
-        def tell(what: str) -> None:
-            bar.update(task, description=f"measuring {what}", refresh=True)
-
+    with steps(dict.fromkeys(chosen, 1.0)) as done:
         for item in chosen:
-            findings.append(ITEMS[item](Effort(arguments.scale, tell)))
-            bar.advance(task)
+            done.begin(item)
+            findings.append(ITEMS[item](Effort(arguments.scale, done.tell)))
     show(findings, host)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": host, "scale": arguments.scale, "items": [each.plain() for each in findings]}, file)
+    keep(arguments.json, host, scale=arguments.scale, items=[each.plain() for each in findings])
     if arguments.plot:
         draw(findings, arguments.plot)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import psutil
@@ -34,11 +35,16 @@ __all__ = [
     "SHARED_STREAM",
     "STREAM",
     "STREAM_MANY",
+    "Fresh",
     "Sharing",
+    "send_one_way",
+    "send_stream",
     "warm",
 ]
 
 PAUSE = 30e-6  # a receiver needs 5 us to block; an idle core that has slept for longer is woken more slowly
+Fresh = Callable[[Rival], Any]  # makes a message as a rival has it, in new memory
+
 BATCH = 64
 LEAF = 1000  # bytes
 
@@ -73,16 +79,35 @@ def warm(times: list[int]) -> list[int]:
     return times[max(1, len(times) // 5) :]
 
 
-def _one_way_send(link: Link, nbytes: int, count: int) -> list[int]:
+def send_one_way(link: Link, fresh: Fresh, count: int) -> list[int]:
+    """The sender's part of one way: when each message's way began, or, with a rival that is alone, how long it took."""
     rival, send, times = link.there, link.there.send, []
     for _ in range(count):
         link.wait_until_ready()
-        message = rival.fresh(nbytes)
+        message = fresh(rival)
         pause()
         start = _clock()
         send(message)
         times.append(_clock() - start if rival.alone else start)
     return times
+
+
+def send_stream(link: Link, fresh: Fresh, count: int) -> int:
+    """The sender's part of a stream: when it began, or, with a rival that is alone, how long it took."""
+    send, messages = link.there.send, [fresh(link.there) for _ in range(count)]
+    link.wait_until_ready()
+    start = _clock()
+    for message in messages:
+        send(message)
+    return _clock() - start if link.there.alone else start
+
+
+def _of(nbytes: int) -> Fresh:
+    return lambda rival: rival.fresh(nbytes)
+
+
+def _one_way_send(link: Link, nbytes: int, count: int) -> list[int]:
+    return send_one_way(link, _of(nbytes), count)
 
 
 def _one_way_receive(link: Link, nbytes: int, count: int) -> list[int]:  # noqa: ARG001
@@ -125,12 +150,7 @@ def _round_trip_receive(link: Link, leaves: int, count: int) -> None:  # noqa: A
 
 
 def _stream_send(link: Link, nbytes: int, count: int) -> int:
-    send, messages = link.there.send, _many(link, nbytes, count)
-    link.wait_until_ready()
-    start = _clock()
-    for message in messages:
-        send(message)
-    return _clock() - start if link.there.alone else start
+    return send_stream(link, _of(nbytes), count)
 
 
 def _stream_receive(link: Link, nbytes: int, count: int) -> int:  # noqa: ARG001

@@ -6,6 +6,7 @@
 
     print(benchmark.latency(sizes=["400B", "4MB"]))
     print(benchmark.throughput(benchmark.OverEndpoint("tcp", shared_memory="off"), ["4MB"], producers=2))
+    print(benchmark.latency(round_trip=True))                            # there and back, beside one way
     report = benchmark.latency(make=my_batch)                            # your own messages
     report = benchmark.latency(benchmark.Ends(queue.put, queue.get))     # your own put and get
     report.results[0].one_way.p99_us

@@ -32,7 +32,7 @@ from tensorpipe_ipc.benchmark.messages import Make
 from tensorpipe_ipc.benchmark.pipelines import OVER, End, Made
 from tensorpipe_ipc.errors import MeasurementFailed, PeerLost, TensorPipeError
 
-__all__ = ["Crew", "Program", "Station", "Tokens"]
+__all__ = ["Crew", "Line", "Program", "Station", "Tokens"]
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 2.0  # seconds for those that were told to end
@@ -49,6 +49,17 @@ class Program(NamedTuple):
     """Whether several consumers share what comes, so that each has to be told when all of it is taken."""
 
 
+class Line(NamedTuple):
+    """What one kind of message goes by."""
+
+    there: Made
+    """From producers to consumers."""
+    back: Made | None
+    """From the one consumer to the one producer, where it is asked to answer."""
+    make: Make
+    """Makes messages."""
+
+
 class Tokens:
     """A pipe of 8 bytes each. Both its ends block."""
 
@@ -62,6 +73,11 @@ class Tokens:
     def take(self) -> None:
         """Wait for one."""
         os.read(self._taken.fileno(), 8)
+
+    def is_there(self) -> bool:
+        """Whether one can be taken at once."""
+        found: bool = self._taken.poll(0)
+        return found
 
     def descriptors(self) -> tuple[int, int]:
         """Where to read and where to write."""
@@ -80,6 +96,7 @@ class Station:
         index: its number among producers, or among consumers.
         shares: whether there are several consumers.
         end, make: its end of the pipeline that is measured now, and what makes its messages.
+        back: its end of that which answers take, if there is one.
         turn, wake: pipes that it has in common with the others.
         kept: what a program leaves for the next.
     """
@@ -88,6 +105,7 @@ class Station:
         self.index, self.produces, self.shares, self.turn, self.wake = index, produces, shares, turn, wake
         self.kept: list[Any] = []
         self.end: End
+        self.back: End | None
         self.make: Make
         self._control: Connection
 
@@ -101,7 +119,7 @@ class Station:
         """Whether this consumer was told that all messages have been taken."""
         return self._control.poll(0) and self._control.recv() is _OVER
 
-    def serve(self, control: Connection, pipelines: Sequence[tuple[Made, Make]], cpu: int | None) -> None:
+    def serve(self, control: Connection, lines: Sequence[Line], cpu: int | None) -> None:
         """The process's main function."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -112,20 +130,24 @@ class Station:
         if cpu is not None:
             os.sched_setaffinity(0, {cpu})
         self._control = control
-        ends: dict[int, End] = {}
+        ends: dict[tuple[int, bool], End] = {}
         with contextlib.suppress(EOFError):  # the caller is gone
             while (task := control.recv()) is not None:
-                control.send(self._answer(task, pipelines, ends))
+                control.send(self._answer(task, lines, ends))
         for end in ends.values():
             end.close()
 
-    def _answer(self, task: Any, pipelines: Sequence[tuple[Made, Make]], ends: dict[int, End]) -> tuple[str, Any]:
+    def _answer(self, task: Any, lines: Sequence[Line], ends: dict[tuple[int, bool], End]) -> tuple[str, Any]:
         try:
             function, number, arguments = task
+            line = lines[number]
             if function is None:
-                end = ends[number] = pipelines[number][0].open(self.produces, *arguments, self.is_over)
+                is_back, address = arguments
+                made = line.back if is_back else line.there
+                assert made is not None
+                end = ends[number, is_back] = made.open(self.produces is not is_back, address, self.is_over)
                 return _DONE, end.address
-            self.end, self.make = ends[number], pipelines[number][1]
+            self.end, self.back, self.make = ends[number, False], ends.get((number, True)), line.make
             return _DONE, function(self, *arguments)
         except TensorPipeError as error:
             return _REFUSED, error
@@ -148,7 +170,7 @@ class Crew:
     def __init__(
         self,
         context: Any,
-        pipelines: Sequence[tuple[Made, Make]],
+        lines: Sequence[Line],
         *,
         producers: int,
         consumers: int,
@@ -159,11 +181,11 @@ class Crew:
 
         Args:
             context: whose processes they are.
-            pipelines: that they have between them, each with what makes its messages.
+            lines: that they have between them.
             pin: whether each is bound to a CPU: producers from the first on, consumers from the last.
             patience: seconds for one task.
         """
-        self._context, self._pipelines, self._patience = context, pipelines, patience
+        self._context, self._lines, self._patience = context, lines, patience
         self._counts, self._pin = (producers, consumers), pin
         self._open: set[int] = set()
         self._members: list[_Member] = []
@@ -196,11 +218,11 @@ class Crew:
         finally:
             self._end()
 
-    def run(self, program: Program, pipeline: int, *arguments: Any, what: str) -> tuple[list[Any], list[Any]]:
+    def run(self, program: Program, line: int, *arguments: Any, what: str) -> tuple[list[Any], list[Any]]:
         """Have a task done.
 
         Args:
-            pipeline: the number of that which is used.
+            line: the number of that which is used.
             what: in words, for errors.
 
         Returns:
@@ -212,13 +234,13 @@ class Crew:
             TensorPipeError: what one of them met.
         """
         self._what = what
-        self._open_ends(pipeline)
+        self._open_ends(line)
         producers, consumers = self._split()
         producers = producers if program.produce is not None else []
         consumers = consumers if program.consume is not None else []
         for members, function in ((consumers, program.consume), (producers, program.produce)):
             for member in members:
-                self._send(member, (function, pipeline, arguments))
+                self._send(member, (function, line, arguments))
         self._answers([*producers, *consumers], _READY)
         for member in producers:
             self._send(member, None)
@@ -226,10 +248,12 @@ class Crew:
             self._turn.give()
         found = self._answers(producers)
         if program.is_shared and len(consumers) > 1:
-            self._stop(pipeline, consumers)
+            self._stop(line, consumers)
         taken = self._answers(consumers)
         if program.takes_turns:
-            self._turn.take()  # the one after the last
+            if not self._turn.is_there():  # the one after the last
+                raise MeasurementFailed(f"{what}: a turn is missing: a message was lost on its way")
+            self._turn.take()
         return found, taken
 
     def _start(self) -> None:
@@ -241,7 +265,7 @@ class Crew:
                 name = "producer" if produces else "consumer"
                 process = self._context.Process(
                     target=Station(index, produces, self._counts[1] > 1, self._turn, self._wake).serve,
-                    args=(controlled, self._pipelines, cpu),
+                    args=(controlled, self._lines, cpu),
                     name=f"{name} {index}" if count > 1 else name,
                     daemon=True,
                 )
@@ -255,21 +279,25 @@ class Crew:
         return self._members[: self._counts[0]], self._members[self._counts[0] :]
 
     def _open_ends(self, number: int) -> None:
-        """Have everybody open an end of a pipeline: first those who bind, as the others need their address."""
+        """Have everybody open an end of a line's pipelines: first those who bind, as the others need their address."""
         if number in self._open:
             return
         producers, consumers = self._split()
-        binds = self._pipelines[number][0].producer_binds
-        address = None
-        for members in (producers, consumers) if binds else (consumers, producers):
-            for member in members:
-                self._send(member, (None, number, (address,)))
-            address = self._answers(members)[0]
+        line = self._lines[number]
+        for made, is_back in ((line.there, False), (line.back, True)):
+            if made is None:
+                continue
+            put, get = (consumers, producers) if is_back else (producers, consumers)
+            address = None
+            for members in (put, get) if made.producer_binds else (get, put):
+                for member in members:
+                    self._send(member, (None, number, (is_back, address)))
+                address = self._answers(members)[0]
         self._open.add(number)
 
     def _stop(self, number: int, consumers: list[_Member]) -> None:
         """Tell several consumers, none of whom knows how much the others have taken, that all is taken."""
-        if not self._pipelines[number][0].ends_by_message:
+        if not self._lines[number].there.ends_by_message:
             for member in consumers:
                 self._send(member, _OVER)
             return

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from tensorpipe_ipc.benchmark.crew import Crew
+import torch
+
+from tensorpipe_ipc.benchmark.crew import Crew, Line
 from tensorpipe_ipc.benchmark.machine import machine
 from tensorpipe_ipc.benchmark.messages import Case, Make, case_of, cases_of
-from tensorpipe_ipc.benchmark.pipelines import Pipeline
+from tensorpipe_ipc.benchmark.pipelines import OverQueue, Pipeline
 from tensorpipe_ipc.benchmark.programs import MEMCPY, WAKE_UP
 from tensorpipe_ipc.benchmark.report import Floors, MemoryUse, Setup
 from tensorpipe_ipc.benchmark.summary import is_settled, percentiles
@@ -41,6 +43,7 @@ __all__ = [
     "started",
 ]
 
+SIZES = ("400B", "4MB", "100MB")
 LEAST = 3  # rounds
 TURN = 0.1  # seconds that the messages of one turn are to take, at most
 MEMORY, MEMORY_EACH = (
@@ -69,6 +72,7 @@ class Plan(NamedTuple):
     seconds: float
     patience: float
     tell: Tell
+    round_trip: bool
 
 
 class FloorTimes(NamedTuple):
@@ -79,31 +83,40 @@ class FloorTimes(NamedTuple):
 
 
 def plan_of(
-    pipeline: Pipeline,
+    pipeline: Pipeline | None,
     sizes: Iterable[str | int] | None,
-    default: Iterable[str | int],
-    options: dict[str, Any],
+    *,
+    dtype: torch.dtype,
+    tree: str,
+    make: Make | None,
+    producers: int,
+    consumers: int,
+    method: str | None,
+    pin: bool,
+    seconds: float,
+    patience: float,
+    tell: Tell | None,
+    round_trip: bool = False,
 ) -> Plan:
-    """Check what was asked for.
+    """Check what was asked for. Arguments are those of ``latency``.
 
     Raises:
         ValueError, TypeError: something is out of range, or goes not with something else. Both are named.
     """
-    make: Make | None = options["make"]
+    pipeline = OverQueue() if pipeline is None else pipeline
     if make is not None and sizes is not None:
         raise ValueError("sizes and make: what make returns has its own size; give one of the two")
-    producers, consumers = (
-        check_count(options["producers"], "producers"),
-        check_count(options["consumers"], "consumers"),
-    )
+    producers, consumers = check_count(producers, "producers"), check_count(consumers, "consumers")
     pipeline.check(producers, consumers)
+    if round_trip:
+        _check_answers(pipeline, producers, consumers)
     if make is None:
-        cases = cases_of(default if sizes is None else sizes, options["dtype"], options["tree"], pipeline.device)
+        cases = cases_of(SIZES if sizes is None else sizes, dtype, tree, pipeline.device)
     else:
         cases = [case_of(make)]
     if not cases:
         raise ValueError("sizes: give at least one")
-    times, room = MEMORY + MEMORY_EACH * producers, headroom()
+    times, room = MEMORY * (1 + round_trip) + MEMORY_EACH * producers, headroom()
     if make is None and sizes is None:
         cases = [case for case in cases if times * case.nbytes <= room] or cases[:1]
     for case in cases:
@@ -112,7 +125,6 @@ def plan_of(
                 f"size {case.name}: to measure it takes about {times} times as much memory, {times * case.nbytes / GIB:,.1f} "
                 f"GiB, and {room / GIB:,.1f} GiB are free; give a smaller one"
             )
-    method = options["method"]
     if method is None and pipeline.device not in (None, "cpu"):
         method = "spawn"  # which CUDA needs
     return Plan(
@@ -121,11 +133,23 @@ def plan_of(
         producers,
         consumers,
         method,
-        bool(options["pin"]),
-        check_timeout(options["seconds"], "seconds"),
-        check_timeout(options["patience"], "patience"),
-        options["tell"] or _tell_nobody,
+        bool(pin),
+        check_timeout(seconds, "seconds"),
+        check_timeout(patience, "patience"),
+        tell or _tell_nobody,
+        round_trip,
     )
+
+
+def _check_answers(pipeline: Pipeline, producers: int, consumers: int) -> None:
+    if (producers, consumers) != (1, 1):
+        raise ValueError(f"round_trip with {producers} producers and {consumers} consumers: it is of one and one")
+    if getattr(pipeline, "loan", False):
+        raise ValueError(
+            "round_trip with loan=True: an answer is what came, and is not filled anew; give one of the two"
+        )
+    if pipeline.back is None:
+        raise ValueError("round_trip: give Ends a back=Ends(...) too, with the consumer's put and the producer's get")
 
 
 @contextmanager
@@ -144,13 +168,18 @@ def started(plan: Plan) -> Iterator[tuple[Crew, Setup]]:
     )
     plan.tell(0.0, "starting")
     with tempfile.TemporaryDirectory(prefix="tp-bench-", ignore_cleanup_errors=True) as folder:
-        pipelines = [
-            (plan.pipeline.made(context, case.nbytes, plan.consumers, Path(folder) / str(number)), case.make)
+        back = plan.pipeline.back if plan.round_trip else None
+        lines = [
+            Line(
+                plan.pipeline.made(context, case.nbytes, plan.consumers, Path(folder) / str(number)),
+                None if back is None else back.made(context, case.nbytes, 1, Path(folder) / f"{number}-back"),
+                case.make,
+            )
             for number, case in enumerate(plan.cases)
         ]
         crew = Crew(
             context,
-            pipelines,
+            lines,
             producers=plan.producers,
             consumers=plan.consumers,
             pin=plan.pin,

@@ -24,8 +24,8 @@ from tensorpipe_ipc.benchmark.measuring import (
     started,
 )
 from tensorpipe_ipc.benchmark.messages import Make
-from tensorpipe_ipc.benchmark.pipelines import OverQueue, Pipeline
-from tensorpipe_ipc.benchmark.programs import ONE_WAY, Arrival, shares
+from tensorpipe_ipc.benchmark.pipelines import Pipeline
+from tensorpipe_ipc.benchmark.programs import ONE_WAY, ROUND_TRIP, Arrival, shares
 from tensorpipe_ipc.benchmark.report import LatencyReport, LatencyResult
 from tensorpipe_ipc.benchmark.summary import interval, percentiles
 from tensorpipe_ipc.errors import MeasurementFailed
@@ -33,13 +33,19 @@ from tensorpipe_ipc.tracking import MemoryTracker
 
 __all__ = ["latency", "one_ways"]
 
-SIZES = ("400B", "4MB", "100MB")
 MOST = 500  # messages of a turn
 MORE = 8  # times as many as in the one before, at most
 
 
+class _Times(NamedTuple):
+    """Nanoseconds of each message of a turn."""
+
+    there: list[int]
+    and_back: list[int]  # none, where round trips are not asked for
+
+
 class _Round(NamedTuple):
-    times: list[int]  # nanoseconds
+    times: _Times
     floors: FloorTimes
 
 
@@ -52,6 +58,7 @@ def latency(
     make: Make | None = None,
     producers: int = 1,
     consumers: int = 1,
+    round_trip: bool = False,
     method: str | None = None,
     pin: bool = True,
     seconds: float = 8.0,
@@ -69,6 +76,8 @@ def latency(
         make: makes a message, any that the pipeline takes, in the place of ``sizes``, ``dtype`` and ``tree``.
         producers: how many processes put, in turns: whichever the kernel wakes first.
         consumers: how many processes wait for each message.
+        round_trip: the consumer puts back what it got, by another pipeline like that one; one way and round trip are both
+            told. For one producer, one consumer and no loans.
         method: how processes are started: "fork", "spawn" or "forkserver", as multiprocessing has it; None: as
             multiprocessing does by default, and "spawn" for a GPU. Your own functions must then be such that it can.
         pin: bind each process to a CPU: producers from the first on, consumers from the last.
@@ -83,19 +92,21 @@ def latency(
         MeasurementFailed: a message came damaged, or not at all, or one of the processes failed.
         PeerLost: one of the processes died.
     """
-    options = {
-        "dtype": dtype,
-        "tree": tree,
-        "make": make,
-        "producers": producers,
-        "consumers": consumers,
-        "method": method,
-        "pin": pin,
-        "seconds": seconds,
-        "patience": patience,
-        "tell": tell,
-    }
-    plan = plan_of(pipeline or OverQueue(), sizes, SIZES, options)
+    plan = plan_of(
+        pipeline,
+        sizes,
+        dtype=dtype,
+        tree=tree,
+        make=make,
+        producers=producers,
+        consumers=consumers,
+        method=method,
+        pin=pin,
+        seconds=seconds,
+        patience=patience,
+        tell=tell,
+        round_trip=round_trip,
+    )
     with started(plan) as (crew, setup):
         deadlines = deadlines_of(plan)
         return LatencyReport(setup, tuple(_result(plan, crew, number, deadlines) for number in range(len(plan.cases))))
@@ -131,17 +142,26 @@ def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> 
     turn.messages()
     turn.floors()
     with MemoryTracker(None) as memory:
-        rounds, settled = rounds_of(plan, number, deadline, turn.round, lambda found: statistics.median(found.times))
-    medians = [statistics.median(found.times) / 1000 for found in rounds]
+        rounds, settled = rounds_of(
+            plan, number, deadline, turn.round, lambda found: statistics.median(found.times[-1] or found.times[0])
+        )
+    medians = [statistics.median(found.times.there) / 1000 for found in rounds]
+    trips = [time for found in rounds for time in found.times.and_back]
     low, high = interval(medians)
     return LatencyResult(
         name=case.name,
         nbytes=case.nbytes,
-        one_way=percentiles([time for found in rounds for time in found.times]),
+        one_way=percentiles([time for found in rounds for time in found.times.there]),
         p50_low_us=low,
         p50_high_us=high,
         floors=floors_of([found.floors for found in rounds]),
-        times_floor=statistics.median(_times_floor(plan, found) for found in rounds),
+        times_floor=statistics.median(_times_floor(plan, found, found.times.there) for found in rounds),
+        round_trip=percentiles(trips) if trips else None,
+        round_trip_times_floor=(
+            statistics.median(_times_floor(plan, found, found.times.and_back) / 2 for found in rounds)
+            if trips
+            else None
+        ),
         rounds=len(rounds),
         settled=settled,
         memory=memory_of(memory),
@@ -165,19 +185,26 @@ class _Turn:
     def floors(self) -> FloorTimes:
         return floor_times(self._crew, self._case, self._number)
 
-    def messages(self) -> list[int]:
-        """Nanoseconds of each."""
-        producers, what, begun = self._plan.producers, f"{self._case.name}, one way", time.monotonic()
+    def messages(self) -> _Times:
+        """A turn of messages, which decides how many the next one has."""
+        producers, begun = self._plan.producers, time.monotonic()
+        what = f"{self._case.name}, {'round trip' if self._plan.round_trip else 'one way'}"
         counts = shares(self.count, producers)
-        starts, ends = self._crew.run(ONE_WAY, self._number, counts, what=what)
-        found = one_ways(starts, ends, what)
+        trips: list[int] = []
+        if self._plan.round_trip:
+            found, ends = self._crew.run(ROUND_TRIP, self._number, counts, what=what)
+            starts = [[start for start, _ in found[0]]]
+            trips = one_ways(starts, [[end for _, end in found[0]]], what)
+        else:
+            starts, ends = self._crew.run(ONE_WAY, self._number, counts, what=what)
+        times = one_ways(starts, ends, what)
         at = sorted(start.at for each in starts for start in each)
         each = (at[-1] - at[0]) / 1e9 / (len(at) - 1) if len(at) > 1 else time.monotonic() - begun
         fitting = min(int(self._seconds / each), MORE * self.count, MOST)
         self.count = producers * max(1, fitting // producers)
-        return found
+        return _Times(times, trips)
 
 
-def _times_floor(plan: Plan, found: _Round) -> float:
+def _times_floor(plan: Plan, found: _Round, times: list[int]) -> float:
     copied = statistics.median(found.floors.memcpy) if plan.pipeline.copies else 0
-    return statistics.median(found.times) / (statistics.median(found.floors.wake_up) + copied)
+    return statistics.median(times) / (statistics.median(found.floors.wake_up) + copied)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 
@@ -85,6 +85,10 @@ class Pipeline(Protocol):
     def copies(self) -> bool:
         """Whether a message that was put crosses by a copy."""
 
+    @property
+    def back(self) -> Pipeline | None:
+        """What an answer takes, where round trips are measured; None: there is none."""
+
     def check(self, producers: int, consumers: int) -> None:
         """Raise what is wrong with it, before anything is started."""
 
@@ -99,21 +103,18 @@ class Pipeline(Protocol):
         """
 
 
-@dataclasses.dataclass(frozen=True)
-class OverQueue:
-    """Through a ``Queue``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OverOurs:
+    """What queues and endpoints have in common."""
 
     serializer: str = "raw"
     """What the bytes of tensors are."""
     maxsize: int | None = None
-    """How many messages may wait; 0: any number; None: 64, or as many as have 64 MiB, but at least 4."""
-    spin: float = 0.0
-    """Seconds, at most 0.001, for which ``get`` looks for a message before it sleeps. The producer takes its message's making
-    and some 50 us from when it is told that ``get`` begins: a shorter spin has ended by then."""
+    """How many messages may wait (a queue's 0: any number); None: 64, or as many as have 64 MiB, but at least 4."""
     loan: bool = False
     """Whether messages are filled where they will be read, before the clock starts, and handed over without a copy."""
     copy: bool | Literal["auto"] = "auto"
-    """As ``Queue.get`` has it: True: into own memory; False: as a lease; "auto": large ones as a lease."""
+    """As ``get`` has it: True: into own memory; False: on what it came in, as a lease; "auto": large ones so."""
     device: str | None = None
     """Where tensors lie before put and after get; None: on the CPU."""
     has_read: ClassVar[bool] = True
@@ -123,6 +124,29 @@ class OverQueue:
         """Whether a message that was put crosses by a copy."""
         return not self.loan
 
+    @property
+    def back(self) -> Pipeline:
+        """Another one like it."""
+        return cast("Pipeline", self)
+
+    def _check(self) -> None:
+        serializer_named(self.serializer)
+        lease_from(self.copy)
+        unstager(self.device)
+        if self.loan and self.device is not None and torch.device(self.device).type != "cpu":
+            raise ValueError(
+                f"loan=True with device={self.device!r}: what is lent lies in shared memory; give one of the two"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverQueue(_OverOurs):
+    """Through a ``Queue``."""
+
+    spin: float = 0.0
+    """Seconds, at most 0.001, for which ``get`` looks for a message before it sleeps. The producer takes its message's making
+    and some 50 us from when it is told that ``get`` begins: a shorter spin has ended by then."""
+
     def check(self, producers: int, consumers: int) -> None:
         """As ``Queue`` raises it.
 
@@ -131,7 +155,7 @@ class OverQueue:
             UnknownSerializer: no serializer of that name.
         """
         del producers, consumers
-        _check(self)
+        self._check()
         Queue(self.maxsize or 0, serializer=self.serializer, spin=self.spin).close()
 
     def made(self, context: Any, nbytes: int, consumers: int, place: Path) -> Made:
@@ -142,29 +166,18 @@ class OverQueue:
 
 
 @dataclasses.dataclass(frozen=True)
-class OverEndpoint:
+class OverEndpoint(_OverOurs):
     """From a ``Producer`` to a ``Consumer``. With several consumers the producer binds, otherwise the consumer."""
 
     transport: Literal["ipc", "tcp"] = "ipc"
     """A socket in a folder of its own, or a port of loopback's."""
     shared_memory: Literal["auto", "off"] = "auto"
     """Whether messages go through shared memory, or in frames."""
-    serializer: str = "raw"
-    """What the bytes of tensors are."""
-    maxsize: int | None = None
-    """How many messages may wait; None: 64, or as many as have 64 MiB, but at least 4."""
-    loan: bool = False
-    """Whether messages are filled where they will be read, before the clock starts, and handed over without a copy."""
-    copy: bool | Literal["auto"] = "auto"
-    """As ``Consumer`` has it: True: into own memory; False: on what it came in; "auto": large ones so."""
-    device: str | None = None
-    """Where tensors lie before put and after get; None: on the CPU."""
-    has_read: ClassVar[bool] = True
 
     @property
     def copies(self) -> bool:
         """Whether a message that was put crosses by a copy."""
-        return not self.loan or self.shared_memory == "off"
+        return super().copies or self.shared_memory == "off"
 
     def check(self, producers: int, consumers: int) -> None:
         """As the two ends raise it.
@@ -188,7 +201,7 @@ class OverEndpoint:
             )
         if self.maxsize is not None and self.maxsize < 1:
             raise ValueError(f"maxsize={self.maxsize}: an endpoint has at least 1")
-        _check(self)
+        self._check()
 
     def made(self, context: Any, nbytes: int, consumers: int, place: Path) -> Made:
         """A description: both ends are made where they are used."""
@@ -214,6 +227,8 @@ class Ends:
     """Called in the consumer: it waits for one, and returns it."""
     copies: bool = True
     """Whether one memcpy counts to the least that a message can take."""
+    back: Ends | None = None
+    """What the consumer puts and the producer gets, where round trips are measured."""
     device: None = None
     """Its tensors are where they are."""
     has_read: ClassVar[bool] = False
@@ -329,13 +344,3 @@ def _until_over(consumer: Consumer, is_over: Callable[[], bool]) -> Any:
 
 def _waiting(nbytes: int) -> int:
     return max(FEWEST_WAITING, min(MOST_WAITING, ROOM // max(1, nbytes)))
-
-
-def _check(asked: OverQueue | OverEndpoint) -> None:
-    serializer_named(asked.serializer)
-    lease_from(asked.copy)
-    unstager(asked.device)
-    if asked.loan and asked.device is not None and torch.device(asked.device).type != "cpu":
-        raise ValueError(
-            f"loan=True with device={asked.device!r}: what is lent lies in shared memory; give one of the two"
-        )

@@ -7,6 +7,8 @@ time that one process read may be taken from one that another read.
 that it is about to wait; then a producer makes a message, in memory that is new, and stays awake for ``PAUSE``, in which
 the consumer has blocked. What a message's bits amount to is taken before the clock starts and after it has stopped.
 
+*Round trip*: likewise, but the consumer puts back what it got, and the producer's clock stops when it has got that.
+
 *Stream*: from before the first put to after the last get; messages are made before. CPU time is that of the processes while
 they put, and while they get.
 
@@ -28,7 +30,7 @@ from tensorpipe_ipc.benchmark.crew import Program, Station
 from tensorpipe_ipc.benchmark.messages import digest
 from tensorpipe_ipc.benchmark.pipelines import OVER
 
-__all__ = ["MEMCPY", "ONE_WAY", "STREAM", "WAKE_UP", "Arrival", "Streamed", "shares"]
+__all__ = ["MEMCPY", "ONE_WAY", "ROUND_TRIP", "STREAM", "WAKE_UP", "Arrival", "Streamed", "shares"]
 
 PAUSE = (
     30_000  # nanoseconds: a consumer needs 5,000 to block; an idle core that has slept for longer is woken more slowly
@@ -78,6 +80,7 @@ def _one_way_produce(station: Station, counts: Sequence[int]) -> list[Arrival]:
         start = _clock()
         put(message)
         found.append(Arrival(start, bits))
+    station.end.finish()  # or a consumer may be told that all is over before it has seen the last
     return found
 
 
@@ -90,6 +93,39 @@ def _one_way_consume(station: Station, counts: Sequence[int]) -> list[Arrival]:
         at = _clock()
         if message is OVER:
             break
+        found.append(Arrival(at, digest(message)))
+        give()
+    return found
+
+
+def _round_trip_produce(station: Station, counts: Sequence[int]) -> list[tuple[Arrival, Arrival]]:
+    """Each message's start, and its answer's end."""
+    put, take, back = station.end.put, station.turn.take, station.back
+    assert back is not None
+    get, found = back.get, []
+    station.arrive()
+    for _ in range(counts[station.index]):
+        take()
+        message = station.make()
+        bits = digest(message)
+        _stay_awake()
+        start = _clock()
+        put(message)
+        answer = get()
+        end = _clock()
+        found.append((Arrival(start, bits), Arrival(end, digest(answer))))
+    return found
+
+
+def _round_trip_consume(station: Station, counts: Sequence[int]) -> list[Arrival]:
+    get, give, back = station.end.get, station.turn.give, station.back
+    assert back is not None
+    answer, found = back.put, []
+    station.arrive()
+    for _ in range(sum(counts)):
+        message = get()
+        at = _clock()
+        answer(message)
         found.append(Arrival(at, digest(message)))
         give()
     return found
@@ -181,6 +217,7 @@ def _stay_awake() -> None:
 
 
 ONE_WAY = Program(_one_way_produce, _one_way_consume, takes_turns=True, is_shared=True)
+ROUND_TRIP = Program(_round_trip_produce, _round_trip_consume, takes_turns=True)
 WAKE_UP = Program(_wake_up_produce, _wake_up_consume, takes_turns=True)
 MEMCPY = Program(_memcpy, None)
 STREAM = Program(_stream_produce, _stream_consume, is_shared=True)

@@ -20,6 +20,10 @@ _LATENCY_FOOT = (
     "process that is blocked; memcpy: one copy of that size; both in turns with the messages, between the same processes. "
     "x floor: p50 as a multiple of {floor}, the median of the rounds' own."
 )
+_ROUND_TRIP_FOOT = (
+    " Round trip: until the producer has got the answer, which is the message, put back by the consumer as soon as it has it; "
+    "x floor: of twice as much."
+)
 _THROUGHPUT_FOOT = (
     "From before the first put to after the last get, on CLOCK_MONOTONIC, which all processes of a host share. CPU s: of all "
     "producers and consumers, for a million messages. us each: what one message takes of the time; memcpy: what one copy of "
@@ -93,9 +97,13 @@ class LatencyResult:
     rounds: int
     """In how many it was measured, and the floors with it."""
     settled: bool
-    """Whether the median is known to 5 % of it. If not, the time was over."""
+    """Whether the median (of the round trips, if there were) is known to 5 % of it. If not, the time was over."""
     memory: MemoryUse
     """What it cost."""
+    round_trip: Percentiles | None = None
+    """From before the producer's put to after its get of the answer; None: not asked for."""
+    round_trip_times_floor: float | None = None
+    """Its p50, as ``times_floor`` has it, of twice as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,17 +186,21 @@ class LatencyReport(_OfResults):
         """A table for people, with what it means."""
         lines = [_row("one way, us", ("p50", "p90", "p99", "p99.9", "max"), ("wake-up", "memcpy", "x floor"))]
         for result in self.results:
-            way, floors = result.one_way, result.floors
-            times = (way.p50_us, way.p90_us, way.p99_us, way.p999_us, way.max_us)
-            of_machine = (_us(floors.wake_up.p50_us), _us(floors.memcpy.p50_us), f"{result.times_floor:.2f}")
-            lines.append(_row(result.name, tuple(map(_us, times)), of_machine))
+            floors = [_us(floor.p50_us) for floor in (result.floors.wake_up, result.floors.memcpy)]
+            lines.append(_row(result.name, _figures(result.one_way), (*floors, f"{result.times_floor:.2f}")))
+            if result.round_trip is not None:
+                times_floor = f"{result.round_trip_times_floor:.2f}"
+                lines.append(_row("round trip", _figures(result.round_trip), ("", "", times_floor)))
         for result in self.results:
             spread = f"p50 from {_us(result.p50_low_us)} to {_us(result.p50_high_us)}"
             lines += _wrapped(
                 f"{result.name}: {_rounds(result, result.one_way.samples)}, {spread}; {_memory(result.memory)}"
             )
         floor = "both together" if self.setup.copies else "a wake-up, as nothing is copied"
-        return "\n".join([*lines, *self._foot(_LATENCY_FOOT.format(floor=floor))])
+        foot = _LATENCY_FOOT.format(floor=floor)
+        if any(result.round_trip for result in self.results):
+            foot += _ROUND_TRIP_FOOT
+        return "\n".join([*lines, *self._foot(foot)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +237,8 @@ def _result_of(report: type[Any]) -> Callable[[dict[str, Any]], Any]:
         nested: dict[str, Any] = {"floors": floors, "memory": MemoryUse(**found["memory"])}
         if "one_way" in found:
             nested["one_way"] = Percentiles(**found["one_way"])
+        if found.get("round_trip") is not None:
+            nested["round_trip"] = Percentiles(**found["round_trip"])
         return kind(**{**found, **nested})
 
     return made
@@ -234,6 +248,10 @@ def _row(name: str, left: Sequence[str], right: Sequence[str], width: int = 9) -
     cells = "".join(f"{cell:>{width}}" for cell in left) + "".join(f"{cell:>8}" for cell in right)
     room = WIDTH - len(cells)
     return f"{name:{room}}{cells}" if len(name) <= room else f"{name[:WIDTH]}\n{'':{room}}{cells}"
+
+
+def _figures(times: Percentiles) -> tuple[str, ...]:
+    return tuple(map(_us, (times.p50_us, times.p90_us, times.p99_us, times.p999_us, times.max_us)))
 
 
 def _us(value: float | None) -> str:

@@ -23,7 +23,7 @@ from tensorpipe_ipc.benchmark.measuring import (
     started,
 )
 from tensorpipe_ipc.benchmark.messages import Make
-from tensorpipe_ipc.benchmark.pipelines import OverQueue, Pipeline
+from tensorpipe_ipc.benchmark.pipelines import Pipeline
 from tensorpipe_ipc.benchmark.programs import AHEAD, AHEAD_AT_MOST, STREAM, Streamed, shares
 from tensorpipe_ipc.benchmark.report import ThroughputReport, ThroughputResult
 from tensorpipe_ipc.benchmark.summary import interval
@@ -32,12 +32,8 @@ from tensorpipe_ipc.tracking import MemoryTracker
 
 __all__ = ["checked", "throughput"]
 
-SIZES = ("400B", "4MB", "100MB")
 MOST = 20_000  # messages of a turn
-LEAST, FEWEST = (
-    64,
-    4,
-)  # messages of a turn, at least: of fewer, the first's way is most of the time; of large ones the latter
+LEAST, FEWEST = 64, 4  # messages of a turn, at least: of fewer, most is the first's way; of large ones the latter
 MORE = 64  # times as many as in the one before, at most
 CHECKED = 256 << 20  # bytes of messages that are compared, one by one, before the clock counts
 GIB = 1 << 30
@@ -80,19 +76,20 @@ def throughput(
     Raises:
         As ``latency``.
     """
-    options = {
-        "dtype": dtype,
-        "tree": tree,
-        "make": make,
-        "producers": producers,
-        "consumers": consumers,
-        "method": method,
-        "pin": pin,
-        "seconds": seconds,
-        "patience": patience,
-        "tell": tell,
-    }
-    plan = plan_of(pipeline or OverQueue(), sizes, SIZES, options)
+    plan = plan_of(
+        pipeline,
+        sizes,
+        dtype=dtype,
+        tree=tree,
+        make=make,
+        producers=producers,
+        consumers=consumers,
+        method=method,
+        pin=pin,
+        seconds=seconds,
+        patience=patience,
+        tell=tell,
+    )
     with started(plan) as (crew, setup):
         deadlines = deadlines_of(plan)
         return ThroughputReport(

@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    chosen = _parser().parse_args(argv)
     try:
+        chosen = _parser().parse_args(argv)
         status: int = chosen.run(chosen)
         return status
     except KeyboardInterrupt:

@@ -32,6 +32,7 @@ class _Line(NamedTuple):
 
 
 _ONE_WAY = (
+    _Line("p50, round trip", "#CC79A7", "-.", 1.6, lambda result: result.round_trip and result.round_trip.p50_us),
     _Line("p99", "#E69F00", "--", 1.6, lambda result: result.one_way.p99_us),
     _Line("p50, one way", "#D55E00", "-", 3.0, lambda result: result.one_way.p50_us),
     _Line("one memcpy", "#0072B2", ":", 1.6, lambda result: result.floors.memcpy.p50_us),
