@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, ProtocolError, UnknownSerializer, UnsupportedLeaf
+from tensorpipe_ipc.errors import (
+    Busy,
+    Closed,
+    Empty,
+    EndOfStream,
+    PeerLost,
+    ProtocolError,
+    UnknownSerializer,
+    UnsupportedLeaf,
+)
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
@@ -155,7 +165,8 @@ class Consumer:
         except BaseException:  # a signal's handler raised, when the message was taken: the next get returns it
             if taken is not NOTHING:
                 self._link.kept.append(taken)
-                self._link.refresh()
+                with suppress(Busy, Closed), self._guard:
+                    self._link.refresh()
             raise
         self._messages += 1
         self._bytes += taken[1]

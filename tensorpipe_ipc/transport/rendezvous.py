@@ -36,6 +36,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.ofd_locks import is_locked, lock
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
@@ -61,6 +62,43 @@ class PairQueue(SharedMemoryQueue):
     """
 
     offer: QueueOffer
+    _claimant: object
+
+    def claim(self, maxsize: int) -> bool:
+        """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
+
+        The lock goes with this process, or when it closes the queue. What was claimed once is nobody else's after that.
+
+        Args:
+            maxsize: how many messages may be in it from now on; not more than before.
+        """
+        me = object()
+        if self.words[self.record.claimed] or vars(self).setdefault("_claimant", me) is not me:
+            return False
+        if not lock(self._life.descriptor, self.record.block + 1, 1) or self.words[self.record.claimed]:
+            del self._claimant
+            return False
+        self.words[self.record.claimed] = os.getpid()
+        if maxsize < self.maxsize:
+            assert self.credits is not None
+            os.read(self.credits.read_end, 8 * (self.maxsize - maxsize))
+            self.record.narrow(maxsize)
+            self.maxsize = maxsize
+        return True
+
+    def accept(self) -> None:
+        """Go by what the connector that took it has left of it."""
+        self.maxsize = min(self.maxsize, QueueRecord(self.arena, self.number).maxsize)
+
+    @property
+    def claimant(self) -> int:
+        """The process whose connector has taken it; 0 as long as none has."""
+        return self.words[self.record.claimed]
+
+    def is_deserted(self) -> bool:
+        """Whether the connector that took it has closed it, or is dead."""
+        here = "_claimant" in vars(self)
+        return self.claimant > 0 and not here and not is_locked(self._life.descriptor, self.record.block + 1)
 
     def _word_of(self, ticket: int) -> int:
         """See GetEnd.
