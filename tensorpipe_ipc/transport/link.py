@@ -319,6 +319,7 @@ class Link(Meeting):
         way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
         peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
         refusal = str(self._refusal or "")
+        self.restock(MOST_PEERS - len(self.peers))
         self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
 
     def disconnect(self, linger: float) -> None:

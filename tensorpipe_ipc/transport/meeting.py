@@ -175,7 +175,12 @@ class Meeting(Role):
         rendezvous_file.sweep()
         if self._may_meet:
             self.spares.open(self.socket.address)
-            self.spares.stock(self.own_hello(None))
+            self._post()
+
+    def restock(self, room: int) -> None:
+        """Bring the file up to date, now that so many peers may still come."""
+        if self.spares.is_open:
+            self.spares.stock(self.own_hello(None), room)
 
     def give_spare(self, peer: Peer) -> None:
         """Let a connector that says so have what it has claimed."""
@@ -184,12 +189,11 @@ class Meeting(Role):
         if queue is not None:
             self.unshare(peer)
             peer.queue = queue
-            self.spares.stock(self.own_hello(None))
 
     def refuse_spare(self, hello: Hello) -> None:
         """What a connector has claimed that is not let in is dropped."""
         if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:
-            self.spares.stock(self.own_hello(None))
+            self._post()
 
     def hear_claimants(self) -> None:
         """Before closing: offer no queue any more, and hear who has claimed one, so that he is told goodbye."""
@@ -204,7 +208,7 @@ class Meeting(Role):
         if not self.spares.any_claimed:
             return
         for queue in self.spares.deserted():
-            self.spares.stock(self.own_hello(None))
+            self._post()
             if not queue.tickets.unread():
                 continue
             dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)

@@ -14,7 +14,7 @@ from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.rendezvous_file import RendezvousFile
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
-from tensorpipe_ipc.wire.header import Hello
+from tensorpipe_ipc.wire.header import Hello, QueueOffer
 
 __all__ = ["Spares"]
 
@@ -28,7 +28,13 @@ class Spares:
     def __init__(self) -> None:
         self._queues: list[PairQueue] = []
         self._file: RendezvousFile | None = None
+        self._offered: tuple[QueueOffer, ...] = ()  # by the file, as it was last written
         self._deserted: dict[int, float] = {}  # by token: when it was first seen to be
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
 
     def open(self, address: Address) -> None:
         """Have a file, from now on, if that can be."""
@@ -37,23 +43,39 @@ class Spares:
         except (OSError, Refused):
             self._file = None
 
-    def stock(self, hello: Hello) -> None:
+    def stock(self, hello: Hello, room: int) -> None:
         """See that there are as many as there should be, and that the file says so.
 
         Args:
             hello: what this end says to everybody.
+            room: how many peers may still come.
         """
         if self._file is None or hello.window > CAPACITY:
             return
+        wanted = max(0, min(_MOST, room - sum(bool(queue.claimant) for queue in self._queues)))
+        free = self._free()
+        self._drop(free[wanted:])
         try:
-            while sum(not queue.claimant for queue in self._queues) < _MOST:
+            for _ in range(wanted - len(free)):
                 self._queues.append(rendezvous.make(hello.window))
         except SharedMemoryError:  # then those that there are have to do
             pass
-        try:
-            self._file.write(hello, tuple(queue.offer for queue in self._queues if not queue.claimant))
-        except OSError:
-            self.withdraw()
+        offers = tuple(queue.offer for queue in self._free())
+        if offers != self._offered:
+            try:
+                self._file.write(hello, offers)
+                self._offered = offers
+            except OSError:
+                self.withdraw()
+
+    def _free(self) -> list[PairQueue]:
+        return [queue for queue in self._queues if not queue.claimant]
+
+    def _drop(self, queues: list[PairQueue]) -> None:
+        """Have some no more, but for those that a connector claims at this moment."""
+        for queue in queues:
+            if queue.claim(queue.maxsize):
+                self._queues.remove(queue)
 
     def take(self, token: int) -> PairQueue | None:
         """Hand out the one that a connector says it has claimed, if it has."""
@@ -82,7 +104,7 @@ class Spares:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-        self._queues = [queue for queue in self._queues if queue.claimant]
+        self._drop(self._free())
 
     def close(self) -> None:
         """Let go of all."""

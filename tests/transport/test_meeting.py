@@ -237,8 +237,8 @@ def test_a_binder_that_closes_without_having_heard_of_us() -> None:
 
 def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is raised all the same, what was put is dropped, and the producer is told that it is lost."""
-    monkeypatch.setattr(link, "MOST_PEERS", 0)
     with tp.Consumer("busy") as consumer, Child() as child:
+        monkeypatch.setattr(link, "MOST_PEERS", 0)
         child.call(children.open_producer, "busy", linger=0.0)
         child.call(children.put_numbers, 0, 3)
         with pytest.raises(tp.Empty):
@@ -319,3 +319,25 @@ def test_many_who_come_and_go_while_it_computes_now_and_then() -> None:
             consumer.get(PATIENCE)
         assert consumer.statistics().lost == 0
         assert consumer.statistics().rejected == 0
+
+
+def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is let in by the file who would be refused; when there is room again, it says so."""
+    monkeypatch.setattr(link, "MOST_PEERS", 2)
+
+    def offered() -> int:
+        found = rendezvous_file.read(parse("full"))
+        assert found is not None
+        return len(found.offers)
+
+    with tp.Consumer("full") as consumer, contextlib.ExitStack() as stack:
+        assert offered() == 2
+        for left in (1, 0):
+            producer = stack.enter_context(tp.Producer("full"))
+            producer.put("in", PATIENCE)
+            assert consumer.get(PATIENCE) == "in"
+            assert offered() == left
+        producer.close()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert offered() == 1
