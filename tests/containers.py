@@ -14,6 +14,7 @@ from typing import Any
 
 _NEW_NAMESPACE, _NEW_PIDS, _NEW_USER, _NEW_NETWORK = 0x00020000, 0x20000000, 0x10000000, 0x40000000
 _PRIVATE, _READ_ONLY, _DETACH = 1 << 14 | 1 << 18, 1, 2
+_SET_DUMPABLE = 4
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,9 +63,19 @@ def _in_another_network() -> None:
     _unshare(_NEW_NETWORK)
 
 
+def _closed_to_others() -> None:
+    """Of the same user, who may not look at its descriptors: what setuid programs are, and those that hide their memory."""
+    if not os.geteuid():
+        _of_another_user()
+    _done(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+CLOSED, OPEN = OF_ONE_USER = "closed to others", "of that user"
 APART = "another network"  # no way to an end on loopback from there
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
+    CLOSED: _closed_to_others,
+    OPEN: lambda: None if os.geteuid() else _of_another_user(),
     "no /proc": _without_proc,
     "read-only /dev/shm": _with_read_only_dev_shm,
     "other pids": _in_other_pids,
@@ -102,5 +113,5 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if way != APART and _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (APART, CLOSED, OPEN) and _is_allowed(way)]
 HAS_NETWORKS = _is_allowed(APART)

@@ -64,6 +64,18 @@ def test_who_requires_shared_memory_refuses_them(way: str) -> None:
         assert re.search(f"Refused: .*the consumer requires shared memory, but {reason}", child.result())
 
 
+def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:
+    """The kernel does not let the connector open what it is offered: frames, and all three say so."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with Child() as binder, Child() as connector:
+        binder.begin(children.take_there, containers.CLOSED, endpoint)
+        theirs = connector.call(children.put_from_there, containers.OPEN, endpoint)
+        ours, _, told = binder.result().partition("\n")
+    assert re.fullmatch(r"frames over tcp: the descriptors of pid \d+ on \S+ cannot be opened: Permission denied", ours)
+    assert theirs == ours
+    assert told.endswith(f": {ours}")
+
+
 def test_what_this_machine_lets_us_try() -> None:
     """Where not all can be tried, it is because the kernel refuses to; then this says which are left out."""
     missing = set(SAID) - {"a long queue", "off"} - set(containers.WAYS)

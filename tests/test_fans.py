@@ -210,3 +210,36 @@ def test_the_connection_is_cut_and_both_live(producer_binds: bool) -> None:
         assert got == list(range(300))
         assert producer.statistics().lost == consumer.statistics().lost == 0
         stack.pop_all().close()
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(producer_binds: bool, transport: str) -> None:
+    """Both ends live: what was put is still there, nobody counts as lost, and the consumer takes all of it."""
+    with contextlib.ExitStack() as stack:
+        binds = {"bind": True, "endpoint": "tcp://127.0.0.1:0"}
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer(**binds))
+        else:
+            consumer = stack.enter_context(tp.Consumer(**binds))
+        bound = producer.endpoint if producer_binds else consumer.endpoint
+        port, cut = stack.enter_context(_line_to(int(bound.rpartition(":")[2])))
+        line = f"tcp://127.0.0.1:{port}"
+        if producer_binds:
+            consumer = stack.enter_context(tp.Consumer(line, bind=False))
+        else:
+            producer = stack.enter_context(tp.Producer(line))
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        producer.flush(PATIENCE)
+        for number in range(10):
+            producer.put(number, PATIENCE)
+        cut.set()
+        with pytest.raises(tp.Full, match="holds 10 untaken"):
+            producer.flush(0.7)
+        assert not cut.is_set()
+        assert producer.statistics().transport.startswith(transport)
+        assert [consumer.get(PATIENCE) for _ in range(10)] == list(range(10))
+        producer.flush(PATIENCE)
+        assert producer.statistics().lost == consumer.statistics().lost == 0
+        stack.pop_all().close()

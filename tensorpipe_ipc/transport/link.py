@@ -298,9 +298,10 @@ class Link(Meeting):
             self.arrangement.settle(peer, self.own_hello(None))
             if peer.why_not:
                 self.unshare(peer)
-                unmet = "" if self.socket.binds else self.arrangement.unmet(peer.hello, peer.why_not)
+                unmet = self.arrangement.unmet(peer.hello, peer.why_not)
                 peer.settled = not unmet
-                self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
+                if not self.socket.binds:
+                    self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
         if peer.queue is not None:
             self.shares(peer)
 
