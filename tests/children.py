@@ -305,6 +305,20 @@ def take_there(ends: Ends, way: str, endpoint: str) -> str:
     return _said_there(way, take)
 
 
+def both_there(ends: Ends, way: str, endpoint: str) -> str:
+    """Both sides in one process there. Returns how it went at each, and what the doctor says of it."""
+
+    def exchange() -> str:
+        with tp.Consumer(endpoint) as consumer, tp.Producer(endpoint) as producer:
+            putting = in_thread(lambda: producer.put("arrives", PATIENCE))
+            assert consumer.get(PATIENCE) == "arrives"
+            putting()
+            (found,) = [each for each in attached.findings(endpoint) if each.what == "  producer"]
+            return "\n".join((producer.statistics().transport, consumer.statistics().transport, found.text))
+
+    return _said_there(way, exchange)
+
+
 def _said_there(way: str, action: Callable[[], str]) -> str:
     reader, writer = os.pipe()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import fcntl
 import os
 import traceback
 from collections.abc import Callable
@@ -70,11 +71,26 @@ def _closed_to_others() -> None:
     _done(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
 
 
-CLOSED, OPEN = OF_ONE_USER = "closed to others", "of that user"
+_held: list[int] = []
+
+
+def _without_pipes() -> None:
+    """Of a user who has as many pages of pipes as he may: the next ones are of one or two."""
+    if not os.geteuid():
+        _of_another_user()
+    with open("/proc/sys/fs/pipe-user-pages-soft", encoding="ascii") as file:
+        limit = int(file.read())
+    for _ in range(0, limit, 256):
+        _held.extend(os.pipe())
+        fcntl.fcntl(_held[-1], fcntl.F_SETPIPE_SZ, 256 * 4096)
+
+
+CLOSED, OPEN, WITHOUT_PIPES = OF_ONE_USER = "closed to others", "of that user", "without pipes"
 APART = "another network"  # no way to an end on loopback from there
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
     CLOSED: _closed_to_others,
+    WITHOUT_PIPES: _without_pipes,
     OPEN: lambda: None if os.geteuid() else _of_another_user(),
     "no /proc": _without_proc,
     "read-only /dev/shm": _with_read_only_dev_shm,
@@ -113,5 +129,5 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if way not in (APART, CLOSED, OPEN) and _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (APART, *OF_ONE_USER) and _is_allowed(way)]
 HAS_NETWORKS = _is_allowed(APART)

@@ -76,6 +76,15 @@ def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -
     assert told.endswith(f": {ours}")
 
 
+def test_a_user_who_has_no_pipes_left(free_port: int) -> None:
+    """No queue can be made: frames, and all three say so."""
+    with Child() as child:
+        said = child.call(children.both_there, containers.WITHOUT_PIPES, f"tcp://127.0.0.1:{free_port}").splitlines()
+    reason = "frames over tcp: no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)"
+    assert said[:2] == [reason, reason]
+    assert said[2].endswith(f": {reason}")
+
+
 def test_what_this_machine_lets_us_try() -> None:
     """Where not all can be tried, it is because the kernel refuses to; then this says which are left out."""
     missing = set(SAID) - {"a long queue", "off"} - set(containers.WAYS)

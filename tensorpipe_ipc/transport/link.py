@@ -34,8 +34,8 @@ it counts as gone: what was kept for it is lost, and told once by PeerLost. If i
 what is put from then on, and the consumer counts the gap.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and while a line
-that was cut is made anew, both go on with the queue.
+How they come to it stands in ``meeting``, ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and
+while a line that was cut is made anew, both go on with the queue.
 
 There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
 """

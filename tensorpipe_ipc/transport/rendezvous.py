@@ -13,13 +13,14 @@ the conversation that they have anyway (``transport.arrangement``)::
        |  HELLO    attached: token           (why not)  |     reach(): /proc/PID/fd/N opened, seen to be the same, row
        | ---------------------------------------------> |     and life taken. A producer that binds begins to put only now
 
-Whoever cannot says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
+A binder that is too busy for that has made a queue and written the offer into a file before (``meeting``). Whoever cannot
+share says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
 for as long as the connection does.
 
 **What is opened is what was offered.** Descriptor numbers and process ids are used again. So the directory of the binder's
 process is held open while its start time is compared, each descriptor's inode is compared after it was opened, and the
 segment's seals, size, magic and version are seen before a byte of it is read. The kernel decides whether we may
-(ptrace's rules for reading: same uid and gid, or the capability). No name is made anywhere, so none can be left behind.
+(ptrace's rules for reading: same uid and gid, or the capability). What is shared has no name that could be left behind.
 
 **Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.Life``), so the
 queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 import struct
 import zlib
 from typing import Annotated
@@ -169,10 +168,7 @@ def _text(path: str) -> bytes:
     finally:
         os.close(folder)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or not _is_ours(found):
-            return b""
-        return os.pread(file, LIMIT + 1, 0)
+        return os.pread(file, LIMIT + 1, 0) if _is_ours(os.fstat(file)) else b""
     finally:
         os.close(file)
 

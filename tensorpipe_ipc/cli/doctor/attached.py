@@ -55,7 +55,8 @@ def _attached(peer: Attached) -> Finding:
 
 
 def _file(address: Address) -> str:
-    return "" if rendezvous_file.read(address) is None else "; its rendezvous file lets others in while it computes"
+    found = rendezvous_file.read(address)
+    return "" if found is None or not found.offers else "; its rendezvous file lets others in while it computes"
 
 
 def _waiting(end: Notice) -> Finding:
