@@ -150,7 +150,7 @@ def unpacked(data: bytes) -> Rendezvous | None:
         return None
     magic, version, crc, length = _HEAD.unpack_from(data)
     text = data[_HEAD.size : _HEAD.size + length]
-    if (magic, version) != (_MAGIC, VERSION) or len(text) != length or zlib.crc32(text) != crc:
+    if (magic, version) != (_MAGIC, VERSION) or zlib.crc32(text) != crc:
         return None
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         return msgspec.msgpack.decode(text, type=Rendezvous)
@@ -184,7 +184,7 @@ def _place_of(address: Address) -> tuple[int, int]:
 
 def _lives(process: Identity) -> bool:
     """Whether a process is seen to live, from here."""
-    return bool(process.boot) and process.same_namespace(identity()) and is_alive(process)
+    return process.same_namespace(identity()) and is_alive(process)
 
 
 def _is_dead(process: Identity) -> bool:
