@@ -247,6 +247,8 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(tp.Refused, match="0 peers are attached"):
             child.call(children.put, "more")
         assert child.call(children.producer_statistics).lost == 3
+        with pytest.raises(tp.Empty):
+            consumer.get(0.8)
 
 
 def test_who_says_that_he_claimed_what_nobody_has() -> None:
