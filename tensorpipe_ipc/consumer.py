@@ -6,11 +6,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import (
+    Busy,
+    Closed,
     Empty,
     EndOfStream,
     OutOfMemory,
@@ -169,7 +172,8 @@ class Consumer:
         except BaseException:  # a signal's handler raised, when the message was taken: the next get returns it
             if taken is not NOTHING:
                 self._link.kept.append(taken)
-                self._link.refresh()
+                with suppress(Busy, Closed), self._guard:
+                    self._link.refresh()
             raise
         self._messages += 1
         self._bytes += taken[1]

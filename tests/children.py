@@ -29,6 +29,7 @@ import torch
 import zoo
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.process import Identity, identity
 
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
@@ -281,21 +282,54 @@ def own_identity(ends: Ends) -> Identity:
 
 def put_from_there(ends: Ends, way: str, endpoint: str, **options: Any) -> str:
     """Put 0 to 9 from a process in other circumstances (``containers``), if need be. Returns how they went, or the error."""
+
+    def put() -> str:
+        with tp.Producer(endpoint, **options) as producer:
+            for number in range(10):
+                producer.put(number, PATIENCE)
+            producer.flush(PATIENCE)
+            return producer.statistics().transport
+
+    return _said_there(way, put)
+
+
+def take_there(ends: Ends, way: str, endpoint: str) -> str:
+    """The other side of it, which binds. Returns how they came, and what the doctor says of who put them."""
+
+    def take() -> str:
+        with tp.Consumer(endpoint) as consumer:
+            assert [consumer.get(PATIENCE) for _ in range(10)] == list(range(10))
+            (found,) = [each for each in attached.findings(endpoint) if each.what == "  producer"]
+            return f"{consumer.statistics().transport}\n{found.text}"
+
+    return _said_there(way, take)
+
+
+def both_there(ends: Ends, way: str, endpoint: str) -> str:
+    """Both sides in one process there. Returns how it went at each, and what the doctor says of it."""
+
+    def exchange() -> str:
+        with tp.Consumer(endpoint) as consumer, tp.Producer(endpoint) as producer:
+            putting = in_thread(lambda: producer.put("arrives", PATIENCE))
+            assert consumer.get(PATIENCE) == "arrives"
+            putting()
+            (found,) = [each for each in attached.findings(endpoint) if each.what == "  producer"]
+            return "\n".join((producer.statistics().transport, consumer.statistics().transport, found.text))
+
+    return _said_there(way, exchange)
+
+
+def _said_there(way: str, action: Callable[[], str]) -> str:
     reader, writer = os.pipe()
 
     def run() -> None:
-        said = ""
         try:
-            with tp.Producer(endpoint, **options) as producer:
-                for number in range(10):
-                    producer.put(number, PATIENCE)
-                producer.flush(PATIENCE)
-                said = producer.statistics().transport
+            said = action()
         except tp.TensorPipeError as error:
             said = f"{type(error).__name__}: {error}"
         os.write(writer, said.encode())
 
-    status = containers.run_there(way, run) if way in containers.WAYS else run()
+    status = containers.run_there(way, run) if way in (*containers.WAYS, *containers.OF_ONE_USER) else run()
     os.close(writer)
     with open(reader, "rb") as file:
         said = file.read().decode()

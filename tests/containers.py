@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import codecs
 import ctypes
+import fcntl
 import os
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-_NEW_NAMESPACE, _NEW_PIDS, _NEW_USER, _NEW_TIME = 0x00020000, 0x20000000, 0x10000000, 0x00000080
+_NEW_NAMESPACE, _NEW_PIDS, _NEW_USER = 0x00020000, 0x20000000, 0x10000000
+_NEW_NETWORK, _NEW_TIME = 0x40000000, 0x00000080
 _PRIVATE, _READ_ONLY, _DETACH = 1 << 14 | 1 << 18, 1, 2
+_SET_DUMPABLE = 4
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -77,7 +80,38 @@ def _of_another_user() -> None:
     os.setuid(NOBODY)
 
 
+def _in_another_network() -> None:
+    _unshare(_NEW_NETWORK)
+
+
+def _closed_to_others() -> None:
+    """Of the same user, who may not look at its descriptors: what setuid programs are, and those that hide their memory."""
+    if not os.geteuid():
+        _of_another_user()
+    _done(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+_held: list[int] = []
+
+
+def _without_pipes() -> None:
+    """Of a user who has as many pages of pipes as he may: the next ones are of one or two."""
+    if not os.geteuid():
+        _of_another_user()
+    with open("/proc/sys/fs/pipe-user-pages-soft", encoding="ascii") as file:
+        limit = int(file.read())
+    for _ in range(0, limit, 256):
+        _held.extend(os.pipe())
+        fcntl.fcntl(_held[-1], fcntl.F_SETPIPE_SZ, 256 * 4096)
+
+
+CLOSED, OPEN, WITHOUT_PIPES = OF_ONE_USER = "closed to others", "of that user", "without pipes"
+APART = "another network"  # no way to an end on loopback from there
 _ALL: dict[str, Callable[[], None]] = {
+    APART: _in_another_network,
+    CLOSED: _closed_to_others,
+    WITHOUT_PIPES: _without_pipes,
+    OPEN: lambda: None if os.geteuid() else _of_another_user(),
     "no /proc": _without_proc,
     "read-only /dev/shm": _with_read_only_dev_shm,
     "other pids": _in_other_pids,
@@ -117,4 +151,5 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (APART, *OF_ONE_USER) and _is_allowed(way)]
+HAS_NETWORKS = _is_allowed(APART)

@@ -1,7 +1,7 @@
 """A fuzzer of the wire: valid messages, damaged in ways that know their structure, must end in a tree or in our errors.
 
 Messages are frames from a socket, or lie in a block of shared memory (metadata and payload); so are what ends say of
-themselves: HELLO, WELCOME and REFUSED in frames, and the notice that hangs in a memfd.
+themselves: HELLO, WELCOME and REFUSED in frames, the notice that hangs in a memfd, and the rendezvous file.
 
 The tests run some thousands. By hand, with the whole project's root as the working directory::
 
@@ -41,6 +41,7 @@ from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
+from tensorpipe_ipc.transport.rendezvous_file import Rendezvous, packed, unpacked
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
@@ -112,6 +113,17 @@ def posted() -> list[Frames]:
     peer = Attached("producer", SOMEBODY, "shared memory", True)
     whole = Notice("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
     return [[framed(whole)], [framed(Notice("ipc:///x", "producer", False, SOMEBODY))]]
+
+
+def written() -> list[Frames]:
+    """Rendezvous files."""
+    offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
+    terms = header.SharedMemoryTerms("auto", 1000)
+    ends = [
+        header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 0, None, terms, 99, 1),
+        header.Hello("producer", SOMEBODY, 8, "raw", (), 0, (5, 6, 7), terms, 1 << 40),
+    ]
+    return [[packed(Rendezvous((25, 1 << 33), end, (offer,) * count))] for end in ends for count in (0, 1, 2)]
 
 
 _FEW = (
@@ -270,6 +282,14 @@ def outcome_of_notice(frames: Frames) -> str:
     return "nothing" if read_notice(io.BytesIO(data)) is None else "notice"
 
 
+def outcome_of_file(frames: Frames) -> str:
+    """What a rendezvous file is taken for: "rendezvous", or "nothing". It never is an error, whoever wrote it."""
+    data = bytearray(frames[0])
+    if len(data) >= 16 and data[8] & 1:  # so that half of them get past the checksum
+        data[:16] = struct.pack("<4sIII", b"TPIR", header.VERSION, zlib.crc32(data[16:]), len(data) - 16)
+    return "nothing" if unpacked(bytes(data)) is None else "rendezvous"
+
+
 def _ends(end: Callable[[], str]) -> str:
     try:
         return end()
@@ -283,6 +303,7 @@ TARGETS: dict[str, tuple[Callable[[], list[Frames]], Callable[[Frames], str]]] =
     "frames": (corpus, outcome),
     "blocks": (blocks, outcome_in_block),
     "notices": (posted, outcome_of_notice),
+    "files": (written, outcome_of_file),
 }
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +26,14 @@ class Done(NamedTuple):
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that runs meanwhile. Whatever is left of its process group at the end is killed."""
+def started(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that runs meanwhile. Whatever is left of its process group at the end is killed.
+
+    Args:
+        prefix: a command that runs it.
+    """
     program = subprocess.Popen(
-        [sys.executable, *arguments],
+        [*prefix, sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"},
         stdout=subprocess.PIPE,

@@ -340,3 +340,24 @@ def test_the_descriptor_tells_of_a_binder_that_died_and_of_the_next(
 def test_the_descriptor_is_the_same_and_closes_with_the_end(consumer: tp.Consumer) -> None:
     """Asked twice, it is one descriptor."""
     assert consumer.fileno() == consumer.fileno() >= 0
+
+
+def test_a_message_that_was_taken_is_kept_by_who_holds_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When an exception comes as get ends, the message is the next get's; and no thread touches the socket beside another."""
+    with tp.Consumer("kept") as consumer, tp.Producer("kept") as producer:
+        held: list[bool] = []
+        refresh = consumer._link.refresh
+
+        def torn() -> None:
+            held.append(consumer._guard._is_owned())
+            if len(held) == 1:
+                raise KeyboardInterrupt
+            refresh()
+
+        putting = in_thread(lambda: producer.put("once", PATIENCE))
+        monkeypatch.setattr(consumer._link, "refresh", torn)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.get(PATIENCE)
+        putting()
+        assert consumer.get(0) == "once"
+        assert held == [True] * 3

@@ -120,6 +120,27 @@ def test_a_number_that_the_kernel_gives_again_is_another_process(way: str) -> No
     assert containers.run_there(way, look) == 0
 
 
+def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:
+    """The kernel does not let the connector open what it is offered: frames, and all three say so."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with Child() as binder, Child() as connector:
+        binder.begin(children.take_there, containers.CLOSED, endpoint)
+        theirs = connector.call(children.put_from_there, containers.OPEN, endpoint)
+        ours, _, told = binder.result().partition("\n")
+    assert re.fullmatch(r"frames over tcp: the descriptors of pid \d+ on \S+ cannot be opened: Permission denied", ours)
+    assert theirs == ours
+    assert told.endswith(f": {ours}")
+
+
+def test_a_user_who_has_no_pipes_left(free_port: int) -> None:
+    """No queue can be made: frames, and all three say so."""
+    with Child() as child:
+        said = child.call(children.both_there, containers.WITHOUT_PIPES, f"tcp://127.0.0.1:{free_port}").splitlines()
+    reason = "frames over tcp: no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)"
+    assert said[:2] == [reason, reason]
+    assert said[2].endswith(f": {reason}")
+
+
 def test_what_this_machine_lets_us_try() -> None:
     """Where not all can be tried, it is because the kernel refuses to; then this says which are left out."""
     missing = set(SAID) - {"a long queue", "off"} - set(containers.WAYS)

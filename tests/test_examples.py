@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
+import networks
 import pytest
 from programs import ROOT, ended, ran, started
 
@@ -72,9 +74,12 @@ def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> N
     )
 
 
-def _both(one: list[str], other: list[str]) -> str:
+def _both(one: list[str], other: list[str], prefixes: tuple[list[str], list[str]] = ([], [])) -> str:
     """What two programs print that run at one time, the first one's first."""
-    with started(str(EXAMPLES / one[0]), *one[1:]) as first, started(str(EXAMPLES / other[0]), *other[1:]) as second:
+    with (
+        started(str(EXAMPLES / one[0]), *one[1:], prefix=prefixes[0]) as first,
+        started(str(EXAMPLES / other[0]), *other[1:], prefix=prefixes[1]) as second,
+    ):
         done = [ended(first), ended(second)]
     assert [(each.status, each.err) for each in done] == [(0, "")] * 2
     return done[0].out + done[1].out
@@ -88,19 +93,38 @@ def test_two_programs() -> None:
     assert writer == "writer: 40,000,000 bytes in 10 messages, by way of shared memory"
 
 
+def _keys(folder: Path) -> tuple[list[str], list[str]]:
+    """What the two programs are told of keys that the command line made: their own, and the other's."""
+    gpu, data = str(folder / "gpu.key"), str(folder / "data.key")
+    assert [main(["keygen", str(folder / name)]) for name in ("gpu", "data")] == [0, 0]
+    return [f"{gpu}_secret", data], [f"{data}_secret", gpu]
+
+
+APART = "one host" if networks.WHY_NOT else "two networks"
+APART_ID = f"one host, as two networks cannot be had: {networks.WHY_NOT}" if networks.WHY_NOT else APART
+
+
 @pytest.mark.limit(110)
-def test_across_hosts(tmp_path: Path, free_port: int) -> None:
-    """With keys that the command line made, each the other's; here over this host's loopback."""
-    gpu, data = str(tmp_path / "gpu.key"), str(tmp_path / "data.key")
-    assert [main(["keygen", str(tmp_path / name)]) for name in ("gpu", "data")] == [0, 0]
-    said = _both(
-        [HOSTS[0], f"tcp://*:{free_port}", f"{gpu}_secret", data],
-        [HOSTS[1], f"tcp://127.0.0.1:{free_port}", f"{data}_secret", gpu],
-    )
-    assert said == (
-        "gpu host: 20 tensors taken, every sum as it was sent; turned away: 0\n"
-        "data host: 20 tensors put, and all taken\n"
-    )
+@pytest.mark.parametrize("apart", [APART], ids=[APART_ID])
+def test_across_hosts(apart: str, tmp_path: Path, free_port: int) -> None:
+    """As on two hosts: all tensors go over the one line between them. Over loopback where there cannot be two."""
+    gpu, data = _keys(tmp_path)
+    with contextlib.ExitStack() as stack:
+        address, prefixes = "127.0.0.1", ([], [])
+        if apart == "two networks":
+            one, other = stack.enter_context(networks.two_hosts())
+            address, prefixes = one.address, (one.prefix, other.prefix)
+        said = _both(
+            [HOSTS[0], f"tcp://*:{free_port}", *gpu],
+            [HOSTS[1], f"tcp://{address}:{free_port}", *data],
+            prefixes,
+        )
+        assert said == (
+            "gpu host: 20 tensors taken, every sum as it was sent; turned away: 0\n"
+            "data host: 20 tensors put, and all taken\n"
+        )
+        if apart == "two networks":
+            assert one.received() > 20 * 400_000
 
 
 @pytest.mark.limit(110)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
+from proxy import Proxy
 
 import tensorpipe_ipc as tp
 
@@ -210,3 +211,38 @@ def test_the_connection_is_cut_and_both_live(producer_binds: bool) -> None:
         assert got == list(range(300))
         assert producer.statistics().lost == consumer.statistics().lost == 0
         stack.pop_all().close()
+
+
+@pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(producer_binds: bool, transport: str) -> None:
+    """Both ends live: what was put is still there, nobody counts as lost, and the consumer takes all of it."""
+    with contextlib.ExitStack() as stack:
+        binds = {"bind": True, "endpoint": "tcp://127.0.0.1:0"}
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer(**binds))
+        else:
+            consumer = stack.enter_context(tp.Consumer(**binds))
+        bound = producer.endpoint if producer_binds else consumer.endpoint
+        line = stack.enter_context(Proxy(int(bound.rpartition(":")[2])))
+        if producer_binds:
+            consumer = stack.enter_context(tp.Consumer(line.endpoint, bind=False))
+        else:
+            producer = stack.enter_context(tp.Producer(line.endpoint))
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        producer.flush(PATIENCE)
+        for number in range(10):
+            producer.put(number, PATIENCE)
+        line.silence()  # whoever connects anew does not get through
+        assert line.cut() == 1
+        with pytest.raises(tp.Full, match="holds 10 untaken"):
+            producer.flush(0.7)
+        assert producer.statistics().transport.startswith(transport)
+        assert [consumer.get(PATIENCE) for _ in range(10)] == list(range(10))
+        line.heal()
+        producer.flush(PATIENCE)
+        assert producer.statistics().lost == consumer.statistics().lost == 0
+        producer.close()
+        consumer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -42,10 +43,11 @@ def test_ctrl_c_ends_a_waiting_get(attached: bool) -> None:
 @pytest.mark.parametrize("attached", [False, True])
 def test_ctrl_c_ends_a_waiting_put(attached: bool) -> None:
     """KeyboardInterrupt comes out of put at once; the message was not sent, and the end is usable."""
-    with tp.Consumer("waiting", maxsize=1) as consumer, Child() as child:
+    with Child() as child, contextlib.ExitStack() as stack:
         child.call(children.open_producer, "waiting")
         sent = []
         if attached:
+            consumer = stack.enter_context(tp.Consumer("waiting", maxsize=1))
             child.begin(children.put, "met", "fills the room")
             assert consumer.get(PATIENCE) == "met"
             child.result()
@@ -54,9 +56,12 @@ def test_ctrl_c_ends_a_waiting_put(attached: bool) -> None:
         child.wait_until_blocked()
         child.signal(signal.SIGINT)
         assert child.result() < 1
+        if not attached:
+            consumer = stack.enter_context(tp.Consumer("waiting", maxsize=1))
         child.begin(children.put, "after")
         assert [consumer.get(PATIENCE) for _ in [*sent, 1]] == [*sent, "after"]
         child.result()
+        child.call(children.close)
 
 
 def test_ctrl_c_ends_a_waiting_flush() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
 
-__all__ = ["claimed", "owner_of", "unclaim"]
+__all__ = ["claimed", "owner_of", "private_to_us", "unclaim"]
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def claimed(address: Address) -> Iterator[None]:
         yield
         return
     check_folder(address.path)
-    with _umask_and_lock(address.path):
+    with private_to_us(address.path):
         if check_socket_file(address.path):
             owner = owner_of(address.path)
             if owner is not None:
@@ -40,12 +40,12 @@ def claimed(address: Address) -> Iterator[None]:
 
 def unclaim(path: str) -> None:
     """Clear away the socket file of an end that closes."""
-    with _umask_and_lock(path), suppress(FileNotFoundError):
+    with private_to_us(path), suppress(FileNotFoundError):
         os.unlink(path)
 
 
 @contextmanager
-def _umask_and_lock(path: str) -> Iterator[None]:
+def private_to_us(path: str) -> Iterator[None]:
     """A lock on the folder (flock, which a killed process lets go of), and 0077 as umask for what is made meanwhile.
 
     The umask is the process's: a file that another thread makes in this millisecond is private too.

@@ -34,8 +34,8 @@ it counts as gone: what was kept for it is lost, and told once by PeerLost. If i
 what is put from then on, and the consumer counts the gap.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and while a line
-that was cut is made anew, both go on with the queue.
+How they come to it stands in ``meeting``, ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and
+while a line that was cut is made anew, both go on with the queue.
 
 There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
 """
@@ -52,9 +52,10 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
 from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.transport.role import Role, misfit
+from tensorpipe_ipc.transport.role import misfit
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
     Header,
@@ -71,10 +72,9 @@ __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 MOST_PEERS = 1024  # of a binder: each may cost up to eight descriptors, and is looked at several times a second
-_REPEAT = 0.5  # seconds between a waiting connector's HELLOs
 
 
-class Link(Role):
+class Link(Meeting):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
     Attributes:
@@ -94,7 +94,9 @@ class Link(Role):
         shared_memory: str = "auto",
         security: Curve | None = None,
     ) -> None:
-        address = parse(endpoint, has_keys=security is not None)
+        super().__init__()
+        self.has_keys = security is not None
+        address = parse(endpoint, has_keys=self.has_keys)
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
         self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
@@ -105,8 +107,6 @@ class Link(Role):
         self.rejected = 0
         self.last_rejection = ""
         self._refusal: Exception | None = None
-        self._greeted = 0.0  # when a connector last said HELLO
-        self._greeted_on = 0  # and on which of its connections
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self.socket = FrameSocket(
@@ -125,48 +125,12 @@ class Link(Role):
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
 
-    def _greet(self) -> None:
-        """A connector's HELLO, when it is due."""
-        now, connection = time.monotonic(), self.socket.connection
-        if now - self._greeted < _REPEAT and self._greeted_on == connection:
-            return
-        if self._greeted_on != connection:
-            self.reconnected()
-        if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
-            self._greeted, self._greeted_on = now, connection
-
-    def introduce(self, timeout: float) -> bool:
-        """Have a connector say HELLO that knows nobody, or whose connection is a new one.
-
-        False if its binder is not on the line within ``timeout`` seconds.
-        """
-        if self.socket.binds or (self.peers and not self.owes_greeting()):
-            return True
-        if not self.socket.is_connected(timeout):
-            return False
-        self._greet()
-        return True
-
-    def owes_greeting(self) -> bool:
-        """Whether a connector was seen to get its binder since it last said HELLO."""
-        return self.socket.connection not in (0, self._greeted_on)
-
-    def trouble(self) -> str:
-        """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
-        trouble = "" if self.peers else self.socket.trouble()
-        return f"; {trouble}" if trouble else ""
-
-    def has_lost_connection(self) -> bool:
-        """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
-        if self.socket.binds or self.socket.connection:
-            return False
-        return any(not peer.away_at for peer in self.peers.values())
-
     def say_goodbye(self) -> bool:
         """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
 
         Not the dead: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
+        self.hear_claimants()
         living = [peer for peer in self.peers.values() if is_alive(peer.identity)]
         told = [self._say(peer.routing, pack(Kind.GOODBYE, peer.sent)) for peer in living]
         return any(told)
@@ -182,8 +146,11 @@ class Link(Role):
         Returns:
             The peer, header and frames of a DATA message, again until it is ``taken``; None for all else, and for nothing.
         """
+        met = len(self.peers)
         if not self.introduce(min(timeout, SLICE)):
             return None
+        if len(self.peers) > met:
+            return None  # by the file, which may lead to more than a socket has
         incoming = self.socket.receive(min(timeout, SLICE))
         if incoming is None:
             self.look_around()
@@ -243,9 +210,10 @@ class Link(Role):
             raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
         elif kind == Kind.WELCOME:
             self._admit(routing, unpack_control(header, Hello))
-            self._greet()
+            self.greet()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
+            self.turned_away()
             self._post()
         return None
 
@@ -280,7 +248,7 @@ class Link(Role):
     def _hear_hello(self, routing: bytes, header: Header) -> None:
         if not self.socket.binds:  # a binder that does not know us asks who we are
             self._greeted = 0.0
-            self._greet()
+            self.greet()
             return
         hello = unpack_control(header, Hello)
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
@@ -295,6 +263,7 @@ class Link(Role):
             self.reject(Refused(reason))
             if routing in self.peers:
                 self._leaves(self.peers[routing], "was refused")
+            self.refuse_spare(hello)
             self._say(routing, pack_control(Kind.REFUSED, Refusal(reason)))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
@@ -303,6 +272,8 @@ class Link(Role):
         if hello.role == self.role:
             raise ProtocolError(f"a WELCOME from another {self.role}")
         peer = self.peers.get(routing)
+        if peer is not None and self.is_old_answer(peer, hello):
+            return peer
         if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
                 self._leaves(peer, "vanished")
@@ -322,12 +293,15 @@ class Link(Role):
             theirs = peer.hello.shared_memory
             if not self.socket.binds and theirs is not None and theirs.offer is not None:
                 self._greeted = 0.0  # what becomes of the offer, the binder is to know at once
+            if self.socket.binds:
+                self.give_spare(peer)
             self.arrangement.settle(peer, self.own_hello(None))
             if peer.why_not:
                 self.unshare(peer)
-                unmet = "" if self.socket.binds else self.arrangement.unmet(peer.hello, peer.why_not)
+                unmet = self.arrangement.unmet(peer.hello, peer.why_not)
                 peer.settled = not unmet
-                self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
+                if not self.socket.binds:
+                    self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
         if peer.queue is not None:
             self.shares(peer)
 
@@ -346,10 +320,12 @@ class Link(Role):
         way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
         peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
         refusal = str(self._refusal or "")
+        self.restock(MOST_PEERS - len(self.peers))
         self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
 
     def disconnect(self, linger: float) -> None:
         """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
+        self.spares.close()
         self._board.close()
         self.socket.close(linger)
 
@@ -363,16 +339,17 @@ class Link(Role):
         if now - self._looked < SLICE / 2 and not self.has_lost_connection():
             return
         self._looked = now
-        again = now - self._greeted >= _REPEAT
+        again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):
             if self._is_gone(peer, again):
                 # of what an exception tore since it was last heard, its goodbye may have been the last
                 self._leaves(peer, "said goodbye" if self.socket.torn_at > peer.heard else "vanished")
                 again = True
+        self.see_to_deserted()
         if again and self.socket.binds:
             self._greeted = now
         elif not self.socket.binds:
-            self._greet()
+            self.greet()
 
     def _is_gone(self, peer: Peer, again: bool) -> bool:
         """Whether nothing more can come from a peer: its connection ended, and all that came by it was taken.
@@ -392,7 +369,7 @@ class Link(Role):
             return False
         if dead and connected:
             peer.dead_at = peer.dead_at or time.monotonic()
-            return time.monotonic() - peer.dead_at > (_REPEAT if peer.queue is None else SLICE / 4)
+            return time.monotonic() - peer.dead_at > (REPEAT if peer.queue is None else SLICE / 4)
         return not connected and not self.waits_for(peer)
 
     def waits_for(self, peer: Peer) -> bool:
@@ -407,7 +384,7 @@ class Link(Role):
             VersionMismatch: the binder speaks another version.
         """
         if self._refusal is not None:
-            self._greet()
+            self.greet()
             self.drain()
         if self._refusal is not None:
             raise self._refusal

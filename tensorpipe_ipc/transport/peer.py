@@ -38,6 +38,7 @@ class Peer:
         assembly: the large message that a consumer is getting from it in pieces.
         left: how it left, "" while it is there: "said goodbye", "vanished".
         queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
+        by_file: whether a connector met it by the rendezvous file, and it has not said WELCOME to that.
         settled: whether both ends know which of the two it is. It stays so.
         why_not: why there is no queue.
         missed: the token of an offer whose queue was not to be found.
@@ -50,6 +51,7 @@ class Peer:
         "assembly",
         "away_at",
         "began",
+        "by_file",
         "credit_fd",
         "dead_at",
         "heard",
@@ -89,6 +91,7 @@ class Peer:
         self.left = ""
         self.left_at = 0.0
         self.queue: PairQueue | None = None
+        self.by_file = False
         self.settled = False
         self.why_not = ""
         self.missed = 0
@@ -141,4 +144,6 @@ class Peer:
             since = max(self.heard, self.away_at - _SILENCE)  # of one with nothing to say, ZeroMQ heard a while longer
             state = state if self.identity.same_namespace(identity()) else "out of reach"
             return f"{self.hello.role} {self.identity} ({state}, not heard of for {now - since:.1f} s)"
+        if self.by_file:
+            return f"{self.hello.role} {self.identity} ({state}, met by its file, not heard from yet)"
         return f"{self.hello.role} {self.identity} ({state}, last heard from {now - self.heard:.1f} s ago)"

@@ -3,9 +3,9 @@
 ::
 
     the record, a KEPT block of the arena
-    word 8        9           10          11       12          13        14       16
-    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ laps[maxsize] ─ the last lap in which
-    one writer:     anybody, who stores 1              creator            creator  each slot's credit was taken, by who took it
+    word 8        9           10          11       12          13        14       15        16
+    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ┼─ laps[maxsize] ─ the last lap in
+    one writer:     anybody, who stores 1              creator            creator  its lock  which each slot's credit was taken
 
     the queue's number    55 ──────── 32 31 ───────── 0
                           │ generation  │ block >> 9  │
@@ -13,7 +13,8 @@
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
 puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was used (transport/token_pipe.py); ``tasks``: the
-queue can be joined; ``pair``: it lies between two endpoints (for onlookers).
+queue can be joined; ``pair``: it lies between two endpoints (for onlookers); ``claimed``: a connector has taken one that was
+there for whoever comes, for which it has the lock of the record's second byte.
 
 **Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
 carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
@@ -40,7 +41,7 @@ __all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "facts_of", "nu
 
 SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
-_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _LAPS = 8, 9, 10, 11, 12, 13, 14, 16
+_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = 8, 9, 10, 11, 12, 13, 14, 15, 16
 FACTS = 8 * _LAPS
 
 
@@ -79,7 +80,7 @@ class QueueRecord:
         block: the record's offset in the segment.
         maxsize: how many messages may be in the queue; 0: any number.
         has_tasks: whether the queue can be joined.
-        watch, spilled, shut, dropped, pair, laps: indexes of these words.
+        watch, spilled, shut, dropped, pair, claimed, laps: indexes of these words.
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -90,6 +91,7 @@ class QueueRecord:
         self.has_tasks = bool(self.words[word + _TASKS])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
         self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
+        self.claimed = word + _CLAIMED
 
     @classmethod
     def create(cls, arena: Arena, maxsize: int, tasks: bool) -> tuple[QueueRecord, Life]:
@@ -132,6 +134,10 @@ class QueueRecord:
         """Set one of the words that are to be watched."""
         self.words[word] = 1
         self.words[self.watch] = 1
+
+    def narrow(self, maxsize: int) -> None:
+        """Have it say another maxsize: so many credits have been left in the queue."""
+        self.words[(self.block >> 3) + _MAXSIZE] = self.maxsize = maxsize
 
     def exists(self) -> bool:
         """Whether this is still the queue's record. If not, it has been buried."""

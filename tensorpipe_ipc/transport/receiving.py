@@ -61,6 +61,7 @@ class ReceiveLink(Link):
         self.vanished: list[Peer] = []
         self.kept: deque[Any] = deque()
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
+        self.expect()
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""
@@ -102,7 +103,7 @@ class ReceiveLink(Link):
 
     def has_ended(self) -> bool:
         """Whether producers were here and none is left, nor anything of theirs."""
-        return self.met_any and not self.peers and not self._sharing
+        return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
 
     def holds_back(self) -> bool:
         """Whether an interrupted get left a message that no descriptor tells of."""

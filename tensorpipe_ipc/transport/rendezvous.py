@@ -13,13 +13,14 @@ the conversation that they have anyway (``transport.arrangement``)::
        |  HELLO    attached: token           (why not)  |     reach(): /proc/PID/fd/N opened, seen to be the same, row
        | ---------------------------------------------> |     and life taken. A producer that binds begins to put only now
 
-Whoever cannot says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
+A binder that is too busy for that has made a queue and written the offer into a file before (``meeting``). Whoever cannot
+share says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
 for as long as the connection does.
 
 **What is opened is what was offered.** Descriptor numbers and process ids are used again. So the directory of the binder's
 process is held open while its start time is compared, each descriptor's inode is compared after it was opened, and the
 segment's seals, size, magic and version are seen before a byte of it is read. The kernel decides whether we may
-(ptrace's rules for reading: same uid and gid, or the capability). No name is made anywhere, so none can be left behind.
+(ptrace's rules for reading: same uid and gid, or the capability). What is shared has no name that could be left behind.
 
 **Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.Life``), so the
 queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
@@ -36,6 +37,7 @@ from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.ofd_locks import is_locked, lock
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
@@ -61,6 +63,43 @@ class PairQueue(SharedMemoryQueue):
     """
 
     offer: QueueOffer
+    _claimant: object
+
+    def claim(self, maxsize: int) -> bool:
+        """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
+
+        The lock goes with this process, or when it closes the queue. What was claimed once is nobody else's after that.
+
+        Args:
+            maxsize: how many messages may be in it from now on; not more than before.
+        """
+        me = object()
+        if self.words[self.record.claimed] or vars(self).setdefault("_claimant", me) is not me:
+            return False
+        if not lock(self._life.descriptor, self.record.block + 1, 1) or self.words[self.record.claimed]:
+            del self._claimant
+            return False
+        self.words[self.record.claimed] = os.getpid()
+        if maxsize < self.maxsize:
+            assert self.credits is not None
+            os.read(self.credits.read_end, 8 * (self.maxsize - maxsize))
+            self.record.narrow(maxsize)
+            self.maxsize = maxsize
+        return True
+
+    def accept(self) -> None:
+        """Go by what the connector that took it has left of it."""
+        self.maxsize = min(self.maxsize, QueueRecord(self.arena, self.number).maxsize)
+
+    @property
+    def claimant(self) -> int:
+        """The process whose connector has taken it; 0 as long as none has."""
+        return self.words[self.record.claimed]
+
+    def is_deserted(self) -> bool:
+        """Whether the connector that took it has closed it, or is dead."""
+        here = "_claimant" in vars(self)
+        return self.claimant > 0 and not here and not is_locked(self._life.descriptor, self.record.block + 1)
 
     def _word_of(self, ticket: int) -> int:
         """See GetEnd.

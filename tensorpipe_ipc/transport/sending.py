@@ -65,6 +65,7 @@ class SendLink(Link):
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
         try:
             self._credit_pipe = CreditPipe()
+            self.expect()
         except BaseException:
             self.disconnect(0)
             raise

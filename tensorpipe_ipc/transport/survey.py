@@ -293,6 +293,8 @@ class _Reader:
                 continue
             maxsize, shut, joinable, pair = facts_of(data)
             count, nbytes = self._waiting[number & 0xFFFFFFFF]
+            if pair and not count and number not in uses:
+                continue  # it is there for whoever comes next
             kind = "endpoints" if pair else "joinable queue" if joinable else "queue"
             queues.append(QueueView(number, kind, maxsize, count, nbytes, shut, tuple(uses.get(number, ()))))
         return tuple(queues)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.process import Identity, is_alive
+from tensorpipe_ipc.transport import rendezvous_file
 from tensorpipe_ipc.transport.address_claim import owner_of
 from tensorpipe_ipc.transport.addresses import Address, check_socket_file, parse
 from tensorpipe_ipc.transport.notice import Attached, Notice, notices
@@ -29,7 +30,7 @@ def findings(endpoint: str) -> Iterator[Finding]:
     if not binders:
         yield _unbound(address)
     for binder in binders:
-        yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}")
+        yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
             yield Finding("attached", State.NOTE, "nobody")
         yield from map(_attached, binder.peers)
@@ -53,7 +54,15 @@ def _attached(peer: Attached) -> Finding:
     return Finding(f"  {peer.role}", state, f"{_process(peer.identity)}: {peer.transport}")
 
 
+def _file(address: Address) -> str:
+    found = rendezvous_file.read(address)
+    return "" if found is None or not found.offers else "; its rendezvous file lets others in while it computes"
+
+
 def _waiting(end: Notice) -> Finding:
+    if any(peer.transport == "shared memory" for peer in end.peers):
+        way = "shared memory, which the binder has not looked at yet"
+        return Finding(f"  {end.role}", State.OK, f"{_process(end.identity)}: {way}")
     why = end.refusal or "the binder has not let it in yet: it does so inside get, put and flush"
     return Finding(f"  {end.role}", State.NO if end.refusal else State.NOTE, f"{_process(end.identity)}, waits: {why}")
 

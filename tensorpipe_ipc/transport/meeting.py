@@ -1,0 +1,222 @@
+"""Meeting: how a connector comes to its binder, also to one that is too busy to answer.
+
+As soon as it is connected it says HELLO, and again while nobody answers. Where the binder has a rendezvous file
+(``rendezvous_file``), it need not wait for that::
+
+    connector                                        binder
+       |                                                |  makes queues, and writes them into its rendezvous file
+       | <- - - - - - - - the file - - - - - - - - - -  |
+       |  claims one of them, puts into it              |     (computes)
+       |  HELLO    attached: token                      |
+       | ---------------------------------------------> |     comes round: the queue is theirs from then on
+       |  WELCOME  offer: the same token                |     makes another one for the next
+       | <--------------------------------------------- |
+
+The HELLO goes out with the claim, as there is a connection before a file is looked for: so a binder that comes round finds
+both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
+connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
+
+A connector that said HELLO before it found the file gets two answers. The first, which names another queue, is no news to it;
+and its second HELLO tells the binder to drop that queue, which nobody has used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport import rendezvous, rendezvous_file
+from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.role import Role, misfit
+from tensorpipe_ipc.transport.spares import Spares
+from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
+from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms, pack_control
+
+__all__ = ["REPEAT", "Meeting"]
+
+REPEAT = 0.5  # seconds between a waiting connector's HELLOs
+_AGAIN = 0.02  # seconds between two looks for a file
+
+
+class Meeting(Role):
+    """What a link knows of how its end meets another.
+
+    Attributes:
+        spares: a binder's queues for those to come.
+    """
+
+    socket: FrameSocket
+    arrangement: Arrangement
+    peers: dict[bytes, Peer]
+    window: int
+    has_keys: bool
+    _refusal: Exception | None
+
+    def __init__(self) -> None:
+        self.spares = Spares()
+        self._greeted = 0.0  # when a connector last said HELLO
+        self._greeted_on = 0  # and on which of its connections
+        self._looked_for_file = 0.0
+
+    def _say(self, peer: bytes, frame: bytes) -> bool:
+        raise NotImplementedError
+
+    def _leaves(self, peer: Peer, how: str) -> None:
+        raise NotImplementedError
+
+    def _post(self) -> None:
+        raise NotImplementedError
+
+    def pump(self, timeout: float) -> Any:
+        """See Link."""
+        raise NotImplementedError
+
+    # -- a connector's
+
+    def greet(self) -> None:
+        """A connector's HELLO, when it is due."""
+        now, connection = time.monotonic(), self.socket.connection
+        if now - self._greeted < REPEAT and self._greeted_on == connection:
+            return
+        if self._greeted_on != connection:
+            self.reconnected()
+        if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
+            self._greeted, self._greeted_on = now, connection
+
+    def introduce(self, timeout: float) -> bool:
+        """Have a connector say HELLO that knows nobody, or whose connection is a new one.
+
+        False if its binder is not on the line within ``timeout`` seconds.
+        """
+        if self.socket.binds or (self.peers and not self.owes_greeting()):
+            return True
+        if not self.socket.is_connected(timeout):
+            return False
+        if not self.peers:
+            self.meet_by_file()
+        self.greet()
+        return True
+
+    def owes_greeting(self) -> bool:
+        """Whether a connector was seen to get its binder since it last said HELLO."""
+        return self.socket.connection not in (0, self._greeted_on)
+
+    def trouble(self) -> str:
+        """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
+        trouble = "" if self.peers else self.socket.trouble()
+        return f"; {trouble}" if trouble else ""
+
+    def has_lost_connection(self) -> bool:
+        """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
+        if self.socket.binds or self.socket.connection:
+            return False
+        return any(not peer.away_at for peer in self.peers.values())
+
+    def meet_by_file(self) -> None:
+        """Meet the binder by its file, if there is a good one."""
+        now = time.monotonic()
+        if not self._may_meet or self._refusal is not None or now - self._looked_for_file < _AGAIN:
+            return
+        self._looked_for_file = now
+        found = rendezvous_file.read(self.socket.address)
+        ours = self.own_hello(None)
+        if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
+            return
+        theirs = found.hello.shared_memory
+        assert theirs is not None
+        for offer in found.offers:
+            with contextlib.suppress(SharedMemoryError):
+                queue = rendezvous.reach(found.hello.identity, offer, offer.maxsize)
+                if queue.claim(min(self.window, offer.maxsize)):
+                    theirs = msgspec.structs.replace(theirs, offer=offer)
+                    self._sit_down(msgspec.structs.replace(found.hello, shared_memory=theirs), queue)
+                    return
+
+    @property
+    def _may_meet(self) -> bool:
+        return not self.arrangement.never_shares and not self.has_keys
+
+    def _sit_down(self, hello: Hello, queue: PairQueue) -> None:
+        peer = Peer(b"", hello)
+        peer.queue, peer.settled, peer.by_file = queue, True, True
+        self.peers[b""] = peer
+        self.met(peer)
+        self.shares(peer)
+        self._greeted = 0.0
+        self._post()
+
+    def turned_away(self) -> None:
+        """The binder has refused this end, which may have met it by its file."""
+        for peer in [each for each in self.peers.values() if each.by_file]:
+            self._leaves(peer, "refused this end")
+
+    def is_old_answer(self, peer: Peer, hello: Hello) -> bool:
+        """Whether a WELCOME answers what a connector said before it met its binder by the file."""
+        if not peer.by_file or not peer.is_still(hello) or peer.queue is None or hello.shared_memory is None:
+            return False
+        offer = hello.shared_memory.offer
+        peer.by_file = offer is None or offer.token != peer.queue.offer.token
+        return peer.by_file
+
+    # -- a binder's
+
+    def expect(self) -> None:
+        """Write the file, once this end can say HELLO."""
+        if not self.socket.binds:
+            return
+        rendezvous_file.sweep()
+        if self._may_meet:
+            self.spares.open(self.socket.address)
+            self._post()
+
+    def restock(self, room: int) -> None:
+        """Bring the file up to date, now that so many peers may still come."""
+        if self.spares.is_open:
+            self.spares.stock(self.own_hello(None), room)
+
+    def give_spare(self, peer: Peer) -> None:
+        """Let a connector that says so have what it has claimed."""
+        terms = peer.hello.shared_memory
+        queue = self.spares.take(terms.attached) if terms is not None else None
+        if queue is not None:
+            self.unshare(peer)
+            peer.queue = queue
+
+    def refuse_spare(self, hello: Hello) -> None:
+        """What a connector has claimed that is not let in is dropped."""
+        if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:
+            self._post()
+
+    def hear_claimants(self) -> None:
+        """Before closing: offer no queue any more, and hear who has claimed one, so that he is told goodbye."""
+        self.spares.withdraw()
+        deadline = time.monotonic() + _AGAIN
+        while self.spares.any_claimed and self.socket.has_incoming() and time.monotonic() < deadline:
+            if self.pump(0) is not None:
+                self.socket.received()
+
+    def see_to_deserted(self) -> None:
+        """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
+        if not self.spares.any_claimed:
+            return
+        for queue in self.spares.deserted():
+            self._post()
+            if not queue.tickets.unread():
+                continue
+            dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)
+            terms = SharedMemoryTerms("auto", os.geteuid(), attached=queue.offer.token)
+            role = "producer" if self.role == "consumer" else "consumer"
+            peer = Peer(os.urandom(8), Hello(role, dead, queue.maxsize, shared_memory=terms))
+            peer.queue, peer.settled = queue, True
+            self.peers[peer.routing] = peer
+            self.met(peer)
+            self.shares(peer)
+            self._leaves(peer, "vanished")

@@ -1,0 +1,193 @@
+"""The rendezvous file: what a binder's WELCOME would say, written down beforehand, so that a connector need not wait for it.
+
+A binder is a library without a thread: while its program computes it answers no HELLO. So each that can share memory leaves
+a file in the user's runtime folder, under a name made from its address, for as long as it has the address::
+
+    magic TPIR | u32 version | u32 crc32 of the rest | u32 n | msgpack (n bytes): where, its HELLO, the queues it offers
+
+What a connector does by it stands in ``meeting``. It saves a wait and nothing hangs on it: a file that is missing, or breaks
+any rule, is passed over, and the two greet each other as ever.
+
+* The folder and the file are this user's and nobody else's (0700, 0600, whatever the umask), and no symbolic link.
+* It was written for the very socket that is at the address now, by a process that lives: place, pid, start time, pid
+  namespace and boot id are compared. What it offers is opened as the offer of a WELCOME is (``rendezvous``).
+* It goes when its binder closes. That of a binder that was killed is swept by the next one that binds here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import zlib
+from typing import Annotated
+
+import msgspec
+
+from tensorpipe_ipc.process import Identity, identity, is_alive
+from tensorpipe_ipc.transport.address_claim import private_to_us
+from tensorpipe_ipc.transport.addresses import Address, check_folder, runtime_folder
+from tensorpipe_ipc.wire.header import VERSION, Hello, QueueOffer
+
+__all__ = ["LIMIT", "Rendezvous", "RendezvousFile", "contents", "packed", "path_of", "read", "sweep", "unpacked"]
+
+LIMIT = 1 << 13  # bytes: a HELLO and some offers need 700
+_SUFFIX = ".rendezvous"
+_HEAD = struct.Struct("<4sIII")
+_MAGIC = b"TPIR"
+_TRIES = 3  # of reading what is just being written anew
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the file says.
+
+    Attributes:
+        place: device and inode of the socket file of an ipc address; of the network namespace that a tcp address is in.
+        hello: what the binder says of itself to everybody.
+        offers: queues that it has made for connectors to come; each is for one of them.
+    """
+
+    place: tuple[_Number, _Number]
+    hello: Hello
+    offers: tuple[QueueOffer, ...]
+
+
+class RendezvousFile:
+    """A binder's own."""
+
+    def __init__(self, address: Address) -> None:
+        """Make it, empty.
+
+        Raises:
+            Refused: the runtime folder is not safe.
+            OSError: it cannot be made.
+        """
+        self._path = path_of(address)
+        self._place = _place_of(address)
+        check_folder(self._path)
+        with private_to_us(self._path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)  # the address is ours, so nobody else's file is of any use
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(self._path, flags, 0o600)
+
+    def write(self, hello: Hello, offers: tuple[QueueOffer, ...]) -> None:
+        """Say something new.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        os.pwrite(self._descriptor, packed(Rendezvous(self._place, hello, offers)), 0)
+
+    def close(self) -> None:
+        """Take it away."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with contextlib.suppress(OSError), private_to_us(self._path):
+            if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
+                os.unlink(self._path)
+        os.close(descriptor)
+
+
+def path_of(address: Address) -> str:
+    """Where the file of whoever has an address is."""
+    name = hashlib.blake2b(os.fsencode(address.text), digest_size=12).hexdigest()
+    return os.path.join(runtime_folder(), name + _SUFFIX)
+
+
+def read(address: Address) -> Rendezvous | None:
+    """What the binder of an address has written down; None if there is nothing that can be relied on."""
+    with contextlib.suppress(OSError):
+        found = contents(path_of(address))
+        if found is not None and found.place == _place_of(address) and _lives(found.hello.identity):
+            return found
+    return None
+
+
+def contents(path: str) -> Rendezvous | None:
+    """What a rendezvous file says, whoever wrote it; None if it says nothing, or others may have written to it.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link.
+    """
+    text = _text(path)
+    for _ in range(_TRIES - 1):
+        if unpacked(text) is not None:
+            break
+        text = _text(path)
+    return unpacked(text)
+
+
+def sweep() -> None:
+    """Remove what binders left that are dead."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(runtime_folder()):
+            if name.endswith(_SUFFIX):
+                _sweep(os.path.join(runtime_folder(), name))
+
+
+def _sweep(path: str) -> None:
+    with contextlib.suppress(OSError):
+        found = contents(path)
+        if found is not None and _is_dead(found.hello.identity):
+            with private_to_us(path):
+                if contents(path) == found:  # and not another binder's by now
+                    os.unlink(path)
+
+
+def packed(rendezvous: Rendezvous) -> bytes:
+    """The file's bytes."""
+    text = msgspec.msgpack.encode(rendezvous)
+    return _HEAD.pack(_MAGIC, VERSION, zlib.crc32(text), len(text)) + text
+
+
+def unpacked(data: bytes) -> Rendezvous | None:
+    """What bytes of a file say; None if that is nothing, or of another version. Whoever wrote them may be anybody."""
+    if not _HEAD.size <= len(data) <= LIMIT:
+        return None
+    magic, version, crc, length = _HEAD.unpack_from(data)
+    text = data[_HEAD.size : _HEAD.size + length]
+    if (magic, version) != (_MAGIC, VERSION) or zlib.crc32(text) != crc:
+        return None
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.msgpack.decode(text, type=Rendezvous)
+    return None
+
+
+def _text(path: str) -> bytes:
+    """A file's bytes, if it and its folder are ours alone, and not more of them than there may be; else nothing."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(os.path.dirname(path), flags | os.O_DIRECTORY)
+    try:
+        if not _is_ours(os.fstat(folder)):
+            return b""
+        file = os.open(os.path.basename(path), flags | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        return os.pread(file, LIMIT + 1, 0) if _is_ours(os.fstat(file)) else b""
+    finally:
+        os.close(file)
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _place_of(address: Address) -> tuple[int, int]:
+    found = os.stat(address.path or "/proc/self/ns/net", follow_symlinks=not address.path)
+    return found.st_dev, found.st_ino
+
+
+def _lives(process: Identity) -> bool:
+    """Whether a process is seen to live, from here."""
+    return process.same_namespace(identity()) and is_alive(process)
+
+
+def _is_dead(process: Identity) -> bool:
+    """Whether a process is seen to be dead, or was one of this host's before it was last started."""
+    own = identity()
+    return not is_alive(process) or (process.host == own.host and bool(own.boot) and process.boot != own.boot)

@@ -1,0 +1,112 @@
+"""Spares: the queues that a binder has ready for connectors to come, and the rendezvous file that offers them.
+
+Each is for one connector, who claims it (``PairQueue.claim``) and puts or gets at once. The binder learns of it by the HELLO
+that follows, which names the queue. Until then it knows only that there is somebody.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tensorpipe_ipc.errors import Refused, SharedMemoryError
+from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport.addresses import Address
+from tensorpipe_ipc.transport.rendezvous import PairQueue
+from tensorpipe_ipc.transport.rendezvous_file import RendezvousFile
+from tensorpipe_ipc.transport.token_pipe import CAPACITY
+from tensorpipe_ipc.wire.header import Hello, QueueOffer
+
+__all__ = ["Spares"]
+
+_MOST = 2  # each takes nine descriptors and 0.2 ms; who finds none waits for the binder to answer
+_PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
+
+
+class Spares:
+    """One end's; of an end that does not bind, or never shares memory, always none."""
+
+    def __init__(self) -> None:
+        self._queues: list[PairQueue] = []
+        self._file: RendezvousFile | None = None
+        self._offered: tuple[QueueOffer, ...] = ()  # by the file, as it was last written
+        self._deserted: dict[int, float] = {}  # by token: when it was first seen to be
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
+
+    def open(self, address: Address) -> None:
+        """Have a file, from now on, if that can be."""
+        try:
+            self._file = RendezvousFile(address)
+        except (OSError, Refused):
+            self._file = None
+
+    def stock(self, hello: Hello, room: int) -> None:
+        """See that there are as many as there should be, and that the file says so.
+
+        Args:
+            hello: what this end says to everybody.
+            room: how many peers may still come.
+        """
+        if self._file is None or hello.window > CAPACITY:
+            return
+        wanted = max(0, min(_MOST, room - sum(bool(queue.claimant) for queue in self._queues)))
+        free = self._free()
+        self._drop(free[wanted:])
+        try:
+            for _ in range(wanted - len(free)):
+                self._queues.append(rendezvous.make(hello.window))
+        except SharedMemoryError:  # then those that there are have to do
+            pass
+        offers = tuple(queue.offer for queue in self._free())
+        if offers != self._offered:
+            try:
+                self._file.write(hello, offers)
+                self._offered = offers
+            except OSError:
+                self.withdraw()
+
+    def _free(self) -> list[PairQueue]:
+        return [queue for queue in self._queues if not queue.claimant]
+
+    def _drop(self, queues: list[PairQueue]) -> None:
+        """Have some no more, but for those that a connector claims at this moment."""
+        for queue in queues:
+            if queue.claim(queue.maxsize):
+                self._queues.remove(queue)
+
+    def take(self, token: int) -> PairQueue | None:
+        """Hand out the one that a connector says it has claimed, if it has."""
+        for queue in self._queues:
+            if queue.offer.token == token and queue.claimant:
+                self._queues.remove(queue)
+                queue.accept()
+                return queue
+        return None
+
+    @property
+    def any_claimed(self) -> bool:
+        """Whether a connector has claimed one and was not heard of yet."""
+        return any(queue.claimant for queue in self._queues)
+
+    def deserted(self) -> list[PairQueue]:
+        """Hand out those whose connector is gone for a while, and was never heard of."""
+        now = time.monotonic()
+        gone = [queue.offer.token for queue in self._queues if queue.is_deserted()]
+        self._deserted = {token: self._deserted.get(token, now) for token in gone}
+        late = [token for token, since in self._deserted.items() if now - since > _PATIENCE]
+        return [queue for queue in map(self.take, late) if queue is not None]
+
+    def withdraw(self) -> None:
+        """Offer none any more. Those that were claimed are still there."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        self._drop(self._free())
+
+    def close(self) -> None:
+        """Let go of all."""
+        self.withdraw()
+        self._queues = []

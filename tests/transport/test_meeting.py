@@ -1,0 +1,345 @@
+"""Binders that compute, and answer nobody: who comes meanwhile shares a queue with them all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import children
+import pytest
+from children import PATIENCE, Child, wait_until
+from raw_ends import RawEnd, hello, hello_of
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.cli.doctor import attached
+from tensorpipe_ipc.cli.doctor.finding import State
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport import link, rendezvous, rendezvous_file
+from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms
+
+pytestmark = pytest.mark.limit(20)
+ENDPOINTS = [pytest.param("busy", id="ipc"), pytest.param("tcp://127.0.0.1:0", id="tcp")]
+
+
+@contextlib.contextmanager
+def _without_file(endpoint: str) -> Iterator[None]:
+    """As if it were not there yet."""
+    path = Path(rendezvous_file.path_of(parse(endpoint)))
+    path.rename(f"{path}.later")
+    yield
+    Path(f"{path}.later").rename(path)
+
+
+def _put_silently(ends: children.Ends, *trees: Any) -> None:
+    """Put into a queue that was claimed, with no HELLO: as if it were killed before that had left."""
+    ends.producer._link._say = lambda peer, frame: True
+    children.put(ends, *trees)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("maxsize", [64, 8, 3])
+def test_a_consumer_that_computes_gets_all_that_was_put_meanwhile(endpoint: str, maxsize: int) -> None:
+    """As many as the smaller maxsize, at once, and the producer closes; then all come, and the end of the stream."""
+    with tp.Consumer(endpoint, maxsize=8) as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint, maxsize=maxsize, linger=0.0)
+        count = min(maxsize, 8)
+        child.call(children.put_numbers, 0, count)
+        with pytest.raises(tp.Full, match=f"holds {count} untaken of {count}"):
+            child.call(children.put, "one more", timeout=0.05)
+        said = child.call(children.producer_statistics)
+        assert (said.transport, said.in_flight, len(said.peers)) == ("shared memory", count, 1)
+        child.call(children.close)
+        assert [*consumer] == [("", number) for number in range(count)]
+        found = consumer.statistics()
+        assert (found.transport, found.lost, found.rejected) == ("shared memory", 0, 0)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_producer_that_computes_has_its_consumers_by_the_time_it_puts(endpoint: str) -> None:
+    """Its first put_nowait goes to one that came meanwhile; and that gets it while the producer computes again."""
+    with tp.Producer(endpoint, bind=True, maxsize=8, linger=0) as producer, Child() as child:
+        child.call(children.open_consumer, producer.endpoint, bind=False)
+        with pytest.raises(tp.Empty, match=f"pid {os.getpid()} on "):
+            child.call(children.take, timeout=0.2)
+        assert child.call(children.consumer_statistics).transport == "shared memory"
+        for number in range(8):
+            producer.put_nowait(number)
+        with pytest.raises(tp.Full, match="holds 8 untaken of 8"):
+            producer.put_nowait(8)
+        assert child.call(children.take, 8) == list(range(8))
+        producer.flush(PATIENCE)
+        assert producer.statistics().transport == "shared memory"
+        producer.close()
+        with pytest.raises(tp.EndOfStream):
+            child.call(children.take)
+
+
+def test_in_one_thread() -> None:
+    """Both ends of an endpoint, one after the other: nobody has to answer."""
+    with tp.Consumer("alone") as consumer, tp.Producer("alone") as producer:
+        for number in range(64):
+            producer.put(number, PATIENCE)
+        with pytest.raises(tp.Full):
+            producer.put(64, 0.05)
+        assert [consumer.get(PATIENCE) for _ in range(64)] == list(range(64))
+        producer.close()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+def test_each_queue_is_for_one() -> None:
+    """Two come at once; whoever finds none waits until the binder answers, and then has one of its own."""
+    with tp.Consumer("busy") as consumer, contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(3)]
+        for child in crowd:
+            child.call(children.open_producer, "busy")
+        for name in (0, 1):
+            crowd[name].call(children.put_numbers, 0, 10, str(name))
+        with pytest.raises(tp.Full, match="no consumer has come"):
+            crowd[2].call(children.put, "early", timeout=0.1)
+        crowd[2].begin(children.put_numbers, 0, 10, "2")
+        got = [consumer.get(PATIENCE) for _ in range(30)]
+        for name, child in enumerate(crowd):
+            assert [number for who, number in got if who == str(name)] == list(range(10))
+            if name == 2:
+                child.result()
+            child.call(children.close)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == 0
+
+
+def test_of_all_who_try_one_has_it() -> None:
+    """Threads of the binder's own process, and others; also once he who had it has let it go."""
+    queue, other, here = rendezvous.make(4), rendezvous.make(4), identity()
+    assert queue.claim(3)
+    assert not queue.claim(3)
+    assert queue.credits is not None
+    assert (queue.claimant, queue.maxsize, queue.credits.unread()) == (os.getpid(), 3, 3)
+    assert not queue.is_deserted()
+    pid = os.fork()
+    if not pid:
+        done = False
+        try:
+            one, two = (rendezvous._reach(here, other.offer, 4) for _ in range(2))
+            done = one.claim(4) and not two.claim(4)
+        finally:
+            os._exit(not done)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert other.claimant == pid
+    assert other.is_deserted()
+    assert not other.claim(4)
+    rendezvous._made.clear()
+    for each in (queue, other):
+        vars(each).clear()
+
+
+def test_who_said_hello_before_there_was_a_file() -> None:
+    """Two HELLOs wait for the binder, the second with the queue: that one it is, and nothing is lost of it."""
+    with tp.Consumer("busy") as consumer, Child() as child:
+        child.call(children.open_producer, "busy")
+        with _without_file("busy"), pytest.raises(tp.Full, match="no consumer has come"):
+            child.call(children.put, "early", timeout=0.1)
+        child.call(children.put_numbers, 0, 10)
+        assert [consumer.get(PATIENCE)[1] for _ in range(10)] == list(range(10))
+        child.begin(children.put_numbers, 10, 80)
+        assert [consumer.get(PATIENCE)[1] for _ in range(70)] == list(range(10, 80))
+        child.result()
+        assert len(consumer.statistics().peers) == 1
+        assert child.call(children.producer_statistics).lost == consumer.statistics().lost == 0
+        child.call(children.close)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+def test_who_was_killed_before_its_hello_had_left() -> None:
+    """What it put is there, a stream does not end before it is taken, and then it is told who was lost."""
+    with tp.Consumer("busy") as consumer, tp.Producer("busy") as other, Child() as child:
+        other.put("from another", PATIENCE)
+        assert consumer.get(PATIENCE) == "from another"
+        child.call(children.open_producer, "busy")
+        wait_until(lambda: rendezvous_file.read(parse("busy")).offers)  # type: ignore[union-attr]
+        child.call(_put_silently, *range(5))
+        other.close()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.7)
+        child.kill()
+        assert [consumer.get(PATIENCE) for _ in range(5)] == list(range(5))
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} "):
+            consumer.get(PATIENCE)
+
+
+def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:
+    """Nobody is told, and the stream of others ends; there is a queue for the next."""
+    with tp.Consumer("busy") as consumer, tp.Producer("busy") as other, Child() as child, Child() as last:
+        other.put("from another", PATIENCE)
+        assert consumer.get(PATIENCE) == "from another"
+        child.call(children.open_producer, "busy")
+        child.call(_put_silently)
+        child.call(children.producer_statistics)
+        child.kill()
+        other.close()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        last.call(children.open_producer, "busy")
+        last.call(children.put, "from the next")
+        assert consumer.get(PATIENCE) == "from the next"
+
+
+def test_what_was_put_survives_its_producer() -> None:
+    """Killed after put returned, while its binder computes."""
+    with tp.Consumer("busy") as consumer, Child() as child:
+        child.call(children.open_producer, "busy")
+        child.call(children.put_numbers, 0, 10)
+        child.kill()
+        assert [consumer.get(PATIENCE)[1] for _ in range(10)] == list(range(10))
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} "):
+            consumer.get(PATIENCE)
+
+
+def test_a_binder_that_is_killed_and_the_next_one() -> None:
+    """What it had is lost, and told; the next one's file leads to the next one, which computes as well."""
+    with Child() as child, tp.Producer("busy", linger=0) as producer:
+        child.call(children.open_consumer, "busy")
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        child.kill()
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} .*with 3 messages that it had not taken"):
+            producer.flush(PATIENCE)
+        with tp.Consumer("busy") as consumer:
+            producer.put("for the next", PATIENCE)
+            assert consumer.get(PATIENCE) == "for the next"
+
+
+def test_a_binder_that_closes_without_having_heard_of_us() -> None:
+    """It says goodbye to those who have claimed a queue, too: a stream ends, and what was not taken is lost, and told."""
+    with Child() as child:
+        with tp.Producer("busy", bind=True) as producer:
+            child.call(children.open_consumer, "busy", bind=False)
+            with pytest.raises(tp.Empty):
+                child.call(children.take, timeout=0.2)
+            producer.close()
+            with pytest.raises(tp.EndOfStream):
+                child.call(children.take)
+        with tp.Consumer("busy") as consumer:
+            child.call(children.open_producer, "busy", linger=0.0)
+            child.call(children.put_numbers, 0, 3)
+            consumer.close()
+            with pytest.raises(tp.PeerLost, match="with 3 messages that it had not taken"):
+                child.call(children.flush)
+
+
+def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is raised all the same, what was put is dropped, and the producer is told that it is lost."""
+    with tp.Consumer("busy") as consumer, Child() as child:
+        monkeypatch.setattr(link, "MOST_PEERS", 0)
+        child.call(children.open_producer, "busy", linger=0.0)
+        child.call(children.put_numbers, 0, 3)
+        with pytest.raises(tp.Empty):
+            consumer.get(0.2)
+        assert consumer.statistics().rejected == 1
+        with pytest.raises(tp.Refused, match="0 peers are attached"):
+            child.call(children.put, "more")
+        assert child.call(children.producer_statistics).lost == 3
+        with pytest.raises(tp.Empty):
+            consumer.get(0.8)
+
+
+def test_who_says_that_he_claimed_what_nobody_has() -> None:
+    """A token that is none, or of a queue that is still to be had, leads to no queue: he is offered one as ever."""
+    with tp.Consumer("busy") as consumer, RawEnd(consumer.endpoint) as raw:
+        found = rendezvous_file.read(parse("busy"))
+        assert found is not None
+        for token in (12345, found.offers[0].token):
+            raw.say(hello("producer", shared_memory=SharedMemoryTerms("auto", os.geteuid(), attached=token)))
+            with pytest.raises(tp.Empty):
+                consumer.get(0.1)
+            terms = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
+            assert terms is not None
+            assert terms.offer is not None
+            assert terms.offer.token != token
+        assert found == rendezvous_file.read(parse("busy"))
+
+
+def test_a_stopped_binder_is_waited_for() -> None:
+    """Nobody can connect to one; who comes waits, and nothing is lost."""
+    with Child() as child, contextlib.ExitStack() as stack:
+        child.call(children.open_consumer, "busy")
+        child.signal(signal.SIGSTOP)
+        try:
+            producer = stack.enter_context(tp.Producer("busy"))
+            with pytest.raises(tp.Full):
+                producer.put(1, 0.2)
+        finally:
+            child.signal(signal.SIGCONT)
+        child.begin(children.take)
+        producer.put(1, PATIENCE)
+        assert child.result() == [1]
+
+
+def test_the_doctor_says_who_has_met_a_binder_that_computes() -> None:
+    """That there is a file, and that the one who waits to be heard of puts through shared memory already."""
+    with tp.Consumer("busy"), Child() as child:
+        says = "; its rendezvous file lets others in while it computes"
+        assert next(iter(attached.findings("busy"))).text.endswith(says)
+        child.call(children.open_producer, "busy", linger=0.0)
+        child.call(children.put_numbers, 0, 3)
+        (producer,) = [each for each in attached.findings("busy") if each.what == "  producer"]
+        assert producer.state is State.OK
+        assert producer.text.startswith(f"pid {child.pid} on ")
+        assert producer.text.endswith("shared memory, which the binder has not looked at yet")
+        assert "not heard from yet" in child.call(children.producer_statistics).peers[0]
+        with _without_file("busy"):
+            assert not next(iter(attached.findings("busy"))).text.endswith(says)
+
+
+def test_many_who_come_and_go_while_it_computes_now_and_then() -> None:
+    """Each one's messages come, once and in order, whether it found a queue or had to wait for the answer."""
+    with tp.Consumer("busy") as consumer, contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(4)]
+        got = []
+        for turn in range(5):
+            for name, child in enumerate(crowd):
+                child.call(children.open_producer, "busy")
+                child.begin(children.put_numbers_and_close, f"{name} {turn}", 10)
+            time.sleep(0.02 * turn)  # it computes
+            while len(got) < 40 * (turn + 1):
+                with contextlib.suppress(tp.EndOfStream):
+                    got.append(consumer.get(PATIENCE))
+            for child in crowd:
+                child.result()
+        for name in range(4):
+            for turn in range(5):
+                assert [number for who, number in got if who == f"{name} {turn}"] == list(range(10))
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == 0
+        assert consumer.statistics().rejected == 0
+
+
+def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is let in by the file who would be refused; when there is room again, it says so."""
+    monkeypatch.setattr(link, "MOST_PEERS", 2)
+
+    def offered() -> int:
+        found = rendezvous_file.read(parse("full"))
+        assert found is not None
+        return len(found.offers)
+
+    with tp.Consumer("full") as consumer, contextlib.ExitStack() as stack:
+        assert offered() == 2
+        for left in (1, 0):
+            producer = stack.enter_context(tp.Producer("full"))
+            producer.put("in", PATIENCE)
+            assert consumer.get(PATIENCE) == "in"
+            assert offered() == left
+        producer.close()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert offered() == 1
