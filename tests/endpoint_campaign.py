@@ -30,7 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.transport.addresses import runtime_folder
+from tensorpipe_ipc.transport.addresses import parse, runtime_folder
+from tensorpipe_ipc.transport.rendezvous_file import path_of
 from tests.campaign import HANG, RETURNED, Figures, Judge, journal, nothing_left
 from tests.endpoint_program import ENDPOINT, JOURNAL_WORDS, LOST, STOP_CONSUMERS, STOP_PRODUCERS
 
@@ -245,7 +246,8 @@ class Round:
         self.end("got")
         self.judge()
         tp.Consumer(ENDPOINT).close()
-        left = [name for name in os.listdir(runtime_folder()) if name.startswith(ENDPOINT)]
+        own = (ENDPOINT, os.path.basename(path_of(parse(ENDPOINT))))
+        left = [name for name in os.listdir(runtime_folder()) if name.startswith(own)]
         assert not left, f"left in the runtime folder: {left}"
 
     def end(self, role: str) -> None:
