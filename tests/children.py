@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -96,8 +97,10 @@ class Child:
         return self.result()
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it a signal; SIGSTOP, and wait until all of its threads have stopped, libzmq's among them."""
         os.kill(self.pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(lambda: set(map(_state, Path(f"/proc/{self.pid}/task").iterdir())) == {"T"})
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
@@ -386,6 +389,10 @@ def ticking(seconds: float, handler: Callable[[int, Any], None]) -> Iterator[Non
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def _state(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(") ")[2][0]
 
 
 def wait_until(condition: Callable[[], Any]) -> None:

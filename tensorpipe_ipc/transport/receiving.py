@@ -61,7 +61,11 @@ class ReceiveLink(Link):
         self.vanished: list[Peer] = []
         self.kept: deque[Any] = deque()
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
-        self.expect()
+        try:
+            self.expect()
+        except BaseException:
+            self.disconnect(0)
+            raise
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from tensorpipe_ipc.errors import Refused, SharedMemoryError
+from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.rendezvous import PairQueue
@@ -58,7 +58,7 @@ class Spares:
         try:
             for _ in range(wanted - len(free)):
                 self._queues.append(rendezvous.make(hello.window))
-        except SharedMemoryError:  # then those that there are have to do
+        except OSError:  # then those that there are have to do
             pass
         offers = tuple(queue.offer for queue in self._free())
         if offers != self._offered:
