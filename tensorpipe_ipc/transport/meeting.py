@@ -174,7 +174,7 @@ class Meeting(Role):
             return
         rendezvous_file.sweep()
         if self._may_meet:
-            self.spares.open(self.socket.address)
+            self.spares.open(self.socket.address, self.own_hello(None))
             self._post()
 
     def restock(self, room: int) -> None:

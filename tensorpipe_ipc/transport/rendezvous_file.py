@@ -57,8 +57,8 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RendezvousFile:
     """A binder's own."""
 
-    def __init__(self, address: Address) -> None:
-        """Make it, empty.
+    def __init__(self, address: Address, hello: Hello) -> None:
+        """Make it. It offers nothing yet.
 
         Raises:
             Refused: the runtime folder is not safe.
@@ -72,6 +72,12 @@ class RendezvousFile:
                 os.unlink(self._path)  # the address is ours, so nobody else's file is of any use
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o600)
+            try:
+                self.write(hello, ())  # while nobody sweeps: so what they find empty is a dead one's
+            except BaseException:
+                os.unlink(self._path)
+                os.close(self._descriptor)
+                raise
 
     def write(self, hello: Hello, offers: tuple[QueueOffer, ...]) -> None:
         """Say something new.
@@ -131,11 +137,15 @@ def sweep() -> None:
 
 def _sweep(path: str) -> None:
     with contextlib.suppress(OSError):
-        found = contents(path)
-        if found is not None and _is_dead(found.hello.identity):
+        if _is_left(path):
             with private_to_us(path):
-                if contents(path) == found:  # and not another binder's by now
+                if _is_left(path):  # and not another binder's by now
                     os.unlink(path)
+
+
+def _is_left(path: str) -> bool:
+    found = contents(path)
+    return os.lstat(path).st_size == 0 if found is None else _is_dead(found.hello.identity)
 
 
 def packed(rendezvous: Rendezvous) -> bytes:

@@ -36,10 +36,10 @@ class Spares:
         """Whether there is a file."""
         return self._file is not None
 
-    def open(self, address: Address) -> None:
+    def open(self, address: Address, hello: Hello) -> None:
         """Have a file, from now on, if that can be."""
         try:
-            self._file = RendezvousFile(address)
+            self._file = RendezvousFile(address, hello)
         except (OSError, Refused):
             self._file = None
 

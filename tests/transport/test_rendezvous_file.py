@@ -184,13 +184,15 @@ def test_it_is_private_whatever_the_umask(umask: int) -> None:
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "filed"])
 def test_that_of_a_killed_binder_is_swept_by_the_next_one(endpoint: str) -> None:
     """By whichever end binds next: another name will do. A live owner's stays, and so does what cannot be read."""
-    strange = _path().parent / "strange.rendezvous"
+    strange, empty = _path().parent / "strange.rendezvous", _path().parent / "empty.rendezvous"
     with Child() as child, tp.Consumer("another") as consumer:
         address = parse(child.call(children.open_consumer, endpoint))
         left = Path(rendezvous_file.path_of(address))
         assert rendezvous_file.read(address) is not None
         strange.write_bytes(b"TPIR of a version to come")
+        empty.touch()  # who makes one writes into it before others look
         with tp.Consumer("third"):
+            assert not empty.exists()
             assert left.exists()
         child.kill()
         assert rendezvous_file.read(address) is None
