@@ -67,6 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
         draw(rows, arguments.plot)
 
 
+WARM, TIMED = 3, 4  # messages of a pair of ends: the first have memory to make that the others use again
+
+
 def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
     """Every wire dtype in turn, in each round."""
     tensor = torch.randn(SIZES[size], generator=torch.Generator().manual_seed(0))
@@ -90,9 +93,12 @@ def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
                     else:
                         producer.put(torch.zeros(1), 60)  # they have met
                         there.recv()
-                        began = time.perf_counter()
-                        producer.put(tensor, 60)
-                        times[dtype].append(there.recv() - began)
+                        for turn in range(WARM + TIMED):
+                            began = time.perf_counter()
+                            producer.put(tensor, 60)
+                            taken = there.recv() - began
+                            if turn >= WARM:
+                                times[dtype].append(taken)
         there.send(None)
         child.join(20)
     finally:
@@ -114,8 +120,10 @@ def _receive(line: Any, transport: str) -> None:
             if task == "time":
                 consumer.get(60)
                 line.send(None)
-                got = consumer.get(60)
-                line.send(time.perf_counter())  # CLOCK_MONOTONIC, which all processes share
+                for _ in range(WARM + TIMED):
+                    got = None
+                    got = consumer.get(60)
+                    line.send(time.perf_counter())  # CLOCK_MONOTONIC, which all processes share
             else:
                 with tp.MemoryTracker(None, children=False) as memory:
                     got = consumer.get(60)

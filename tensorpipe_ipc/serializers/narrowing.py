@@ -7,7 +7,7 @@ nested tensors. A tree with nothing to narrow goes as it would without.
 
 Large tensors are cast straight into the place that they travel in (a block, or the buffer that becomes a frame): nothing is
 made in between. float32 to float16, 100 MB, one core: 21 ms, as long as a memcpy of it takes. The look for overflows takes
-another 12 ms (each piece while it is in the cache; only one that goes beyond the wire dtype's range is counted item by item).
+another 6 ms (each piece while it is in the cache; only one that goes beyond the wire dtype's range is counted item by item).
 The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items a tensor.
 """
 
@@ -121,12 +121,16 @@ class Narrowing:
 
     def _cast_piece(self, narrow: torch.Tensor, wide: torch.Tensor) -> None:
         narrow.copy_(wide)
-        if not wide.numel():
-            return
-        least, most = torch.aminmax(wide)
-        if not (float(least) >= -self._limit and float(most) <= self._limit):  # nan, too
+        if wide.numel() and not self._is_all_finite(narrow, wide):
             finite = torch.isfinite(narrow.to(wide.dtype))
             self.overflowed += int((torch.isfinite(wide) & ~finite | (wide.abs() > self._edge) & finite).sum())
+
+    def _is_all_finite(self, narrow: torch.Tensor, wide: torch.Tensor) -> bool:
+        """False where an item may have become infinite. Where torch can add the narrow ones, that takes half the time."""
+        if self.wire_dtype.itemsize > 1:
+            return math.isfinite(narrow.sum(dtype=torch.float32))  # inf and nan stay what they are
+        least, most = torch.aminmax(wide)
+        return float(least) >= -self._limit and float(most) <= self._limit
 
     def _look(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
         """Note the largest relative error of some items."""
@@ -140,12 +144,11 @@ class Narrowing:
                 part = (slice(None),) * dim + (slice(None, None, step),)
                 wide, narrow = wide[part], narrow[part]
         wide = wide.to(torch.float64)
-        error = ((narrow.to(torch.float64) - wide) / wide).abs()
-        error = error[
-            torch.isfinite(error) & (wide.abs() <= self._edge)
-        ]  # not of zeros, nor of what overflowed, nor of nan
-        if error.numel():
-            self.worst = max(self.worst, float(error.max()))
+        error = narrow.to(torch.float64).sub_(wide).div_(wide).abs_()
+        if self._edge < math.inf:
+            error[wide.abs() > self._edge] = 0
+        error.nan_to_num_(0, 0, 0)  # not of zeros, nor of what overflowed, nor of nan
+        self.worst = max(self.worst, float(error.max()))
 
 
 class _Cast(Written):

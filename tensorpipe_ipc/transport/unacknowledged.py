@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.wire.header import Kind, pack, pack_piece
-from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.layout import ALIGN, Written
 from tensorpipe_ipc.wire.message import Outgoing
 
 __all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "Kept", "Unacknowledged"]
@@ -104,7 +104,9 @@ class Unacknowledged:
             kept.parts.append([first])
             yield kept.parts[0]
             return
-        for part in self._copied(kept, first, [np.frombuffer(frame, np.uint8) for frame in large], piece):
+        is_ours = len(large) == 1 and any(isinstance(payload, Written) for payload in message.payloads)
+        sources = [np.frombuffer(frame, np.uint8) for frame in large]
+        for part in _cut(kept, first, sources[0], piece) if is_ours else self._copied(kept, first, sources, piece):
             kept.parts.append(part)
             yield part
 
@@ -153,6 +155,17 @@ class Unacknowledged:
         block = self._free.pop() if self._free else np.empty(PIECE, np.uint8)
         kept.blocks.append(block)
         return block
+
+
+def _cut(kept: Kept, first: bytes, frame: Any, piece: int) -> Iterator[list[Any]]:
+    """A payload that was made for this message, and is in memory of this end's own already: nothing is copied."""
+    total = len(frame)
+    if total <= piece:
+        yield [first, frame.data]
+        return
+    for start in range(0, total, piece):
+        yield [pack_piece(kept.sequence, start, total), frame[start : start + piece].data]
+    yield [first]
 
 
 def _copy(large: list[Any], block: Any) -> Iterator[tuple[int, int]]:
