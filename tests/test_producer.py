@@ -147,9 +147,9 @@ def test_flush_returns_when_all_was_taken(child: Child) -> None:
 
 def test_statistics_count_what_happened(child: Child) -> None:
     """Each field says what it is documented to say, on both ends."""
-    child.call(children.open_consumer, "counted", maxsize=2)
     with tp.Producer("counted") as producer:
         assert (producer.statistics().messages, producer.statistics().peers) == (0, ())
+        child.call(children.open_consumer, "counted", maxsize=2)
         meet_child(producer, child)
         producer.put(torch.ones(100), PATIENCE)
         producer.put([torch.ones(1 << 16), 5], PATIENCE)
