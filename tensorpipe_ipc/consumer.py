@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -248,7 +247,7 @@ class Consumer:
             if link.shares_memory:
                 peer = link.next_ready(patience)
                 if peer is not None:
-                    taken = link.take(peer, functools.partial(self._decode_block, peer.queue), self._lease_from)
+                    taken = link.take(peer, self._decode_block, self._lease_from)
                     if type(taken) is tuple:
                         return taken
                     if taken is not NOTHING:
@@ -265,9 +264,11 @@ class Consumer:
                 except (ProtocolError, UnknownSerializer) as error:
                     link.reject(error)
                     link.taken(peer, header)
-                except (UnsupportedLeaf, OutOfMemory) as error:
-                    if isinstance(error, OutOfMemory):
-                        link.reject(error)
+                except OutOfMemory as error:
+                    link.reject(error)
+                    link.taken(peer, header)
+                    raise
+                except UnsupportedLeaf:
                     link.taken(peer, header)
                     raise
                 else:
@@ -287,8 +288,8 @@ class Consumer:
         serializer = serializer_named(schema.serializer)
         return schema.tree(header.values, payloads, serializer, self._own, self._arrival), schema.nbytes
 
-    def _decode_block(self, queue: Any, metadata: bytes, payload: bytearray | Octets) -> Any:
-        """A message in a block of a queue's: its tree and bytes, or the error that it is."""
+    def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        """A message in a block: its tree and bytes, or the error that it is."""
         try:
             if metadata != self._last_metadata:
                 self._last_metadata, self._last_parts = b"", self._parts(metadata)
@@ -299,6 +300,8 @@ class Consumer:
                 if how & ON_DEVICE:
                     tree = on_device.tree_of(told, schema, payload, serializer, self._arrival)
                     return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
+                queue = self._link.asked.queue
+                assert queue is not None
                 on_device.answer(queue, told, self._arrival)
                 values = told.values
             if how & BY_REFERENCE:

@@ -67,8 +67,8 @@ def consume(who: int, maxsize: int, binds: bool, folder: str) -> None:
     with tp.Consumer(ENDPOINT, bind=binds, maxsize=maxsize, shared_memory="require") as consumer:
         decode = consumer._decode_block
 
-        def noting(queue: Any, metadata: bytes, payload: Any) -> Any:
-            found = decode(queue, metadata, payload)
+        def noting(metadata: bytes, payload: Any) -> Any:
+            found = decode(metadata, payload)
             words[words[0] + 1] = entry_of(found[0])
             words[0] += 1
             return found

@@ -33,6 +33,7 @@ class ReceiveLink(Link):
         met_any: whether any producer ever came.
         duplicates: messages that came again, and were dropped.
         vanished: producers that left without a goodbye, until get() has told.
+        asked: who was last asked for a message.
         kept: what ``take`` returned, or would have, when a signal's handler raised. It is to be served first.
     """
 
@@ -54,6 +55,7 @@ class ReceiveLink(Link):
         self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
         self._misses = 0
         self.met_any = False
+        self.asked: Peer
         self.duplicates = 0
         self._torn_at = 0.0
         self._regions = Regions()
@@ -163,6 +165,7 @@ class ReceiveLink(Link):
         queue, message = peer.queue, NOTHING
         if queue is None:
             return NOTHING
+        self.asked = peer
         try:
             message = self._take(peer, queue, decode, lease_from)
             if message is not NOTHING:
