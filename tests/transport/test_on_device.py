@@ -338,11 +338,10 @@ def _putting(queue: Any, line: Any, folder: Path) -> None:
         line.send(queue.statistics().on_device)
 
 
-def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, tmp_path: Path) -> None:
-    """PeerLost names the process; the message is taken all the same, and the queue goes on."""
-    queue = ctx.Queue(cuda_ipc=True)
+def _put_by_one_that_was_killed(ctx: Any, queue: Any, folder: Path) -> int:
+    """Leave one message in the queue that lay in the GPU memory of a process which is gone. Its pid."""
     line, theirs = ctx.Pipe()
-    producer = ctx.Process(target=_putting, args=(queue, theirs, tmp_path))
+    producer = ctx.Process(target=_putting, args=(queue, theirs, folder))
     producer.start()
     theirs.close()
     line.send(0)
@@ -350,13 +349,21 @@ def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, 
     queue.get(device="cuda:0")
     line.send(1)
     assert line.recv() == 1
+    pid: int = producer.pid
     producer.kill()
     producer.join(10)
-    _delete_all(tmp_path)
-    with pytest.raises(tp.PeerLost, match=f"GPU memory of pid {producer.pid}"):
-        queue.get(device="cuda:0", timeout=5)
     producer.close()
     line.close()
+    _delete_all(folder)
+    return pid
+
+
+def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, tmp_path: Path) -> None:
+    """PeerLost names the process; the message is taken all the same, and the queue goes on."""
+    queue = ctx.Queue(cuda_ipc=True)
+    pid = _put_by_one_that_was_killed(ctx, queue, tmp_path)
+    with pytest.raises(tp.PeerLost, match=f"GPU memory of pid {pid}"):
+        queue.get(device="cuda:0", timeout=5)
     assert queue.empty()
     queue.put(_gpu(there))
     assert torch.equal(queue.get(device="cuda:0"), zoo.bits(torch.int32, ITEMS))
@@ -365,21 +372,8 @@ def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, 
 def test_of_many_only_the_lost_are_missing(ctx, there: StandIn, tmp_path: Path) -> None:
     """``get_many`` gives what there is, and the next get says what was lost."""
     queue = ctx.Queue(cuda_ipc=True)
-    line, theirs = ctx.Pipe()
-    producer = ctx.Process(target=_putting, args=(queue, theirs, tmp_path))
-    producer.start()
-    theirs.close()
-    line.send(0)
-    assert line.recv() == 0
-    queue.get(device="cuda:0")
-    line.send(1)
-    assert line.recv() == 1
-    producer.kill()
-    producer.join(10)
-    _delete_all(tmp_path)
+    _put_by_one_that_was_killed(ctx, queue, tmp_path)
     queue.put(5)
-    producer.close()
-    line.close()
     assert queue.get_many(4, 5, device="cuda:0") == [5]
     with pytest.raises(tp.PeerLost):
         queue.get(timeout=0)
