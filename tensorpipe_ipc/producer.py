@@ -125,7 +125,7 @@ class Producer:
         """
         self._serializer = serializer_named(serializer)
         self._narrowing = narrowing(self._serializer, wire_dtype)
-        self._linger = check_timeout(linger, "linger")
+        check_timeout(linger, "linger")
         self._link = SendLink(
             endpoint,
             bind=bind,
