@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -249,3 +250,16 @@ def test_as_numpy_at_endpoints(transport: str) -> None:
         got = taken()
     assert type(got["x"]) is type(got["y"]) is np.ndarray
     assert got["y"].sum() == LARGE
+
+
+def test_the_worst_error_stays_and_is_of_no_zero_nan_or_overflow() -> None:
+    """Items whose relative error is none do not hide the others', and a later exact message does not make up for it."""
+    queue = tp.Queue(wire_dtype=torch.float16)
+    try:
+        queue.put(torch.tensor([0.0, math.nan, math.inf, 1e6, 1 + 2**-11]))
+        worst = queue.statistics().worst_error
+        assert worst == pytest.approx(2**-11 / (1 + 2**-11))
+        queue.put(torch.ones(3))
+        assert queue.statistics().worst_error == worst
+    finally:
+        queue.close()

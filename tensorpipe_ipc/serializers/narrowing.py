@@ -6,8 +6,8 @@ experimental; send ``view_as_real``), typed and untyped storages, which travel a
 nested tensors. A tree with nothing to narrow goes as it would without.
 
 Large tensors are cast straight into the place that they travel in (a block, or the buffer that becomes a frame): nothing is
-made in between. float32 to float16, 100 MB, one core: 21 ms, as long as a memcpy of it takes. The look for overflows takes
-another 6 ms (each piece while it is in the cache; only one that goes beyond the wire dtype's range is counted item by item).
+made in between. float32 to float16, 100 MB, one core: 11 ms, where a memcpy of it takes 14. The look for overflows takes
+another 8 ms (each piece while it is in the cache; only one that goes beyond the wire dtype's range is counted item by item).
 The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items a tensor.
 """
 
@@ -121,16 +121,12 @@ class Narrowing:
 
     def _cast_piece(self, narrow: torch.Tensor, wide: torch.Tensor) -> None:
         narrow.copy_(wide)
-        if wide.numel() and not self._is_all_finite(narrow, wide):
+        if not wide.numel():
+            return
+        least, most = torch.aminmax(wide)
+        if not (float(least) >= -self._limit and float(most) <= self._limit):  # nan, too
             finite = torch.isfinite(narrow.to(wide.dtype))
             self.overflowed += int((torch.isfinite(wide) & ~finite | (wide.abs() > self._edge) & finite).sum())
-
-    def _is_all_finite(self, narrow: torch.Tensor, wide: torch.Tensor) -> bool:
-        """False where an item may have become infinite. Where torch can add the narrow ones, that takes half the time."""
-        if self.wire_dtype.itemsize > 1:
-            return math.isfinite(narrow.sum(dtype=torch.float32))  # inf and nan stay what they are
-        least, most = torch.aminmax(wide)
-        return float(least) >= -self._limit and float(most) <= self._limit
 
     def _look(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
         """Note the largest relative error of some items."""
