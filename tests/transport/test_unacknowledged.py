@@ -18,10 +18,14 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import assembly, peer, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
-from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR
+from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.message import encode
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -187,6 +191,28 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
         assert third.data_ptr() == address
         assert (second[-1], third[0]) == (2, 3)
         third[0] = 4  # it is the caller's
+
+
+@pytest.mark.parametrize("piece", [PIECE_AFAR, 4 * ALIGN, 200_000, 199_999], ids="{} a piece".format)
+def test_what_was_made_for_a_message_is_kept_as_it_was_made(piece: int) -> None:
+    """A payload that is narrowed on its way is this end's own already: it is cut, and not copied once more."""
+    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    kept, keeper = Kept(7), Unacknowledged()
+    made = narrowing(serializer_named("raw"), torch.float16)
+    parts = list(keeper.keep(kept, encode(["small", torch.ones(3), tensor], made), piece))
+    expected = tensor.half().numpy().tobytes()
+    assert parts == kept.parts
+    assert not kept.blocks
+    *pieces, last = parts if piece < len(expected) else ([], parts[-1])
+    assert unpack(memoryview(last[0])).kind == Kind.DATA
+    if piece < len(expected):
+        placed = [(piece_of(unpack(memoryview(head))), bytes(part)) for head, part in pieces]
+        assert all(
+            at == (start, len(expected)) for start, (at, _) in zip(range(0, len(expected), piece), placed, strict=True)
+        )
+        assert b"".join(part for _, part in placed) == expected
+    else:
+        assert bytes(last[1]) == expected
 
 
 def test_no_memory_is_asked_for_that_has_not_come() -> None:
