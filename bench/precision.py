@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     host = machine()
     Console(width=100).print(_table(rows))
     print(
-        "one way: from the begin of put to the restored tensor\n"
+        f"one way: from the begin of put to the restored tensor, of ends that have passed {WARM} such before\n"
         "memory: what the receiver gains by holding one message\n"
         "error: relative, the median and the worst item's; 1: an item so small that it became 0"
     )

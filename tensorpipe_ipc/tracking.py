@@ -24,13 +24,13 @@ of the two is given: a lower bound, and exact where nobody outside shares.
 So that tracking takes no more than 1 % of one core, however slow and busy that is, each has a budget: 0.3 % for full
 samples, 0.1 % for lists of children, 0.6 % for all else: where waking up alone costs more than that, samples come
 further apart than ``interval``. Measured by the CPU time of a whole process that sleeps for 20 s under
-``MemoryTracker(0.01)``, its first and last sample included (same machine, two busy cores; load 6): 0.99 % of one core with
-children, 970 samples; 0.90 % without::
+``MemoryTracker(0.01)``, its first and last sample included (same machine, two idle cores): 0.90 % of one core with
+children, 1,338 samples; 0.81 % without, 1,781. On busy cores, where waking up costs more, 0.99 % and 970 samples::
 
     python -c "import time, tensorpipe_ipc as tp
     with tp.MemoryTracker(0.01): a = time.process_time(); time.sleep(20); print(5 * (time.process_time() - a), '%')"
 
-Of a quick sample's 84 us there 2 are its reads, 51 the waking up, and the rest what cold caches cost.
+Of a quick sample's 84 us on busy cores 2 are its reads, 51 the waking up, and the rest what cold caches cost.
 
 What came and went between two looks was not seen, but for the peak of a process that is still there: the kernel keeps that.
 Only the samples at the begin and at the end are beyond the budget.

@@ -71,7 +71,7 @@ from tensorpipe_ipc.wire.header import (
 __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
-MOST_PEERS = 1024  # of a binder: each may cost up to eight descriptors, and is looked at several times a second
+MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
 
 
 class Link(Meeting):

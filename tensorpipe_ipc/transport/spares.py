@@ -18,7 +18,7 @@ from tensorpipe_ipc.wire.header import Hello, QueueOffer
 
 __all__ = ["Spares"]
 
-_MOST = 2  # each takes nine descriptors and 0.2 ms; who finds none waits for the binder to answer
+_MOST = 2  # each takes nine descriptors and 0.1 ms; who finds none waits for the binder to answer
 _PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
 
 
