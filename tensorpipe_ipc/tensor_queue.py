@@ -1,7 +1,7 @@
 """Queue and JoinableQueue: multiprocessing's contract, over shared memory.
 
 A message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
-[pickle, [leaves]], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
+[pickle, leaves ...], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
 where, its metadata say in the place of the values (``moving``).
 """
 
@@ -32,7 +32,7 @@ from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistic
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
 from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
-from tensorpipe_ipc.wire.flatten import flatten
+from tensorpipe_ipc.wire.flatten import flatten, may_be_tree
 from tensorpipe_ipc.wire.in_block import (
     A_PICKLE,
     BY_REFERENCE,
@@ -50,6 +50,7 @@ from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 __all__ = ["JoinableQueue", "Queue"]
 
 MOST_SPIN = 0.001
+SHORT = 1 << 12  # bytes of a pickle
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 
 
@@ -343,31 +344,46 @@ class Queue:
         return dataclasses.replace(found, overflowed=self._narrowing.overflowed, worst_error=self._narrowing.worst)
 
     def _encode(self, obj: Any) -> tuple[Block, bytes]:
-        # A queue's objects are much alike: if the last had no tensors, this one may have none, and is but pickled.
-        data = _without_leaves(obj) if self._last_had_no_leaves else None
-        pickled = 0
+        data, leaves, refused = None, list[Any](), None
+        if self._last_had_no_leaves or not may_be_tree(obj):
+            data, leaves = self._pickled_at_once(obj)
         if data is None:
             try:
                 message = encode(obj, staged(self._narrowing or self._serializer))
-            except UnsupportedLeaf as refused:
-                pickled, data = PICKLED, _without_leaves(obj)
-                if data is None:
-                    message = self._pickled(obj, refused)
-        self._last_had_no_leaves = data is not None or not message.payloads
-        if data is not None:
-            return Block([data], len(data), None), _A_PICKLE
-        return in_one_block(message, pickled) if self._lender is None else self._lender.in_one_block(message, pickled)
+            except UnsupportedLeaf as error:
+                refused, (data, leaves) = error, pickling.dump(obj)
+        self._last_had_no_leaves = not (leaves if data is not None else message.payloads)
+        if data is None:
+            return self._in_one_block(message, 0)
+        if leaves:
+            return self._in_one_block(self._encode_pickled(obj, data, leaves, refused), PICKLED)
+        return Block([data], len(data), None), _A_PICKLE
+
+    def _pickled_at_once(self, obj: Any) -> tuple[bytes | None, list[Any]]:
+        """What is no tree is pickled. And a queue's objects are much alike: if the last had no tensors, this one may have
+        none, and is but pickled; unless it cannot be, and still is a tree."""
+        if not may_be_tree(obj):
+            return pickling.dump(obj)
+        try:
+            data, leaves = pickling.dump(obj)
+        except Exception:
+            return None, []
+        return (None if leaves else data), []
+
+    def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
+        try:
+            return encode(_with_pickle(data, leaves), staged(self._narrowing or self._serializer))
+        except UnsupportedLeaf as error:  # its path is not the caller's
+            if refused is not None and refused.reason == error.reason:
+                raise refused from None
+            raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
+
+    def _in_one_block(self, message: Outgoing, flags: int) -> tuple[Block, bytes]:
+        return in_one_block(message, flags) if self._lender is None else self._lender.in_one_block(message, flags)
 
     @property
     def _wire_dtype(self) -> torch.dtype | None:
         return None if self._narrowing is None else self._narrowing.wire_dtype
-
-    def _pickled(self, obj: Any, refused: UnsupportedLeaf) -> Outgoing:
-        data, leaves = pickling.dump(obj)
-        try:
-            return encode([data, leaves], staged(self._narrowing or self._serializer))
-        except UnsupportedLeaf:
-            raise refused from None
 
     def _moved(self, obj: Any, timeout: float | None, offered: bool) -> bool:
         """Put a tree by reference, if it can be done; or only if its block was offered for that."""
@@ -375,7 +391,7 @@ class Queue:
             tree, pickled = obj, 0
             flat = flatten(obj)
         except UnsupportedLeaf:
-            tree, pickled = list(pickling.dump(obj)), PICKLED
+            tree, pickled = _with_pickle(*pickling.dump(obj)), PICKLED
             try:
                 flat = flatten(tree)
             except UnsupportedLeaf:
@@ -396,14 +412,14 @@ class Queue:
 
     def _decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
         if metadata == _A_PICKLE:
-            return pickling.load_without_leaves(payload)
+            return pickling.load(payload)
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
         if how & (ON_DEVICE | OFFERS):
             told = on_device.said_of(values)
             if how & ON_DEVICE:
                 tree = on_device.tree_of(told, schema, payload, self._serializer, arrival)
-                return pickling.load(*tree) if how & PICKLED and type(tree) is not on_device.Undeliverable else tree
+                return _unpickled(tree) if how & PICKLED and type(tree) is not on_device.Undeliverable else tree
             on_device.answer(self._queue, told, arrival)
             values = told.values
         if how & BY_REFERENCE:
@@ -414,7 +430,7 @@ class Queue:
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
             region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
             tree = schema.tree_in(values, region, self._serializer, arrival)
-        return pickling.load(*tree) if how & PICKLED else tree
+        return _unpickled(tree) if how & PICKLED else tree
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
@@ -456,12 +472,15 @@ class JoinableQueue(Queue):
         self._queue.tasks.wait(self._queue.undertaker.look)
 
 
-def _without_leaves(obj: Any) -> bytes | None:
-    """An object's pickle; None where it has tensors, or cannot be pickled: it may still be a tree."""
-    try:
-        return pickling.dump_without_leaves(obj)
-    except Exception:
-        return None
+def _with_pickle(data: bytes, leaves: list[Any]) -> list[Any]:
+    """The tree of a pickle and its leaves. A short one stands among the numbers and text of a message: as a leaf it would
+    cost as much as another tensor, and the schema of each message would differ from the last one's."""
+    return [data.decode("latin-1") if len(data) <= SHORT else data, *leaves]
+
+
+def _unpickled(tree: list[Any]) -> Any:
+    data, *leaves = tree
+    return pickling.load(data.encode("latin-1") if type(data) is str else data, leaves)
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import queue
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import echoing_process
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -79,6 +81,49 @@ def test_any_picklable_object_travels_with_its_tensors(method: str) -> None:
     assert (numbers, dtype, first.tolist()) == ({1, 2}, torch.float8_e5m2, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     first[3] = 9
     assert view[1] == 9
+
+
+@pytest.mark.parametrize("text", ["short", "a long text " * 1000])
+def test_pickles_of_every_length_have_their_tensors_in_their_places(text: str) -> None:
+    """Tensors, arrays and storages stand where they stood, one that stands twice is one; an object's own buffers arrive."""
+    there = Queue()
+    dates = np.array(["2001-02-03", "2004-05-06"], "datetime64[D]")  # no leaf: its pickle is out of band, if asked
+    one, other = torch.arange(3.0), np.arange(4)
+    sent = Other(one, {"text": text, "array": other}, one, dates, torch.ones(5).untyped_storage(), torch.empty(0))
+    for _ in range(2):
+        there.put(sent)
+        first, middle, again, days, storage, none = there.get().parts
+        assert first is again
+        assert first.tolist() == [0.0, 1.0, 2.0]
+        assert middle["text"] == text
+        assert middle["array"].tolist() == [0, 1, 2, 3]
+        assert days.tolist() == dates.tolist()
+        assert storage.nbytes() == 20
+        assert none.shape == (0,)
+
+
+def test_trees_and_pickles_of_one_queue_may_alternate() -> None:
+    """What the last object was is but a guess at what the next one is."""
+    there = Queue()
+    sent = [
+        3,
+        torch.ones(2),
+        Other(1),
+        Other(torch.ones(2)),
+        {"a": Other(2)},
+        {"a": torch.ones(2)},
+        print,
+        [torch.ones(2)],
+    ]
+    for first, second in itertools.product(sent, sent):
+        for obj in (first, second):
+            there.put(obj)
+            got = there.get()
+            assert type(got) is type(obj)
+            if isinstance(obj, Other):
+                assert list(map(type, got.parts)) == list(map(type, obj.parts))
+            elif not isinstance(obj, dict):
+                zoo.same(obj, got) if obj is not print else None
 
 
 def test_small_and_large_tensors_are_writable_and_the_receivers_own() -> None:
@@ -225,8 +270,10 @@ def test_what_cannot_be_sent_raises_in_put_and_costs_nothing() -> None:
     for _ in range(3):
         with pytest.raises(AttributeError, match="not me"):
             there.put([Unpicklable()])
-        with pytest.raises(UnsupportedLeaf, match="requires_grad"):
+        with pytest.raises(UnsupportedLeaf, match=r"tree\[0\]: .*requires_grad"):
             there.put([torch.ones(3, requires_grad=True) * 2])
+        with pytest.raises(UnsupportedLeaf, match="tree: in Other: .*requires_grad"):
+            there.put(Other(torch.ones(3), torch.ones(3, requires_grad=True) * 2))
     there.put("fits")
     assert there.get() == "fits"
 

@@ -22,7 +22,7 @@ from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, Op
 
-__all__ = ["Flat", "flatten", "leaf_path"]
+__all__ = ["Flat", "flatten", "leaf_path", "may_be_tree"]
 
 _U16 = struct.Struct("<H")
 _COUNT = struct.Struct("<BI")
@@ -49,6 +49,12 @@ def flatten(tree: Any) -> Flat:
     if len(flat.spec) > MAX_NODES:
         raise UnsupportedLeaf(f"{len(flat.spec):,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
     return flat
+
+
+def may_be_tree(node: Any) -> bool:
+    """Whether ``flatten`` would not refuse it for its own type: one look."""
+    kind = type(node)
+    return kind in _WRITERS or kind in (dict, list, tuple) or kind in BY_TYPE or isinstance(node, TypedStorage)
 
 
 def _walk(node: Any, flat: Flat, depth: int) -> None:
