@@ -1,14 +1,8 @@
-"""Queue and JoinableQueue: multiprocessing's contract, over shared memory.
-
-A message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
-[pickle, leaves ...], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
-where, its metadata say in the place of the values (``moving``).
-"""
+"""Queue and JoinableQueue: multiprocessing's contract, over shared memory. What objects cross as, ``codec`` says."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Iterable
@@ -17,41 +11,24 @@ from typing import Any, Literal
 
 import torch
 
-from tensorpipe_ipc import moving, pickling
-from tensorpipe_ipc.errors import Closed, Full, UnsupportedLeaf
+from tensorpipe_ipc import moving
+from tensorpipe_ipc.codec import Codec
+from tensorpipe_ipc.errors import Closed, Full
 from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.loan import Loan
-from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.row import BATCH
-from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
-from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue, lease_from
+from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
-from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
-from tensorpipe_ipc.wire.flatten import flatten, may_be_tree
-from tensorpipe_ipc.wire.in_block import (
-    A_PICKLE,
-    BY_REFERENCE,
-    OFFERS,
-    ON_DEVICE,
-    PICKLED,
-    in_one_block,
-    metadata_of,
-    parts_of,
-)
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import Outgoing, encode
-from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["JoinableQueue", "Queue"]
 
 MOST_SPIN = 0.001
-SHORT = 1 << 12  # bytes of a pickle
-_A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 
 
 class Queue:
@@ -60,7 +37,7 @@ class Queue:
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
     """
 
-    _has_tasks = _last_had_no_leaves = False
+    _has_tasks = False
 
     def __init__(
         self,
@@ -96,16 +73,13 @@ class Queue:
         """
         if not 0 <= spin <= MOST_SPIN:
             raise ValueError(f"spin must be from 0 (sleep at once) to {MOST_SPIN} seconds, not {spin}")
-        self._serializer = serializer_named(serializer)
-        self._narrowing = narrowing(self._serializer, wire_dtype)
+        named = serializer_named(serializer)
+        narrows = narrowing(named, wire_dtype)
         self._closed = self._used = False
         undertaker = getattr(ctx, "tensorpipe_undertaker", default_undertaker)()
         self._queue = SharedMemoryQueue.create(undertaker, max(0, maxsize), tasks=self._has_tasks)
-        self._use_devices(cuda_ipc)
+        self._codec = Codec(self._queue, named, narrows, cuda_ipc=cuda_ipc)
         self._queue.spin = self._spin = spin
-
-    def _use_devices(self, cuda_ipc: bool) -> None:
-        self._lender = on_device.Lender(self._queue) if cuda_ipc else None
         self._undeliverable: list[Exception] = []
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
@@ -129,8 +103,9 @@ class Queue:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
-        if not ((move or offered) and self._moved(obj, _seconds(block, timeout), offered)):
-            self._queue.put(*self._encode(obj), _seconds(block, timeout))
+        held = self._codec.handed_over(obj, offered=offered) if move or offered else None
+        if held is None or not self._queue.put_held(*held, _seconds(block, timeout)):
+            self._queue.put(*self._codec.encode(obj), _seconds(block, timeout))
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.
@@ -150,7 +125,7 @@ class Queue:
         deadline = None if timeout is None else time.monotonic() + check_timeout(max(timeout, 0))
         done, waiting, remaining = 0, list[tuple[Block, bytes]](), iter(objs)
         while True:
-            waiting += map(self._encode, itertools.islice(remaining, BATCH - len(waiting)))
+            waiting += map(self._codec.encode, itertools.islice(remaining, BATCH - len(waiting)))
             if not waiting:
                 return
             try:
@@ -201,8 +176,8 @@ class Queue:
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        decode = self._decode_as(restore, as_numpy, device)
-        if self._lender is None:
+        decode = self._codec.decode_as(restore, as_numpy, device)
+        if self._codec.lender is None:
             return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
         self._raise_undeliverable()
         found = self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
@@ -239,10 +214,10 @@ class Queue:
             raise Closed(f"Queue {self!r} is closed")
         if max_items < 1:
             raise ValueError(f"max_items must be at least 1, not {max_items}")
-        decode = self._decode_as(restore, as_numpy, device)
+        decode = self._codec.decode_as(restore, as_numpy, device)
         self._raise_undeliverable()
         found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
-        if self._lender is not None:
+        if self._codec.lender is not None:
             self._undeliverable += [each.error for each in found if type(each) is on_device.Undeliverable]
             found = [each for each in found if type(each) is not on_device.Undeliverable]
             if not found:
@@ -334,114 +309,21 @@ class Queue:
 
     def statistics(self) -> QueueStatistics:
         """A snapshot of what this process did with the queue, and of the arena that it lies in."""
-        found = statistics_of(self._queue)
-        if self._lender is not None:
-            found = dataclasses.replace(
-                found, on_device=self._lender.on_device, staged_because=self._lender.staged_because
-            )
-        if self._narrowing is None:
-            return found
-        return dataclasses.replace(found, overflowed=self._narrowing.overflowed, worst_error=self._narrowing.worst)
-
-    def _encode(self, obj: Any) -> tuple[Block, bytes]:
-        data, leaves, refused = None, list[Any](), None
-        if self._last_had_no_leaves or not may_be_tree(obj):
-            data, leaves = self._pickled_at_once(obj)
-        if data is None:
-            try:
-                message = encode(obj, staged(self._narrowing or self._serializer))
-            except UnsupportedLeaf as error:
-                refused, (data, leaves) = error, pickling.dump(obj)
-        self._last_had_no_leaves = not (leaves if data is not None else message.payloads)
-        if data is None:
-            return self._in_one_block(message, 0)
-        if leaves:
-            return self._in_one_block(self._encode_pickled(obj, data, leaves, refused), PICKLED)
-        return Block([data], len(data), None), _A_PICKLE
-
-    def _pickled_at_once(self, obj: Any) -> tuple[bytes | None, list[Any]]:
-        """What is no tree is pickled. And a queue's objects are much alike: if the last had no tensors, this one may have
-        none, and is but pickled; unless it cannot be, and still is a tree."""
-        if not may_be_tree(obj):
-            return pickling.dump(obj)
-        try:
-            data, leaves = pickling.dump(obj)
-        except Exception:
-            return None, []
-        return (None if leaves else data), []
-
-    def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
-        try:
-            return encode(_with_pickle(data, leaves), staged(self._narrowing or self._serializer))
-        except UnsupportedLeaf as error:  # its path is not the caller's
-            if refused is not None and refused.reason == error.reason:
-                raise refused from None
-            raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
-
-    def _in_one_block(self, message: Outgoing, flags: int) -> tuple[Block, bytes]:
-        return in_one_block(message, flags) if self._lender is None else self._lender.in_one_block(message, flags)
-
-    @property
-    def _wire_dtype(self) -> torch.dtype | None:
-        return None if self._narrowing is None else self._narrowing.wire_dtype
-
-    def _moved(self, obj: Any, timeout: float | None, offered: bool) -> bool:
-        """Put a tree by reference, if it can be done; or only if its block was offered for that."""
-        try:
-            tree, pickled = obj, 0
-            flat = flatten(obj)
-        except UnsupportedLeaf:
-            tree, pickled = _with_pickle(*pickling.dump(obj)), PICKLED
-            try:
-                flat = flatten(tree)
-            except UnsupportedLeaf:
-                return False  # the usual way says what is wrong
-        handover = moving.handover_of(flat, self._queue.leases, offered=offered)
-        if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
-            return False
-        message = encode(tree, self._serializer)
-        said = moving.placed(message, handover)
-        if said is None:
-            return False
-        return self._queue.put_held(handover, metadata_of(pickled | BY_REFERENCE, message.schema, said), timeout)
-
-    def _decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
-        if restore and not as_numpy and device is None:
-            return self._decode
-        return functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
-
-    def _decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
-        if metadata == _A_PICKLE:
-            return pickling.load(payload)
-        how, read, values = parts_of(metadata)
-        schema = schema_of(read)
-        if how & (ON_DEVICE | OFFERS):
-            told = on_device.said_of(values)
-            if how & ON_DEVICE:
-                tree = on_device.tree_of(told, schema, payload, self._serializer, arrival)
-                return _unpickled(tree) if how & PICKLED and type(tree) is not on_device.Undeliverable else tree
-            on_device.answer(self._queue, told, arrival)
-            values = told.values
-        if how & BY_REFERENCE:
-            said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-            tree = schema.tree(said, frames, self._serializer, ALIAS, arrival)
-        else:
-            # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
-            many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
-            region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
-            tree = schema.tree_in(values, region, self._serializer, arrival)
-        return _unpickled(tree) if how & PICKLED else tree
+        found, lender, narrows = statistics_of(self._queue), self._codec.lender, self._codec.narrowing
+        if lender is not None:
+            found = dataclasses.replace(found, on_device=lender.on_device, staged_because=lender.staged_because)
+        if narrows is not None:
+            found = dataclasses.replace(found, overflowed=narrows.overflowed, worst_error=narrows.worst)
+        return found
 
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
-        return self._serializer.name, self._wire_dtype, self._queue, self._spin, self._lender is not None
+        return self._queue, self._codec, self._spin
 
     def __setstate__(self, state: Any) -> None:
-        name, wire_dtype, self._queue, self._spin, cuda_ipc = state
+        self._queue, self._codec, self._spin = state
         self._queue.spin = self._spin
-        self._use_devices(cuda_ipc)
-        self._serializer = serializer_named(name)
-        self._narrowing = narrowing(self._serializer, wire_dtype)
+        self._undeliverable = []
         self._closed = self._used = False
 
 
@@ -470,17 +352,6 @@ class JoinableQueue(Queue):
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()
         self._queue.tasks.wait(self._queue.undertaker.look)
-
-
-def _with_pickle(data: bytes, leaves: list[Any]) -> list[Any]:
-    """The tree of a pickle and its leaves. A short one stands among the numbers and text of a message: as a leaf it would
-    cost as much as another tensor, and the schema of each message would differ from the last one's."""
-    return [data.decode("latin-1") if len(data) <= SHORT else data, *leaves]
-
-
-def _unpickled(tree: list[Any]) -> Any:
-    data, *leaves = tree
-    return pickling.load(data.encode("latin-1") if type(data) is str else data, leaves)
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:
