@@ -37,6 +37,8 @@ from tensorpipe_ipc.wire.message import Outgoing, encode
 __all__ = ["Producer", "ProducerStatistics"]
 
 _FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
+# Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
+_ONLY_FAREWELL = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,7 +377,7 @@ def _close(link: SendLink, guard: Guard, linger: float) -> None:
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
         told = link.say_goodbye()
-        link.close(max(linger, _FAREWELL) if told else 0.0)
+        link.close(max(linger if left else min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0)
     if left:
         warnings.warn(
             f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -32,6 +34,8 @@ def own_runtime_folder() -> Iterator[Path]:
     os.environ["XDG_RUNTIME_DIR"] = folder
     resource_tracker.ensure_running()  # multiprocessing's own, which stays: every test begins with it
     children.start_fork_server()  # this too
+    with children.Child():  # it has imported torch by then, which on a busy machine may take as long as a test may
+        pass
     gc.freeze()  # what torch's import made is not looked at again: a collection takes 1 ms and not 50
     yield Path(folder)
     del os.environ["XDG_RUNTIME_DIR"]
@@ -78,10 +82,12 @@ def _limit(item: pytest.Item) -> float:
 
 @pytest.fixture
 def free_port() -> int:
-    """A tcp port of loopback that nobody had a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A tcp port of loopback that nobody had a moment ago, and that the kernel gives nobody who does not name it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(max(first // 2, 1024), max(first, 2048))))
+            return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["shared memory", "frames"])

@@ -9,14 +9,18 @@ import codecs
 import ctypes
 import fcntl
 import os
+import socket
+import struct
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _NEW_NAMESPACE, _NEW_PIDS, _NEW_USER = 0x00020000, 0x20000000, 0x10000000
 _NEW_NETWORK, _NEW_TIME = 0x40000000, 0x00000080
 _PRIVATE, _READ_ONLY, _DETACH = 1 << 14 | 1 << 18, 1, 2
 _SET_DUMPABLE = 4
+_SET_FLAGS, _UP = 0x8914, 1  # of a network interface
 NOBODY = 65534
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,6 +86,13 @@ def _of_another_user() -> None:
 
 def _in_another_network() -> None:
     _unshare(_NEW_NETWORK)
+
+
+def pick_ports_from(first: int, last: int) -> None:
+    """In a network of one's own: have loopback there, and the kernel pick ports from these only."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH", b"lo", _UP))
+    Path("/proc/sys/net/ipv4/ip_local_port_range").write_text(f"{first} {last}", encoding="ascii")
 
 
 def _closed_to_others() -> None:

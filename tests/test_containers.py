@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import children
 import containers
 import msgspec
 import pytest
-from children import PATIENCE, Child
+from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
@@ -118,6 +121,56 @@ def test_a_number_that_the_kernel_gives_again_is_another_process(way: str) -> No
         end(second)
 
     assert containers.run_there(way, look) == 0
+
+
+@pytest.mark.parametrize("end", [tp.Consumer, tp.Producer] if containers.HAS_NETWORKS else [])
+def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consumer | tp.Producer]) -> None:
+    """Where the kernel has few ports to try from, it soon connects to itself; the binder gets the address all the same."""
+
+    def wait_and_meet() -> None:
+        containers.pick_ports_from(40000, 40003)
+        with end("tcp://127.0.0.1:40002", bind=False) as connector:
+            handshakes = connector._link.socket._handshakes
+            assert handshakes is not None
+            has_ended, attempt = threading.Event(), _get if isinstance(connector, tp.Consumer) else _put
+
+            def wait() -> None:
+                while not has_ended.is_set():
+                    with contextlib.suppress(tp.Empty, tp.Full):
+                        attempt(connector)
+                        return
+
+            waiting = in_thread(wait)
+            try:
+                wait_until(lambda: handshakes.with_itself > 1)
+                others: list[tp.Consumer | tp.Producer] = []
+                wait_until(lambda: _binds(end, others))
+                with others[0] as other:
+                    if isinstance(other, tp.Producer):
+                        other.put(1, PATIENCE)
+                    else:
+                        assert other.get(PATIENCE) == 1
+                    waiting()
+            finally:
+                has_ended.set()
+
+    assert containers.run_there(containers.APART, wait_and_meet) == 0
+
+
+def _get(consumer: Any) -> None:
+    assert consumer.get(0.1) == 1
+
+
+def _put(producer: Any) -> None:
+    producer.put(1, 0.1)
+
+
+def _binds(end: type[tp.Consumer | tp.Producer], others: list[tp.Consumer | tp.Producer]) -> bool:
+    """Whether the other end could be bound: not at the moment when the connector has itself on the line."""
+    other = tp.Producer if end is tp.Consumer else tp.Consumer
+    with contextlib.suppress(tp.Refused):
+        others.append(other("tcp://127.0.0.1:40002", bind=True))
+    return bool(others)
 
 
 def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:

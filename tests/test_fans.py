@@ -15,7 +15,11 @@ from children import PATIENCE, Child, in_thread, wait_until
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.transport import link
+from tensorpipe_ipc.transport.token_pipe import TokenPipe
+from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
 
+ONLY_SHARED_MEMORY = pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
 pytestmark = [pytest.mark.limit(40), pytest.mark.usefixtures("transport")]
 
 
@@ -246,3 +250,68 @@ def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(producer_binds
         assert producer.statistics().lost == consumer.statistics().lost == 0
         producer.close()
         consumer.close()
+
+
+def _crowd(stack: contextlib.ExitStack, producer: tp.Producer, count: int) -> list[tp.Consumer]:
+    """Consumers of this process that share memory with a producer of it."""
+    crowd = [stack.enter_context(tp.Consumer(producer.endpoint, bind=False)) for _ in range(count)]
+
+    def have_met() -> bool:
+        for consumer in crowd:
+            with contextlib.suppress(tp.Empty):
+                consumer.get_nowait()
+        return len(producer.statistics().peers) == count
+
+    wait_until(have_met)
+    return crowd
+
+
+@ONLY_SHARED_MEMORY
+def test_what_a_message_costs_does_not_grow_with_the_number_of_consumers(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each message one pipe of credits is looked at, that of the consumer who took one; and the work goes round."""
+    looks: list[TokenPipe] = []
+    with tp.Producer("fan", bind=True) as producer, contextlib.ExitStack() as stack:
+        crowd = _crowd(stack, producer, 6)
+        for number in range(12):  # each has two, and never less than one: who has nothing to do is not looked at at all
+            producer.put(number)
+        monkeypatch.setattr(link, "_STALE", 1e9)  # what is done from time to time is another matter
+        unread = TokenPipe.unread
+        monkeypatch.setattr(TokenPipe, "unread", lambda pipe: looks.append(pipe) or unread(pipe))
+        taken = []
+        for number in range(60):
+            taken.append(crowd[number % 6].get(PATIENCE))
+            looks.clear()
+            producer.put(12 + number)
+            assert len(looks) <= (1 if number else 6)
+        assert sorted(taken) == list(range(60))
+        monkeypatch.undo()
+
+
+@ONLY_SHARED_MEMORY
+def test_an_exception_that_takes_the_news_of_room_with_it_loses_no_room(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor does not tell it again, so all are looked at the next time."""
+    with tp.Producer("fan", bind=True, maxsize=2, linger=0.0) as producer, contextlib.ExitStack() as stack:
+        crowd = _crowd(stack, producer, 2)
+        monkeypatch.setattr(link, "_STALE", 1e9)
+        for number in range(2):
+            producer.put(number)
+        with pytest.raises(tp.Full):
+            producer.put_nowait(2)
+        assert sorted(consumer.get(PATIENCE) for consumer in crowd) == [0, 1]
+        wait_any = FrameSocket.wait_any
+
+        def interrupted(socket: FrameSocket, timeout: float) -> list[int]:
+            monkeypatch.setattr(FrameSocket, "wait_any", wait_any)
+            wait_any(socket, timeout)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(FrameSocket, "wait_any", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            producer.put_nowait(2)
+        for number in range(2, 4):
+            producer.put_nowait(number)
+        assert sorted(consumer.get(PATIENCE) for consumer in crowd) == [2, 3]

@@ -2,7 +2,8 @@
 
 When a connection stands, the two ends agree on a mechanism and, with keys, prove that they have them. How that ends libzmq
 tells a monitor. Where the connection just ended it tries again by itself; once it got an answer that is a no, it never does.
-So that a binder which was started anew, with other keys or a longer list, is found, the connector connects anew then.
+So that a binder which was started anew, with other keys or a longer list, is found, the connector connects anew then. So it
+does where it got on the line with itself (``kernel_sockets.is_to_itself``), which would keep the address from its binder.
 
 The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it.
 """
@@ -17,14 +18,16 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.transport.alarm import Alarm
+from tensorpipe_ipc.transport.kernel_sockets import is_to_itself
 
 __all__ = ["Handshakes"]
 
 _EVENT = struct.Struct("=HI")  # which, and a number that goes with it
 _AGAIN = 0.25  # seconds between two tries
-_UP, _AUTH = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_CONNECTED, _UP = int(zmq.EVENT_CONNECTED), int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _PROTOCOL, _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_TOLD = _UP | int(zmq.EVENT_DISCONNECTED) | _AUTH | _PROTOCOL | _BROKEN_OFF
+_TOLD = _CONNECTED | _UP | int(zmq.EVENT_DISCONNECTED) | _AUTH | _PROTOCOL | _BROKEN_OFF
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
 
@@ -35,6 +38,7 @@ class Handshakes:
     Attributes:
         connection: the number of the connection as it was last heard of; 0 while there is none.
         monitor: what libzmq tells of them by.
+        with_itself: how often it had itself on the line.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], address: str, has_keys: bool) -> None:
@@ -50,6 +54,7 @@ class Handshakes:
         self._failure: tuple[int, int] | None = None
         self._failures = 0
         self._is_over = False  # libzmq will not try again
+        self.with_itself = 0
         self._alarm: Alarm | None = None
         self._tried = time.monotonic()
         told = f"inproc://handshakes-{id(self)}"
@@ -80,6 +85,13 @@ class Handshakes:
         return [int(self.monitor.getsockopt(zmq.FD)), *([self._alarm.fd] if self._alarm.fd >= 0 else [])]
 
     def _note(self, event: int, number: int) -> None:
+        if event == _CONNECTED:
+            if is_to_itself(number):
+                self.with_itself += 1
+                self._hang_up()
+            return
+        if self._is_over and event == _UP:  # of the connection that was hung up
+            return
         self._connections += 1
         self.connection = self._connections if event == _UP else 0
         if event == _UP:
@@ -88,12 +100,15 @@ class Handshakes:
             if event != _BROKEN_OFF or self._failure is None:  # an answer says more than none
                 self._failure = event, number
             self._failures += 1
-            self._is_over = event != _BROKEN_OFF
+            self._is_over = self._is_over or event != _BROKEN_OFF
 
-    def _connect_anew(self) -> None:
-        self._tried = time.monotonic()
+    def _hang_up(self) -> None:
+        self._tried, self._is_over = time.monotonic(), True
         with suppress(zmq.ZMQError):  # it has let go of it by itself
             self._socket.disconnect(self._address)
+
+    def _connect_anew(self) -> None:
+        self._hang_up()
         self._socket.connect(self._address)
         self._is_over = False
         if self._alarm is not None:

@@ -16,6 +16,9 @@ The HELLO goes out with the claim, as there is a connection before a file is loo
 both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
 connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
 
+There are two such queues at a time (``spares``). Whoever finds both taken waits for the binder to come round, as everybody did
+before there was a file: it gives him a queue with its WELCOME, and the file offers two again.
+
 A connector that said HELLO before it found the file gets two answers. The first, which names another queue, is no news to it;
 and its second HELLO tells the binder to drop that queue, which nobody has used.
 """

@@ -42,6 +42,7 @@ class Peer:
         settled: whether both ends know which of the two it is. It stays so.
         why_not: why there is no queue.
         missed: the token of an offer whose queue was not to be found.
+        turn: when a producer last chose it, of all the times that it chose from several.
         room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
             be more, as nobody else takes them.
     """
@@ -69,6 +70,7 @@ class Peer:
         "served",
         "settled",
         "taken",
+        "turn",
         "why_not",
     )
 
@@ -95,6 +97,7 @@ class Peer:
         self.settled = False
         self.why_not = ""
         self.missed = 0
+        self.turn = 0
         self.room = 0
 
     @property

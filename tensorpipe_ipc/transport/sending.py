@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,11 @@ class SendLink(Link):
         self._sent = 0  # of a connector, which counts on when its binder is another
         self._framed = 0  # in flight, in frames
         self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
-        self._sharing: list[Peer] = []  # those with a queue
+        self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
+        self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
+        self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
+        self._reckoned = 0  # in flight, at most
+        self._turns = 0  # how often several peers were chosen from
         self._numbers = 0
         self._unacknowledged = Unacknowledged()
         self.resent = 0
@@ -92,7 +97,7 @@ class SendLink(Link):
     @property
     def in_flight(self) -> int:
         """Messages sent and neither taken nor lost."""
-        return self._framed + sum(map(_load, self._sharing)) if self._sharing else self._framed
+        return self._framed + sum(map(_load, self._sharing.values())) if self._sharing else self._framed
 
     @property
     def shares_memory(self) -> bool:
@@ -115,7 +120,7 @@ class SendLink(Link):
         if not self.peers:
             self.pump(timeout)
         elif self._sharing:
-            if not self.socket.is_silent() or self.socket.wait_any(timeout):
+            if not self.socket.is_silent() or self._hear_of_room(timeout):
                 self.drain()
             else:
                 self.look_around()
@@ -127,7 +132,7 @@ class SendLink(Link):
     def close(self, linger: float) -> None:
         """Close the socket and the pipe, and let go of the queues."""
         self._framed = self.in_flight
-        for peer in list(self._sharing):
+        for peer in list(self._sharing.values()):
             self.unshare(peer)
         self.disconnect(linger)
         self._credit_pipe.close()
@@ -148,16 +153,57 @@ class SendLink(Link):
                 return peer if peer.settled and _has_room(peer) else None
             has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
             return peer if has_room and peer.settled and not peer.away_at else None
-        if self.in_flight >= self.window:
-            return None
-        best, best_load = None, 1 << 62
+        while self._idle:
+            peer = self._idle.popleft()
+            if self._reckoned < self.window and _is_idle(peer):
+                return self._chosen(peer)
+        if self._sharing:
+            self._hear_of_room(0)
+        return self._least_loaded()
+
+    def _least_loaded(self) -> Peer | None:
+        """That of ``choose``; and the others who have nothing to do are noted, to be next without another look."""
+        best, best_load, in_flight = None, 1 << 62, self._framed
         for peer in self.peers.values():
-            load = _load(peer)
-            if load < best_load and load < self._room(peer) and peer.settled and not peer.away_at:
+            queue = peer.queue
+            load = peer.sent - peer.taken if queue is None else queue.maxsize - peer.room
+            if queue is not None:
+                in_flight += load
+            if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
+                continue
+            if load < self._room(peer) and peer.settled and not peer.away_at:
                 best, best_load = peer, load
-        if best is not None:  # to the end of the line
-            self.peers[best.routing] = self.peers.pop(best.routing)
-        return best
+        self._reckoned = in_flight
+        if best is None or in_flight >= self.window:
+            return None
+        if not best_load:
+            self._idle.extend(sorted(filter(_is_idle, self.peers.values()), key=_turn))
+        return self._chosen(best)
+
+    def _chosen(self, peer: Peer) -> Peer:
+        """The peer, who goes to the end of the line."""
+        self._turns += 1
+        self._reckoned += 1
+        peer.turn = self._turns
+        return peer
+
+    def _hear_of_room(self, timeout: float) -> bool:
+        """Bring ``room`` up to date of those who gave credit. Whether anything has come within ``timeout`` seconds.
+
+        One call tells who did since the last time, so that what a message costs does not grow with the number of peers.
+        """
+        unsure, self._unsure = self._unsure, True  # an exception takes with it what was told
+        found = self.socket.wait_any(timeout)
+        for peer in self.peers.values() if unsure else map(self._sharing.get, found):
+            if peer is not None and peer.queue is not None:
+                _load(peer)
+        self._unsure = False
+        return bool(found)
+
+    def look_around(self) -> None:
+        """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
+        self._unsure = True
+        super().look_around()
 
     def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
@@ -247,6 +293,7 @@ class SendLink(Link):
             self.resent += 1
 
     def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
+        unsure, self._unsure = self._unsure, True  # unless it is put, as it was reckoned
         peer.room -= 1
         try:
             if held is None or held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
@@ -260,6 +307,7 @@ class SendLink(Link):
         except ShutDown:  # which we never do
             self._leaves(peer, "vanished")
             return False
+        self._unsure = unsure
         return True
 
     def knows_the_way(self) -> bool:
@@ -268,7 +316,7 @@ class SendLink(Link):
 
     def any_queue(self) -> PairQueue | None:
         """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
-        return next((peer.queue for peer in self._sharing if peer.settled), None)
+        return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
 
     def why_blocked(self) -> str:
         """Who or what keeps this producer from sending."""
@@ -285,6 +333,8 @@ class SendLink(Link):
     def met(self, peer: Peer) -> None:
         """See Link."""
         self._numbers += 1
+        self._turns += 1
+        peer.turn = self._turns
         peer.number = self._numbers if self.socket.binds else 1
         # It counts on where the last connection ended, which the other end may not have noticed.
         peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
@@ -337,18 +387,29 @@ class SendLink(Link):
         assert peer.queue.credits is not None
         if not self._sharing:
             self.socket.watch(self._credit_pipe.fd)
+        fd = peer.queue.credits.fileno()
         # Told of each credit that comes: with several consumers there may be some, and still no room in all.
-        self.socket.watch(peer.queue.credits.fileno(), edge=True)
-        if peer not in self._sharing:
-            self._sharing.append(peer)
+        self.socket.watch(fd, edge=True)
+        self._sharing[fd] = peer
+        self._unsure = True
 
     def unshare(self, peer: Peer) -> None:
         """See Link."""
-        if peer in self._sharing:
-            self._sharing.remove(peer)
         if peer.queue is not None and peer.queue.credits is not None:
-            self.socket.unwatch(peer.queue.credits.fileno())
+            fd = peer.queue.credits.fileno()
+            self._sharing.pop(fd, None)
+            self.socket.unwatch(fd)
         super().unshare(peer)
+
+
+def _is_idle(peer: Peer) -> bool:
+    """Whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
+    queue = peer.queue
+    return queue is not None and peer.room == queue.maxsize and peer.settled and not peer.away_at and not peer.left
+
+
+def _turn(peer: Peer) -> int:
+    return peer.turn
 
 
 def _load(peer: Peer) -> int:

@@ -15,7 +15,7 @@ from children import in_thread
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport.addresses import parse
-from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.transport.kernel_sockets import is_to_itself, prepare_for_bulk
 
 pytestmark = pytest.mark.limit(20)
 ADDRESS = parse("ipc:///path")
@@ -87,3 +87,27 @@ def test_a_number_that_is_something_else_by_now_is_left_alone(tmp_path: Path) ->
         for each in (one, tcp):
             prepare_for_bulk(each.fileno(), ADDRESS)
         assert [_send_buffer(each) for each in (one, tcp)] == before
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_connection_to_itself_is_told_and_leaves_its_address_free(family: int) -> None:
+    """As two who call each other at the same moment; others are not taken for it, nor is what is no socket."""
+    host = "127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1"
+    with socket.socket(family) as alone, socket.create_server(("127.0.0.1", 0)) as server:
+        alone.bind((host, 0))
+        address = alone.getsockname()
+        alone.connect(address)
+        with socket.create_connection(server.getsockname()) as one, server.accept()[0] as other:
+            assert [is_to_itself(each.fileno()) for each in (alone, one, other, server)] == [True, False, False, False]
+    assert not is_to_itself(alone.fileno())
+    with open("/dev/null", "rb") as file:
+        assert not is_to_itself(file.fileno())
+    with socket.socket(family) as again:
+        again.bind(address)  # the kernel would keep it for a minute
+
+
+def test_what_has_no_address_is_not_to_itself() -> None:
+    """Both ends of a socketpair have the same name, none."""
+    for each in socket.socketpair():
+        with each:
+            assert not is_to_itself(each.fileno())
