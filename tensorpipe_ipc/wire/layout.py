@@ -44,6 +44,9 @@ class Written:
         """
         raise NotImplementedError
 
+    def parted(self) -> None:
+        """All parts are on their way: what is to be found out about it may take its time now."""
+
     def frame(self) -> memoryview:
         """It, made in memory of its own, which lives as long as what is returned."""
         raise NotImplementedError
