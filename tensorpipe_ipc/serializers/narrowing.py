@@ -6,8 +6,11 @@ experimental; send ``view_as_real``), typed and untyped storages, which travel a
 nested tensors. A tree with nothing to narrow goes as it would without.
 
 Large tensors are cast straight into the place that they travel in (a block, or the pieces that become frames, each when
-its turn comes): nothing is made in between. FIGURES
-The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items a tensor.
+its turn comes): nothing is made in between. float32 to float16, 100 MB, one core, pieces of 1 MiB: 14 ms of its time, where
+copying them takes 15. The look for overflows takes another 5 ms (at the narrow items, while they are in the cache: the bits of
+those that overflowed are the largest there are; only a piece that has such is counted item by item).
+The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items a tensor, when
+all pieces are on their way.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from typing import Any
+from typing import Any, NamedTuple
 
 import exchange
 import numpy as np
@@ -21,6 +21,7 @@ from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import assembly
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, Kept, Unacknowledged
+from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, NARROW
 from tensorpipe_ipc.wire.header import Piece, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.message import encode
@@ -256,6 +257,28 @@ def test_a_header_that_denies_its_pieces(lie: str) -> None:
         assert consumer.get(PATIENCE) == "good"
         assert consumer.statistics().rejected == 1
         assert "payload frames" in consumer.statistics().last_rejection
+
+
+class OnlyThere(NamedTuple):
+    """What its consumer will not know."""
+
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_a_type_that_is_not_registered_comes_once(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces too: it is told, the message is dropped, and the next one comes."""
+    tp.register_type(OnlyThere, name="only-there-in-pieces")
+    with (
+        tp.Consumer(LOOPBACK) as consumer,
+        tp.Producer(consumer.endpoint, wire_dtype=dtype, shared_memory="off") as producer,
+    ):
+        assert _through(producer, consumer, "met") == "met"
+        producer.put(OnlyThere(torch.ones(PIECE)), PATIENCE)
+        monkeypatch.delitem(spec.BY_NAME, "only-there-in-pieces")
+        with pytest.raises(tp.UnsupportedLeaf, match="which is not registered here"):
+            consumer.get(PATIENCE)
+        assert _through(producer, consumer, "next") == "next"
 
 
 def test_overflows_are_counted_once_however_often_it_is_written() -> None:
