@@ -113,9 +113,6 @@ class Unacknowledged:
         for part in self._copied(kept, first, [_Source(payload) for payload in large], piece):
             kept.parts.append(part)
             yield part
-        for payload in large:
-            if isinstance(payload, Written):
-                payload.parted()
 
     def _copied(self, kept: Kept, first: bytes, large: list[_Source], piece: int) -> Iterator[list[Any]]:
         sizes = [*(-(-source.nbytes // ALIGN) * ALIGN for source in large[:-1]), large[-1].nbytes]
@@ -128,6 +125,8 @@ class Unacknowledged:
                 source.write(frames[-1], 0)
                 filled += size
             yield [first, *frames]
+            for source, frame in zip(large, frames, strict=True):
+                source.sent(frame, 0)
             return
         sent = 0
         for fills, nbytes in _pieces(large, piece):
@@ -138,6 +137,8 @@ class Unacknowledged:
                 source.write(frame[at : at + size], start)
             said = Piece(sent, sum(sizes), restored, *fills[0].source.narrowed)
             yield [pack_piece(kept.sequence, said), frame]
+            for at, source, start, size in fills:
+                source.sent(frame[at : at + size], start)
             filled, sent = filled + nbytes, sent + nbytes
         yield [first]
 
@@ -189,6 +190,11 @@ class _Source:
             self._written.write_part(place, start)
         else:
             np.frombuffer(place, np.uint8)[:] = self._octets[start : start + len(place)]
+
+    def sent(self, place: memoryview, start: int) -> None:
+        """See ``Written.sent``."""
+        if self._written is not None:
+            self._written.sent(place, start)
 
 
 class _Fill(NamedTuple):

@@ -44,8 +44,8 @@ class Written:
         """
         raise NotImplementedError
 
-    def parted(self) -> None:
-        """All parts are on their way: what is to be found out about it may take its time now."""
+    def sent(self, place: memoryview, start: int) -> None:
+        """A part that was made so is on its way: what is to be found out about it may take its time now."""
 
     def frame(self) -> memoryview:
         """It, made in memory of its own, which lives as long as what is returned."""
