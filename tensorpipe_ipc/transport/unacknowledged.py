@@ -13,7 +13,7 @@ for dead, again and again. So to another host pieces are smaller: 1.3 Mbit/s are
 
 What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while those before it are on their way already.
 A receiver restores it so, too, into memory that is used again: so what would be larger than a piece when it is restored goes
-in pieces, if it were only one. Pieces of half and a quarter of the bytes took both ends 3 to 13 % more time of their CPUs.
+in pieces, if it were only one. Pieces of half and a quarter of the bytes took both ends up to 16 % more time of their CPUs.
 
 Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (bare prototypes,
 under other load, median of rounds). Where malloc has not learned yet to keep 4 MB, the receiver of that loop gets fresh

@@ -203,7 +203,7 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2], ids=str)
 def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
     """Piece by piece, each of what is restored alike."""
-    wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(70_000, 3)[:, :2]
+    wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(2, 600_000)[:, ::2]
     kept, keeper, made = Kept(7), Unacknowledged(), narrowing(serializer_named("raw"), dtype)
     assert made is not None
     message = encode(["small", torch.ones(3), wide, mixed, wide.double().t(), strided], made)
