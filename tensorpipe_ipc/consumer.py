@@ -123,6 +123,7 @@ class Consumer:
             accept=names,
             shared_memory=shared_memory,
             security=security,
+            restores=restore and copy is not True and self._arrival.unstage is None,
         )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0
@@ -283,10 +284,12 @@ class Consumer:
         schema = schema_of(header.schema)
         if not self._link.accepts(schema.serializer):
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
-        payloads = header.payloads(frames)
+        payloads, nbytes = header.payloads(frames), schema.nbytes
+        if header.restored:
+            schema = schema_of(schema.restored())
         schema.check(payloads)
         serializer = serializer_named(schema.serializer)
-        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), schema.nbytes
+        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """A message in a block: its tree and bytes, or the error that it is."""

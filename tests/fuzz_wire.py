@@ -39,11 +39,14 @@ from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
 from tensorpipe_ipc.transport.rendezvous_file import Rendezvous, packed, unpacked
+from tensorpipe_ipc.transport.unacknowledged import Kept, Unacknowledged
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.message import encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 Frames = list[bytes]
@@ -85,8 +88,19 @@ def corpus() -> list[Frames]:
         found.append([header.pack_control(header.Kind.HELLO, hello)])
         found.append([header.pack_control(header.Kind.WELCOME, hello)])
     found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
-    found += [[header.pack_piece(3, 0, 128), bytes(64)], [header.pack_piece(3, 64, 128), bytes(64)]]
+    found += [[header.pack_piece(3, header.Piece(at, 128, 128)), bytes(64)] for at in (0, 64)]
+    found += [[header.pack_piece(3, header.Piece(0, 128, 256, 10, 11)), bytes(128)]]
+    large = torch.arange(40_000.0)
+    found += [in_pieces(tree) for tree in (large, [large[1:], large[:-1]], {"x": large.double(), "n": large.int()})]
     return found + [[header.pack(header.Kind.CREDIT, 9)], [header.pack(header.Kind.GOODBYE, 9)]]
+
+
+def in_pieces(tree: Any) -> Frames:
+    """The frames of a message whose floats were narrowed, piece by piece, and at last its header."""
+    encoder = narrowing(serializer_named("raw"), torch.float16)
+    assert encoder is not None
+    parts = Unacknowledged().keep(Kept(3), encode(tree, encoder), 1 << 16)
+    return [bytes(frame) for part in parts for frame in part]
 
 
 def blocks() -> list[Frames]:
@@ -250,10 +264,24 @@ def outcome(frames: Frames) -> str:
 
 
 def _put_in_place(head: header.Header, frames: Frames) -> str:
-    if len(frames) != 2:
-        return "control"
-    assembly = Assembly(head.sequence, header.piece_of(head)[1], Regions())
-    return "piece" if assembly.add(head, memoryview(frames[1])) else "gap"
+    """How pieces end, and the message that they are of, if its header comes after them."""
+    assembly = Assembly(head.sequence, header.piece_of(head), Regions())
+    for at in range(0, len(frames) - 1, 2):
+        head = header.unpack(memoryview(frames[at]))
+        if head.kind != header.Kind.PIECE:
+            return "control"
+        if not assembly.add(head, memoryview(bytearray(frames[at + 1]))):
+            return "gap"
+    if not len(frames) % 2:
+        return "piece"
+    head, found = assembly.completed(header.unpack(memoryview(frames[-1])), frames[-1:])
+    schema = schema_of(head.schema)
+    if head.restored:
+        schema = schema_of(schema.restored())
+    payloads = [memoryview(payload) for payload in head.payloads(found)]
+    schema.check(payloads)
+    schema.tree(head.values, payloads, serializer_named(schema.serializer), 0)
+    return "tree"
 
 
 def outcome_in_block(frames: Frames) -> str:

@@ -287,6 +287,11 @@ class Staged(Written):
         there = torch.frombuffer(place, dtype=self.tensor.dtype).view(self.tensor.shape)
         self._staging.stage(self.tensor, there)
 
+    def write_part(self, place: memoryview, start: int) -> None:
+        """See Written. The place is no block, and stays pageable."""
+        octets = self.tensor.view(-1).view(torch.uint8)
+        torch.frombuffer(place, dtype=torch.uint8).copy_(octets[start : start + len(place)])
+
     def frame(self) -> memoryview:
         """See Written."""
         octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)

@@ -7,6 +7,9 @@ than the copy (``unacknowledged``).
 How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
 (nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
 
+Floats that were narrowed (``wire_dtype``) are restored piece by piece, each while it is in the cache: nothing narrow is put
+together. The region is then for what they are restored to, at most eight times as much as came.
+
 A process with a limit on its addresses could not go on once ZeroMQ has none for a frame: the connection ends, and the producer
 sends again, for ever. So a message that will not go under the limit, twice for a moment, is *refused* at its first piece: the
 others are dropped as they come, and get says so when the message is complete.
@@ -17,14 +20,16 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.memory.headroom import addresses_left
-from tensorpipe_ipc.wire.header import Header, piece_of
+from tensorpipe_ipc.wire.dtypes import BY_CODE, times_as_wide
+from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.restoring import restore_bytes
 from tensorpipe_ipc.wire.schema import schema_of
 
 __all__ = ["Assembly", "Regions"]
@@ -32,7 +37,8 @@ __all__ = ["Assembly", "Regions"]
 _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
-_AHEAD = 1 << 14  # bytes that may be missing when memory for all is asked for
+_AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for: restored, they are 64 KiB at most
+_WIDEST = 8  # times as many bytes that what was narrowed may be
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
@@ -43,8 +49,11 @@ class Regions:
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
         self._received = 0  # bytes, ever
 
-    def ready(self, nbytes: int) -> memoryview | None:
+    def ready(self, nbytes: int, coming: int) -> memoryview | None:
         """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
+
+        Args:
+            coming: bytes of a message that may have to wait until they are put there.
 
         Raises:
             ProtocolError: this machine does not have so much.
@@ -56,7 +65,7 @@ class Regions:
         base = self._ready(_size(nbytes))
         if base is None:
             left = addresses_left()
-            if left is not None and 2 * nbytes + _SPARE > left:
+            if left is not None and nbytes + coming + _SPARE > left:
                 raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
             return None
         self._count(nbytes)
@@ -116,75 +125,138 @@ class Assembly:
         refused: why there is no memory for them, "" as long as there is.
     """
 
-    def __init__(self, sequence: int, total: int, regions: Regions) -> None:
+    def __init__(self, sequence: int, first: Piece, regions: Regions, *, restores: bool = True) -> None:
         """
         Args:
             sequence: the message's number.
-            total: bytes of them all, as announced.
+            first: what one of its pieces says.
             regions: where memory comes from.
+            restores: whether what was narrowed is restored.
 
         Raises:
-            ProtocolError: this machine does not have so much memory.
+            ProtocolError: this machine does not have so much memory, or no narrowed bytes become so many.
         """
         self.sequence = sequence
         self.refused = ""
-        self._total, self._regions = total, regions
+        self._total, self._restored, self._regions = first.total, first.restored, regions
+        if not self._total <= self._restored <= _WIDEST * self._total:
+            raise ProtocolError(f"{self._total} bytes that are {self._restored} when they are restored")
+        self._restores = restores and self._restored > self._total
+        self._size = self._restored if self._restores else self._total
         self._region: memoryview | None = None
         try:
-            self._region = regions.ready(total)
+            self._region = regions.ready(self._size, self._total)
         except OutOfMemory as refused:
             self.refused = str(refused)
-        self._waiting: list[memoryview] = []  # what came, one after the other, before there was a region
+        self._waiting: list[_Placed] = []  # what came, one after the other, before there was a region
         self._filled = 0
+        self._grown = 0  # bytes that ``_filled`` are when they are restored
+        self._runs: list[_Run] = []  # of what is restored
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
 
         Raises:
-            ProtocolError: it lies beyond what was announced.
+            ProtocolError: it lies beyond what was announced, or is no whole items of its dtype.
         """
-        offset, total = piece_of(header)
-        end = offset + len(piece)
-        if total != self._total or end > total:
-            raise ProtocolError(f"a piece of bytes {offset} to {end} of {total}, in {self._total} announced")
+        said = piece_of(header)
+        offset, end = said.offset, said.offset + len(piece)
+        if (said.total, said.restored) != (self._total, self._restored) or end > self._total:
+            raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self._total} announced")
         if offset > self._filled:
             return False
         if end > self._filled:
+            placed = self._placed(said, piece[self._filled - offset :], end)
             try:
-                self._put(piece[self._filled - offset :], end)
+                self._put(placed, end)
             except OutOfMemory as refused:
                 self.refused, self._waiting = str(refused), []
-            self._filled = end
+            self._filled, self._grown = end, placed.end
         return True
 
-    def _put(self, piece: memoryview, end: int) -> None:
+    def _placed(self, said: Piece, piece: memoryview, end: int) -> _Placed:
+        """Where the next piece belongs. Its sender must keep to what it announced, to the byte."""
+        codes = (said.crossed, said.own)
+        times = times_as_wide(*codes) if any(codes) else 1
+        placed = _Placed(piece, self._grown, self._grown + times * len(piece), codes)
+        left = self._total - end
+        if not placed.end + left <= self._restored <= placed.end + _WIDEST * left:
+            raise ProtocolError(f"{end} bytes that are {placed.end} when they are restored, of {self._restored}")
+        if times > 1 and (len(piece) % BY_CODE[said.crossed].itemsize or self._grown % BY_CODE[said.own].itemsize):
+            raise ProtocolError(f"a piece of {len(piece)} bytes at {self._grown}, which are no items")
+        if not self._restores:
+            return placed._replace(start=self._filled, codes=(0, 0))
+        if not self._runs or self._runs[-1].codes != codes:
+            self._runs.append(_Run(self._filled, self._grown, times, codes))
+        return placed
+
+    def _put(self, placed: _Placed, end: int) -> None:
         if self.refused:
             return
         if self._region is None and end + _AHEAD >= self._total:
-            self._region, start = self._regions.fresh(self._total), 0
+            self._region = self._regions.fresh(self._size)
             for waiting in self._waiting:
-                _copy(waiting, self._region, start)
-                start += len(waiting)
+                _place(waiting, self._region)
             self._waiting = []
         if self._region is None:
-            self._waiting.append(piece)
+            self._waiting.append(placed)
         else:
-            _copy(piece, self._region, self._filled)
+            _place(placed, self._region)
 
-    def completed(self, header: Header, frames: list[Any]) -> list[Any]:
-        """The frames of the message whose header has come, with those that came in pieces; without, where any is missing."""
-        if header.sequence != self.sequence or len(frames) > 1 or self._region is None:
-            return frames
+    def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
+        """The message whose header has come, with the frames that came in pieces; without, where any is missing."""
+        if header.sequence != self.sequence or len(frames) > 1 or self._region is None or self._filled != self._total:
+            return header, frames
         try:
-            sizes = schema_of(header.schema).frame_sizes()[bool(header.packed) :]
-        except ProtocolError:  # whoever decodes the message finds it again
-            return frames
-        found, end = [], 0
+            schema = schema_of(header.schema)
+            sizes = schema.frame_sizes()[bool(header.packed) :]
+        except (ProtocolError, UnsupportedLeaf):  # whoever decodes the message finds it again
+            return header, frames
+        places, end = [], 0
         for size in sizes:
             start = -(-end // ALIGN) * ALIGN
             end = start + size
-            found.append(self._region[start:end])
-        return frames + found if end == self._filled == len(self._region) else frames
+            places.append((start, end))
+        if end != self._total:
+            return header, frames
+        if not self._restores:
+            return header, frames + [self._region[start:end] for start, end in places]
+        found = _restored_in(self._region, places, self._runs, schema.narrowed())
+        return (header, frames) if found is None else (header._replace(restored=True), frames + found)
+
+
+class _Placed(NamedTuple):
+    """A piece, and where it belongs."""
+
+    piece: memoryview
+    start: int
+    end: int
+    codes: tuple[int, int]  # of the dtypes that it is of and is restored to; (0, 0): it stays as it is
+
+
+class _Run(NamedTuple):
+    """Pieces that are restored alike."""
+
+    begin: int  # among what came
+    start: int  # in the region
+    times: int
+    codes: tuple[int, int]
+
+
+def _restored_in(
+    region: memoryview, places: list[tuple[int, int]], runs: list[_Run], narrowed: list[tuple[int, int]]
+) -> list[memoryview] | None:
+    """The payloads at ``places`` among what came, restored; None if they were not restored as their schema has it."""
+    found, at = [], 0
+    for (start, end), codes in zip(places, narrowed, strict=True):
+        while at + 1 < len(runs) and runs[at + 1].begin <= start:
+            at += 1
+        run = runs[at]
+        if run.codes != codes or at + 1 < len(runs) and end > runs[at + 1].begin:
+            return None
+        first = run.start + run.times * (start - run.begin)
+        found.append(region[first : first + run.times * (end - start)])
+    return found
 
 
 def _region_on(base: Any, nbytes: int, home: deque[Any]) -> memoryview:
@@ -204,9 +276,13 @@ def _size(nbytes: int) -> int:
     return -(-nbytes // _UNIT) * _UNIT + ALIGN
 
 
-def _copy(piece: memoryview, region: memoryview, start: int) -> None:
-    """By NumPy: a memoryview's own copy is a slow one where formats differ."""
-    np.frombuffer(region, np.uint8)[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+def _place(placed: _Placed, region: memoryview) -> None:
+    """Copied by NumPy: a memoryview's own copy is a slow one where formats differ."""
+    piece, start, end, codes = placed
+    if any(codes):
+        restore_bytes(region[start:end], piece, *codes)
+    else:
+        np.frombuffer(region, np.uint8)[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
 
 
 def _teach_malloc() -> None:

@@ -197,7 +197,9 @@ class Link(Meeting):
             if kind == Kind.DATA:
                 if not self.expects(peer, header):
                     return None
-                return peer, header, frames if peer.assembly is None else peer.assembly.completed(header, frames)
+                if peer.assembly is not None:
+                    header, frames = peer.assembly.completed(header, frames)
+                return peer, header, frames
             if kind == Kind.CREDIT:
                 self.credited(peer, header.sequence)
             elif kind == Kind.PIECE:

@@ -48,8 +48,9 @@ class ReceiveLink(Link):
         accept: tuple[str, ...] | None,
         shared_memory: str = "auto",
         security: Curve | None = None,
+        restores: bool = True,
     ) -> None:
-        self._accept = accept
+        self._accept, self._restores = accept, restores
         self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
         self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
         self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
@@ -283,7 +284,7 @@ class ReceiveLink(Link):
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             return
         if peer.assembly is None or peer.assembly.sequence != header.sequence:
-            peer.assembly = Assembly(header.sequence, piece_of(header)[1], self._regions)
+            peer.assembly = Assembly(header.sequence, piece_of(header), self._regions, restores=self._restores)
         if not peer.assembly.add(header, frames[1]):
             self._ask(peer)
 

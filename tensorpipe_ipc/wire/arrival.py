@@ -9,6 +9,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.metas import LeafMeta
+from tensorpipe_ipc.wire.restoring import restore
 from tensorpipe_ipc.wire.spec import Op
 
 __all__ = ["AS_SENT", "TENSORS", "Arrival", "is_restored", "restored_span", "widened"]
@@ -50,4 +51,6 @@ def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
 
 def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The items in another dtype, in memory of their own and in the same order there."""
-    return torch.empty_like(tensor, dtype=dtype).copy_(tensor)
+    wide = torch.empty_like(tensor, dtype=dtype)
+    restore(wide, tensor)
+    return wide

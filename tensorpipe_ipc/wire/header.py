@@ -14,8 +14,9 @@ Little-endian::
   small payloads, which are copied anyway and would cost more as a frame of their own (see ``message``).
   ``sequence`` counts the producer's messages towards this peer, from 1.
 * PIECE: a part of the large payloads of the DATA message of that ``sequence``, which follows when all its pieces are sent.
-  ``schema`` is two numbers (``pack_piece``): where in them the part begins, and how long they are together. The part is the
-  next frame. Payloads follow each other in this, each at the next multiple of 64.
+  ``schema`` is five numbers (``Piece``); the part is the next frame. Payloads follow each other in this, each at the next
+  multiple of 64. A part ends where payloads of another dtype begin, where either was narrowed: so its receiver can restore
+  it before it knows the schema.
 * CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
 * GOODBYE: ``sequence`` is the last that was sent. No body.
 
@@ -39,6 +40,7 @@ __all__ = [
     "Header",
     "Hello",
     "Kind",
+    "Piece",
     "QueueOffer",
     "Refusal",
     "SharedMemoryTerms",
@@ -51,12 +53,12 @@ __all__ = [
 ]
 
 MAGIC = b"TPIC"
-VERSION = 4
+VERSION = 5
 MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
 
 PREFIX = struct.Struct("<4sBBHQII")
-_PIECE = struct.Struct("<QQ")
+_PIECE = struct.Struct("<QQQBB")
 MAX_BODY = MAX_HEADER - PREFIX.size  # schema and values
 
 
@@ -68,17 +70,40 @@ class Kind:
 
 
 class Header(NamedTuple):
-    """Frame 0, taken apart; nothing in ``schema`` and ``values`` has been looked at."""
+    """Frame 0, taken apart; nothing in ``schema`` and ``values`` has been looked at.
+
+    Attributes:
+        restored: not of the frame: whether the payloads that have frames of their own were restored as they came.
+    """
 
     kind: int
     sequence: int
     schema: bytes
     values: memoryview
     packed: memoryview
+    restored: bool = False
 
     def payloads(self, frames: list[Any]) -> list[Any]:
         """The payload frames, of which the small payloads' is first, of all the frames of the message."""
         return [self.packed, *frames[1:]] if len(self.packed) else frames[1:]
+
+
+class Piece(NamedTuple):
+    """What a PIECE says of its part.
+
+    Attributes:
+        offset: where in the large payloads it begins, in bytes.
+        total: how long they are together.
+        restored: how long they would be if each part were restored.
+        crossed, own: codes of dtypes: of what floats crossed as that were narrowed (``wire_dtype``), and of what they were;
+            0 and 0 of whatever was not.
+    """
+
+    offset: int
+    total: int
+    restored: int
+    crossed: int = 0
+    own: int = 0
 
 
 _AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
@@ -179,15 +204,14 @@ def pack_control(kind: int, body: Hello | Refusal) -> bytes:
     return pack(kind, 0, _encode(body))
 
 
-def pack_piece(sequence: int, offset: int, total: int) -> bytes:
-    """Frame 0's bytes of a PIECE that begins at byte ``offset`` of ``total``."""
-    return pack(Kind.PIECE, sequence, _PIECE.pack(offset, total))
+def pack_piece(sequence: int, piece: Piece) -> bytes:
+    """Frame 0's bytes of a PIECE."""
+    return pack(Kind.PIECE, sequence, _PIECE.pack(*piece))
 
 
-def piece_of(header: Header) -> tuple[int, int]:
-    """Of a PIECE: where it begins, and the bytes of all."""
-    offset, total = _PIECE.unpack(header.schema)
-    return offset, total
+def piece_of(header: Header) -> Piece:
+    """What a PIECE says. Nothing of it has been looked at."""
+    return Piece(*_PIECE.unpack(header.schema))
 
 
 def unpack(frame: memoryview) -> Header:

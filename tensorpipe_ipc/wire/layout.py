@@ -21,7 +21,14 @@ _PADDING = [bytes(count) for count in range(ALIGN)]
 
 
 class Written:
-    """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``."""
+    """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``.
+
+    Attributes:
+        narrowed: codes of the dtypes that its floats cross as and that they are restored to; (0, 0) if they are not narrowed.
+    """
+
+    __slots__ = ()
+    narrowed = (0, 0)
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -29,6 +36,16 @@ class Written:
     def write_into(self, place: memoryview) -> None:
         """Make it in ``place``, which is aligned and of its length. May be called again, elsewhere."""
         raise NotImplementedError
+
+    def write_part(self, place: memoryview, start: int) -> None:
+        """Make a part of it: as much as ``place`` takes, which is aligned, from its byte ``start`` on, a multiple of ``ALIGN``.
+
+        Each part is asked for in its turn, and may be asked for again, elsewhere.
+        """
+        raise NotImplementedError
+
+    def sent(self, place: memoryview, start: int) -> None:
+        """A part that was made so is on its way: what is to be found out about it may take its time now."""
 
     def frame(self) -> memoryview:
         """It, made in memory of its own, which lives as long as what is returned."""

@@ -52,13 +52,17 @@ class Outgoing(NamedTuple):
 
     def frames(self, sequence: int) -> list[Any]:
         """The message's frames, as bytes-like objects that keep the memory they are views of."""
+        first, large = self.parts(sequence)
+        return [first, *map(self._kept, large)]
+
+    def parts(self, sequence: int) -> tuple[bytes, list[Any]]:
+        """The first frame, and the payloads that have a frame each: bytes-like, or ``Written``."""
         header = pack(Kind.DATA, sequence, self.schema, self.values)
         if len(self.payloads) == 1:
-            payload = self.payloads[0]
-            return [header, self._kept(payload)] if self.nbytes >= BULK else [header + bytes(payload)]
+            return (header, self.payloads) if self.nbytes >= BULK else (header + bytes(self.payloads[0]), [])
         small = [payload for payload in self.payloads if 0 < len(payload) < BULK]
-        large = [self._kept(payload) for payload in self.payloads if len(payload) >= BULK]
-        return [_packed(header, small) if small else header, *large]
+        large = [payload for payload in self.payloads if len(payload) >= BULK]
+        return _packed(header, small) if small else header, large
 
     def _kept(self, payload: Any) -> Any:
         """A large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was

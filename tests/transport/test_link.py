@@ -17,7 +17,7 @@ from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, pack, pack_piece
+from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, Piece, pack, pack_piece
 
 pytestmark = pytest.mark.limit(20)
 
@@ -320,7 +320,7 @@ def _bad_messages() -> dict[str, list[bytes]]:
         "WELCOME from a connector": [hello("producer", Kind.WELCOME)],
         "REFUSED from a connector": [pack(Kind.REFUSED, 0, b"\x81\xa6reason\xa1x")],
         "DATA before HELLO": good,
-        "PIECE before HELLO": [pack_piece(1, 0, 4), b"four"],
+        "PIECE before HELLO": [pack_piece(1, Piece(0, 4, 4)), b"four"],
         "PIECE that says nothing": [schema[:5] + b"\7" + schema[6:], b"four"],
         "CREDIT before HELLO": [pack(Kind.CREDIT, 1)],
         "GOODBYE before HELLO": [pack(Kind.GOODBYE, 0)],

@@ -9,6 +9,7 @@ import tracemalloc
 from typing import Any
 
 import exchange
+import numpy as np
 import pytest
 import torch
 from children import PATIENCE, in_thread
@@ -23,13 +24,19 @@ from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import assembly, peer, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
-from tensorpipe_ipc.wire.header import Kind, pack, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.dtypes import BY_CODE
+from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
 ELSEWHERE = Identity("far-away", "another boot", 1, 2, 3.0)
+
+
+def _piece(offset: int, total: int) -> bytes:
+    """The first frame of a piece of message 1, of which nothing was narrowed."""
+    return pack_piece(1, Piece(offset, total, total))
 
 
 def _listen(consumer: tp.Consumer, seconds: float = 0.05) -> str:
@@ -193,26 +200,33 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
         third[0] = 4  # it is the caller's
 
 
-@pytest.mark.parametrize("piece", [PIECE_AFAR, 4 * ALIGN, 200_000, 199_999], ids="{} a piece".format)
-def test_what_was_made_for_a_message_is_kept_as_it_was_made(piece: int) -> None:
-    """A payload that is narrowed on its way is this end's own already: it is cut, and not copied once more."""
-    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    kept, keeper = Kept(7), Unacknowledged()
-    made = narrowing(serializer_named("raw"), torch.float16)
-    parts = list(keeper.keep(kept, encode(["small", torch.ones(3), tensor], made), piece))
-    expected = tensor.half().numpy().tobytes()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2], ids=str)
+def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
+    """Piece by piece, each of what is restored alike."""
+    wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(2, 600_000)[:, ::2]
+    kept, keeper, made = Kept(7), Unacknowledged(), narrowing(serializer_named("raw"), dtype)
+    assert made is not None
+    message = encode(["small", torch.ones(3), wide, mixed, wide.double().t(), strided], made)
+    parts = list(keeper.keep(kept, message, PIECE_AFAR))
     assert parts == kept.parts
-    assert not kept.blocks
-    *pieces, last = parts if piece < len(expected) else ([], parts[-1])
+    *pieces, last = parts
     assert unpack(memoryview(last[0])).kind == Kind.DATA
-    if piece < len(expected):
-        placed = [(piece_of(unpack(memoryview(head))), bytes(part)) for head, part in pieces]
-        assert all(
-            at == (start, len(expected)) for start, (at, _) in zip(range(0, len(expected), piece), placed, strict=True)
-        )
-        assert b"".join(part for _, part in placed) == expected
-    else:
-        assert bytes(last[1]) == expected
+    laid, restored = b"", 0
+    for head, part in pieces:
+        said = piece_of(unpack(memoryview(head)))
+        assert said.offset == len(laid)
+        times = BY_CODE[said.own].itemsize // dtype.itemsize if said.own else 1
+        assert len(part) <= PIECE_AFAR
+        assert any(np.shares_memory(part, block) for block in kept.blocks)
+        laid, restored = laid + bytes(part), restored + times * len(part)
+    assert {piece_of(unpack(memoryview(head)))[1:3] for head, _ in pieces} == {(len(laid), restored)}
+    at = 0
+    for tensor in (wide.to(dtype), mixed, wide.to(dtype), strided.to(dtype)):
+        at = -(-at // ALIGN) * ALIGN
+        expected = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert laid[at : at + len(expected)] == expected
+        at += len(expected)
+    assert at == len(laid)
 
 
 def test_no_memory_is_asked_for_that_has_not_come() -> None:
@@ -222,22 +236,22 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
-        assembly = Assembly(1, total, regions)
+        assembly = Assembly(1, Piece(0, total, total), regions)
         for offset in range(0, total - PIECE, PIECE):
-            assert assembly.add(unpack(memoryview(pack_piece(1, offset, total))), piece)
+            assert assembly.add(unpack(memoryview(_piece(offset, total))), piece)
         assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
-        assert assembly.add(unpack(memoryview(pack_piece(1, total - PIECE, total))), piece)
+        assert assembly.add(unpack(memoryview(_piece(total - PIECE, total))), piece)
         assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 14) + 1, False), (1 << 14, True)])
+@pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 13) + 1, False), (1 << 13, True)])
 def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
-    """When 16 KiB are missing, and not a byte earlier."""
+    """When 8 KiB are missing, and not a byte earlier."""
     total = 3 * PIECE
-    building = Assembly(1, total, Regions())
-    assert building.add(unpack(memoryview(pack_piece(1, 0, total))), memoryview(bytes(total - missing)))
+    building = Assembly(1, Piece(0, total, total), Regions())
+    assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
     assert (building._region is not None) == is_asked_for
     assert bool(building._waiting) == (not is_asked_for)
 
@@ -245,49 +259,49 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
 def test_what_this_machine_does_not_have_is_refused() -> None:
     """What is announced is at most all of its memory."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert Regions().ready(most) is None
+    assert Regions().ready(most, most) is None
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
-        Regions().ready(most + 1)
+        Regions().ready(most + 1, 0)
 
 
 def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
     regions, least = Regions(), 2 * PIECE + (1 << 25)
     monkeypatch.setattr(assembly, "addresses_left", lambda: least)
-    assert regions.ready(PIECE) is None
+    assert regions.ready(PIECE, PIECE) is None
     monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
-        regions.ready(PIECE)
+        regions.ready(PIECE, PIECE)
     region = regions.fresh(PIECE)
     del region
-    assert regions.ready(PIECE) is not None
+    assert regions.ready(PIECE, PIECE) is not None
 
 
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
     regions = Regions()
-    building = Assembly(1, 2 * PIECE, regions)
+    building = Assembly(1, Piece(0, 2 * PIECE, 2 * PIECE), regions)
 
     def fail(*_: Any) -> Any:
         raise MemoryError("none left")
 
     monkeypatch.setattr(assembly.np, "empty", fail)
     for offset in (0, PIECE, PIECE):
-        header = unpack(memoryview(pack_piece(1, offset, 2 * PIECE)))
+        header = unpack(memoryview(_piece(offset, 2 * PIECE)))
         assert building.add(header, memoryview(bytes(PIECE)))
     assert "there is no memory: none left" in building.refused
-    assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"]) == ["header"]
+    assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"])[1] == ["header"]
 
 
 @pytest.mark.parametrize(
     "pieces",
     [
-        pytest.param([(pack_piece(1, 0, 1 << 62), b"x")], id="more than there is"),
-        pytest.param([(pack_piece(1, 0, (1 << 64) - 1), b"x")], id="more than there can be"),
-        pytest.param([(pack_piece(1, 0, 4), b"fives")], id="beyond what was announced"),
-        pytest.param([(pack_piece(1, 0, 8), b"four"), (pack_piece(1, 4, 9), b"four")], id="of another length"),
-        pytest.param([(pack_piece(1, 0, 4), b"four", b"more")], id="of two frames"),
-        pytest.param([(pack_piece(1, 0, 4),)], id="of none"),
+        pytest.param([(_piece(0, 1 << 62), b"x")], id="more than there is"),
+        pytest.param([(_piece(0, (1 << 64) - 1), b"x")], id="more than there can be"),
+        pytest.param([(_piece(0, 4), b"fives")], id="beyond what was announced"),
+        pytest.param([(_piece(0, 8), b"four"), (_piece(4, 9), b"four")], id="of another length"),
+        pytest.param([(_piece(0, 4), b"four", b"more")], id="of two frames"),
+        pytest.param([(_piece(0, 4),)], id="of none"),
     ],
 )
 def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
@@ -315,7 +329,7 @@ def test_the_size_of_pieces(identity: Identity) -> None:
         laid = bytearray()
         while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
             if head.kind == Kind.PIECE:
-                assert piece_of(head) == (len(laid), total)
+                assert piece_of(head) == (len(laid), total, total, 0, 0)
                 assert len(frames[1]) == min(limit, total - len(laid))
                 laid += frames[1]
         at = 0
@@ -331,7 +345,7 @@ def test_a_message_with_a_piece_missing_is_dropped() -> None:
     head, payload = exchange.sent(torch.ones(PIECE, dtype=torch.uint8))
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer", round=1))
-        raw.say(pack_piece(1, 0, PIECE), payload[: PIECE // 2])
+        raw.say(_piece(0, PIECE), payload[: PIECE // 2])
         raw.say(head)
         raw.say(*exchange.sent("good", sequence=2))
         assert consumer.get(PATIENCE) == "good"
