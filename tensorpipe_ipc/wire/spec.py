@@ -23,7 +23,17 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, TypeVar
 
-__all__ = ["BY_NAME", "BY_TYPE", "MAX_DEPTH", "MAX_NODES", "MAX_TEXT", "Op", "Registered", "is_too_nested", "register_type"]
+__all__ = [
+    "BY_NAME",
+    "BY_TYPE",
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "MAX_TEXT",
+    "Op",
+    "Registered",
+    "is_too_nested",
+    "register_type",
+]
 
 MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
 MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for

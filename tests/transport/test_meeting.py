@@ -21,6 +21,7 @@ from tensorpipe_ipc.cli.doctor.finding import State
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import link, rendezvous, rendezvous_file
 from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.transport.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms
 
 pytestmark = pytest.mark.limit(20)
@@ -265,6 +266,15 @@ def test_who_says_that_he_claimed_what_nobody_has() -> None:
             assert terms.offer is not None
             assert terms.offer.token != token
         assert found == rendezvous_file.read(parse("busy"))
+
+
+@pytest.mark.parametrize(("maxsize", "offers"), [(CAPACITY, 2), (CAPACITY + 1, 0)])
+def test_the_size_of_what_is_offered(maxsize: int, offers: int) -> None:
+    """A queue is made ready for connectors to come as long as a pipe has room for all of its messages."""
+    with tp.Consumer("busy", maxsize=maxsize):
+        found = rendezvous_file.read(parse("busy"))
+        assert found is not None
+        assert len(found.offers) == offers
 
 
 def test_a_stopped_binder_is_waited_for() -> None:

@@ -258,6 +258,10 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
         regions.ready(PIECE)
+    refused = Assembly(1, PIECE, regions)
+    assert refused.add(unpack(memoryview(pack_piece(1, 0, PIECE))), memoryview(bytes(100)))
+    assert refused.refused
+    assert not refused._waiting  # nor is it kept for later
     region = regions.fresh(PIECE)
     del region
     assert regions.ready(PIECE) is not None
@@ -265,16 +269,19 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
-    regions = Regions()
+    regions, asked = Regions(), []
     building = Assembly(1, 2 * PIECE, regions)
 
-    def fail(*_: Any) -> Any:
+    def fail(*arguments: Any) -> Any:
+        asked.append(arguments)
         raise MemoryError("none left")
 
     monkeypatch.setattr(assembly.np, "empty", fail)
-    for offset in (0, PIECE, PIECE):
+    for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
         header = unpack(memoryview(pack_piece(1, offset, 2 * PIECE)))
-        assert building.add(header, memoryview(bytes(PIECE)))
+        assert building.add(header, memoryview(bytes(size)))
+    assert len(asked) == 1
+    assert not building._waiting
     assert "there is no memory: none left" in building.refused
     assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"]) == ["header"]
 

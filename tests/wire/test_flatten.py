@@ -157,9 +157,14 @@ def test_the_number_of_nodes_has_two_sides() -> None:
     ("inside", "outside", "says"),
     [
         pytest.param(b"k" * 65_532, b"k" * 65_533, "a dict key of 65,536 bytes, the limit is 65,535", id="length"),
-        pytest.param(_tuples(MAX_DEPTH), _tuples(MAX_DEPTH + 1), "a dict key of tuples nested deeper than 64", id="depth"),
         pytest.param(
-            (b"\x90" * 499,), (b"\x90" * 500,), "a dict key of 504 bytes that is too long for a tuple", id="a long tuple"
+            _tuples(MAX_DEPTH), _tuples(MAX_DEPTH + 1), "a dict key of tuples nested deeper than 64", id="depth"
+        ),
+        pytest.param(
+            (b"\x90" * 499,),
+            (b"\x90" * 500,),
+            "a dict key of 504 bytes that is too long for a tuple",
+            id="a long tuple",
         ),
         pytest.param(
             tuple(range(0x80, 0xA0)) * 12, tuple(range(0x80, 0xA0)) * 16, "too long for a tuple", id="many numbers"
