@@ -67,6 +67,12 @@ def test_what_is_right_in_all_is_attached():
     os.close(descriptor)
 
 
+def test_it_is_as_large_as_was_said():
+    descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
+    with pytest.raises(SharedMemoryError, match=f"has {MINIMUM_SIZE} bytes, {2 * MINIMUM_SIZE} were expected"):
+        Segment(descriptor, 2 * MINIMUM_SIZE)  # which closes it
+
+
 @pytest.mark.parametrize("without", SEALS)
 def test_each_seal_counts(without):
     descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE), without)

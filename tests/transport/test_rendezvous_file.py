@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import struct
 import zlib
@@ -18,6 +19,7 @@ from children import PATIENCE, Child, in_thread
 from secured import binders, make_keys
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous_file
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.rendezvous_file import LIMIT, Rendezvous, packed
@@ -150,6 +152,31 @@ def test_a_folder_that_is_a_symbolic_link(consumer: tp.Consumer) -> None:
     assert rendezvous_file.read(_address()) is not None
 
 
+def test_another_socket_at_its_address(consumer: tp.Consumer) -> None:
+    """Or a symbolic link to the very one. The file is of the one that was there."""
+    path = _address().path
+    os.rename(path, f"{path}.real")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        assert rendezvous_file.read(_address()) is None
+    os.unlink(path)
+    os.symlink(f"{path}.real", path)
+    assert rendezvous_file.read(_address()) is None
+    os.rename(f"{path}.real", path)
+    assert rendezvous_file.read(_address()) is not None
+
+
+def test_who_cannot_see_others_sweeps_nothing(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc there is no boot id to compare with. Nor is anything swept that is no rendezvous file."""
+    other = _path().parent / "empty.other"
+    other.touch()
+    monkeypatch.setattr(rendezvous_file, "identity", lambda: replace(identity(), boot=""))
+    rendezvous_file.sweep()
+    assert _path().exists()
+    assert other.exists()
+    other.unlink()
+
+
 def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none then, not even an empty one, and the end works."""
     write, refused = os.pwrite, []
@@ -160,9 +187,14 @@ def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(28, "no space left")
         return write(descriptor, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", fail)
+    with tp.Consumer("filed"):
+        found = rendezvous_file.read(_address())
+        assert found is not None
+        monkeypatch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="no space left"):
+            rendezvous_file.RendezvousFile(_address(), found.hello)
     with tp.Consumer("filed") as consumer, tp.Producer("filed") as producer:
-        assert refused
+        assert len(refused) == 2
         assert not os.path.lexists(_path())
         putting = in_thread(lambda: producer.put("greeted", PATIENCE))
         assert consumer.get(PATIENCE) == "greeted"

@@ -267,6 +267,18 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     assert regions.ready(PIECE) is not None
 
 
+def test_which_message_is_completed() -> None:
+    """The one whose number the pieces had, and that comes with no payload of its own."""
+    tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
+    building = Assembly(1, PIECE, Regions())
+    assert building.add(unpack(memoryview(pack_piece(1, 0, PIECE))), memoryview(tensor.numpy()))
+    (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
+    assert building.completed(unpack(memoryview(another)), [another]) == [another]
+    assert building.completed(unpack(memoryview(head)), [head, b"its own"]) == [head, b"its own"]
+    _, put_together = building.completed(unpack(memoryview(head)), [head])
+    assert bytes(put_together) == bytes(payload)
+
+
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
     regions, asked = Regions(), []
