@@ -432,7 +432,7 @@ def test_a_message_that_its_sender_gave_up() -> None:
     with tp.Consumer("cut") as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(*cut)
         _attach(consumer, raw)
-        for nothing in ([b""], [pack(Kind.GOODBYE, 0), b""], [pack(Kind.CREDIT, 1), b""]):
+        for nothing in ([b""], [pack(Kind.GOODBYE, 0), b""], [pack(Kind.CREDIT, 2), b""]):
             raw.say(*nothing)
         raw.say(*cut)
         raw.say(*exchange.sent("good", sequence=2))

@@ -273,6 +273,8 @@ def test_who_says_that_he_claimed_what_nobody_has() -> None:
 def test_who_names_another_queue_than_was_claimed() -> None:
     """He gets none that another has claimed, whose messages come."""
     with tp.Consumer("busy") as consumer, RawEnd(consumer.endpoint) as raw, tp.Producer("busy", linger=0) as producer:
+        found = rendezvous_file.read(parse("busy"))
+        assert found is not None
         raw.say(hello("producer", shared_memory=SharedMemoryTerms("auto", os.geteuid(), attached=12345)))
         for number in range(5):
             producer.put(number, PATIENCE)
@@ -280,7 +282,10 @@ def test_who_names_another_queue_than_was_claimed() -> None:
         with pytest.raises(tp.Empty):
             consumer.get(0.05)
         assert len(consumer.statistics().peers) == 2
-        assert producer.statistics().in_flight == 0
+        terms = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
+        assert terms is not None
+        assert terms.offer is not None
+        assert terms.offer.token not in [offer.token for offer in found.offers]
 
 
 def test_a_queue_that_is_being_claimed_is_not_dropped() -> None:
