@@ -131,10 +131,17 @@ class Codec:
             ValueError: ``device`` names none, or goes with ``as_numpy``.
         """
         if restore and not as_numpy and device is None:
-            return self._decode
-        return functools.partial(self._decode, arrival=arrival_of(restore, as_numpy, device))
+            return self.decode
+        return functools.partial(self.decode, arrival=arrival_of(restore, as_numpy, device))
 
-    def _decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
+    def decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
+        """The object of a message.
+
+        Raises:
+            ProtocolError: the bytes are no message.
+            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks.
+            Exception: whatever the object raises when it is made again.
+        """
         if metadata == _A_PICKLE:
             return pickling.load(payload)
         how, read, values = parts_of(metadata)

@@ -280,7 +280,7 @@ def _started(pid: int) -> float:
         return float(_stat_fields(pid)[19])
     except FileNotFoundError:
         if os.path.exists("/proc/self/stat"):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, OverflowError):  # a stranger may have named any number
                 os.kill(pid, 0)  # PermissionError: it is only hidden
             raise psutil.NoSuchProcess(pid) from None
         return _exists(pid) if psutil.LINUX else float(psutil.Process(pid).create_time())
@@ -299,7 +299,7 @@ def _exists(pid: int) -> float:
     """0, where the kernel knows the process: without /proc it tells no more."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         raise psutil.NoSuchProcess(pid) from None
     except PermissionError:
         pass

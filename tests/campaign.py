@@ -116,7 +116,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
     if not until_empty:
         begin(who)
     words = journal(f"{folder}/got{who}", JOURNAL_WORDS)
-    decode = queue._decode
+    decode = queue._codec.decode
     timeout = 0.5 if until_empty else (None, 0.05)[who % 2]
     in_batches = who % 4 == 0 and not until_empty
 
@@ -127,7 +127,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
             words[0] += 1
         return message
 
-    queue._decode = noting  # type: ignore[method-assign]
+    queue._codec.decode = noting  # type: ignore[method-assign]
     held: deque[Any] = deque()
     going = True
     while going:
@@ -145,7 +145,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
             check_again(held.popleft(), words)
     while held:
         check_again(held.popleft(), words)
-    del queue._decode
+    del queue._codec.decode
 
 
 def begin(who: int) -> None:

@@ -71,6 +71,20 @@ def test_keygen_where_nothing_can_be_written(tmp_path: Path) -> None:
         write_key_pair(str(tmp_path / "none" / "robot"), b"p" * 40, b"s" * 40)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "no space left")])
+def test_keygen_that_is_cut_short(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left of it, and what cut it short is told: half a pair would be in the way of the next one."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fchmod", fail)
+    with pytest.raises((KeyboardInterrupt, tp.Refused)) as raised:
+        write_key_pair(str(tmp_path / "cut"), b"x" * 40, b"y" * 40)
+    assert isinstance(raised.value, tp.Refused) == isinstance(error, OSError)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_certificates_of_zmq_auth(tmp_path: Path) -> None:
     """What pyzmq's own tool makes can be used, once it is private: ``zmq.auth`` leaves that to the umask."""
     public, secret = zmq.auth.create_certificates(tmp_path, "theirs")
@@ -80,7 +94,7 @@ def test_certificates_of_zmq_auth(tmp_path: Path) -> None:
     assert curve.server_key() == curve.own_keys()[0]
 
 
-@pytest.mark.parametrize("mode", [0o604, 0o640, 0o644, 0o660, 0o601, 0o777])
+@pytest.mark.parametrize("mode", [*(0o600 | 1 << bit for bit in range(6)), 0o644, 0o660, 0o777])
 def test_a_secret_that_others_may_read(mode: int, keys: Path) -> None:
     """It is refused, with what to do; also where only its group may."""
     path = keys / f"friend{SECRET}"
@@ -91,12 +105,15 @@ def test_a_secret_that_others_may_read(mode: int, keys: Path) -> None:
     tp.Producer("tcp://127.0.0.1:9", security=tp.Curve(path, server=keys / f"binder{PUBLIC}")).close()
 
 
+@pytest.mark.parametrize("others", [0o020, 0o002], ids=["group", "all"])
 @pytest.mark.parametrize("what", ["server", "client", "folder"])
-def test_public_keys_that_others_may_change(what: str, keys: Path) -> None:
-    """Whoever can write there could have put a key of his own."""
+def test_public_keys_that_others_may_change(what: str, others: int, keys: Path) -> None:
+    """Whoever can write there could have put a key of his own. Reading it is no harm."""
     path = keys if what == "folder" else keys / f"friend{PUBLIC}"
-    path.chmod(0o775 if what == "folder" else 0o664)
+    path.chmod(0o755)
     curve = tp.Curve(keys / f"binder{SECRET}", server=path, clients=path if what == "folder" else [path])
+    assert curve.server_key() if what == "server" else curve.client_keys()
+    path.chmod(0o755 | others)
     with pytest.raises(tp.Refused, match=r"so others may put keys there: chmod go-w"):
         curve.server_key() if what == "server" else curve.client_keys()
 
@@ -109,8 +126,26 @@ def test_keys_of_another_user(keys: Path, monkeypatch: pytest.MonkeyPatch) -> No
     else:
         owner = 65534
         os.chown(keys / f"friend{PUBLIC}", owner, -1)
+    curve = tp.Curve(keys / f"binder{SECRET}", clients=keys)
     with pytest.raises(tp.Refused, match=rf"belongs to uid {owner}; keys must be yours \(uid \d+\) or root's"):
-        tp.Curve(keys / f"binder{SECRET}", clients=keys).client_keys()
+        curve.client_keys()
+    if owner == 65534:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        for trusted in (0, 12345):
+            os.chown(keys / f"friend{PUBLIC}", trusted, -1)
+            assert len(curve.client_keys()) == 3
+
+
+def test_how_much_of_a_file_is_read(tmp_path: Path) -> None:
+    """The first 16 KiB; of a key that ends there all is read, and one that goes on is none."""
+    path = tmp_path / "some.key"
+    line = 'public-key = "' + "x" * 40 + '"'
+    path.write_text("#" * ((1 << 14) - 1 - len(line)) + "\n" + line)
+    assert path.stat().st_size == 1 << 14
+    assert tp.Curve(path, server=path).server_key() == b"x" * 40
+    path.write_text("#" * ((1 << 14) - len(line)) + "\n" + line)
+    with pytest.raises(tp.Refused, match="holds no public key"):
+        tp.Curve(path, server=path).server_key()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +187,11 @@ def test_a_pair_that_is_none(keys: Path) -> None:
     public.chmod(0o600)
     with pytest.raises(tp.Refused, match="holds no key pair"):
         tp.Curve(public, server=public).own_keys()
+    half = keys / "half"
+    half.write_text('secret-key = "' + "x" * 40 + '"')
+    half.chmod(0o600)
+    with pytest.raises(tp.Refused, match="holds no key pair"):
+        tp.Curve(half, server=public).own_keys()
     secret = keys / f"friend{SECRET}"
     secret.write_text("".join(f'{half}-key = "{"~" * 40}"\n' for half in ("public", "secret")))
     with pytest.raises(tp.Refused, match="libzmq takes these keys for none") as refused:
@@ -184,7 +224,7 @@ def test_what_a_curve_is_made_of(keys: Path) -> None:
             {"secret": "x", "server": wrong},
             {"secret": "x", "clients": wrong},
         ):
-            with pytest.raises(TypeError):
+            with pytest.raises(TypeError, match="an? [a-z]+ where the path of a key file|not iterable"):
                 tp.Curve(**given)
     _, key = tp.Curve(keys / f"binder{SECRET}", server="x").own_keys()
     word = key.decode()

@@ -13,10 +13,14 @@ from typing import Any
 import children
 import pytest
 import torch
+import zmq
+import zmq.auth
 from children import PATIENCE, Child
 from secured import PUBLIC, SECRET, binders, connectors, make_keys, open_binder, open_connector
+from zmq.utils import z85
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.transport.curve import Gate
 
 LOOPBACK = "tcp://127.0.0.1:*"
 NOT_LISTED = "the binder's clients= do not list this end's public key"
@@ -226,6 +230,38 @@ def test_two_binders_of_one_process_have_lists_of_their_own(keys: Path) -> None:
     ):
         assert any(NOT_LISTED in full for full, _ in exchanged(stranger, two))
         list(exchanged(friend, one))
+
+
+GOOD = [b"1.0", b"7", b"tensorpipe_ipc", b"somewhere", b"", b"CURVE", b"key"]
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong"),
+    [(2, b"global"), (5, b"NULL"), (5, b"PLAIN"), (6, b"other"), (6, b"")],
+    ids=["another domain", "no mechanism", "another mechanism", "another key", "no key"],
+)
+def test_what_the_gate_is_asked(at: int, wrong: bytes, keys: Path) -> None:
+    """One request in which all is right is let in; with any one thing wrong it is not, and counted."""
+    told: list[Exception] = []
+    key = z85.decode(zmq.auth.load_certificate(keys / f"friend{PUBLIC}")[0])
+    context: zmq.Context[Any] = zmq.Context()
+    gate, asks = Gate(context, binders(keys), told.append), context.socket(zmq.REQ)
+    try:
+        asks.connect("inproc://zeromq.zap.01")
+        good = [*GOOD[:6], key]
+        for request, answer in ((good, b"200"), ([*good[:at], wrong, *good[at + 1 :]], b"400"), (good, b"200")):
+            asks.send_multipart(request)
+            gate.attend(asks, PATIENCE)
+            assert asks.recv_multipart(zmq.NOBLOCK)[:3] == [b"1.0", b"7", answer]
+        (refused,) = told
+        assert "somewhere came with a key that is not on the list" in str(refused)
+        asks.send_multipart(good[:6])  # no request: it gets no answer
+        gate.attend(asks, 0.05)
+        assert not asks.poll(0)
+    finally:
+        gate.close()
+        asks.close(linger=0)
+        context.term()
 
 
 def test_several_clients(keys: Path) -> None:

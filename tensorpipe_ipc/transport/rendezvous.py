@@ -157,7 +157,7 @@ def objection(ours: Hello, theirs: Hello) -> str:
     for hello in (ours, theirs):
         if not hello.identity.boot:
             return f"/proc cannot be read at the {hello.role}"
-    if one.boot != other.boot and one.boot.split()[0] == other.boot.split()[0]:
+    if one.boot != other.boot and one.boot.split()[:1] == other.boot.split()[:1]:
         return "the other end is in another time namespace"
     if one.boot != other.boot:
         return f"the other end is on another host ({one.host}, {other.host})"

@@ -21,7 +21,6 @@ import hashlib
 import os
 import struct
 import zlib
-from typing import Annotated
 
 import msgspec
 
@@ -37,7 +36,6 @@ _SUFFIX = ".rendezvous"
 _HEAD = struct.Struct("<4sIII")
 _MAGIC = b"TPIR"
 _TRIES = 3  # of reading what is just being written anew
-_Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +47,7 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         offers: queues that it has made for connectors to come; each is for one of them.
     """
 
-    place: tuple[_Number, _Number]
+    place: tuple[int, int]
     hello: Hello
     offers: tuple[QueueOffer, ...]
 

@@ -20,7 +20,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
-from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, Op
+from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, Op, is_too_nested
 
 __all__ = ["Flat", "flatten", "leaf_path", "may_be_tree"]
 
@@ -137,8 +137,10 @@ def _pack_key(key: Any) -> bytes:
         data = msgspec.msgpack.encode(_plain_key(key))
     except (OverflowError, UnicodeEncodeError) as error:
         raise UnsupportedLeaf(f"dict key {key!r} cannot be written: {error}") from None
-    if len(data) > 0xFFFF:
-        raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes, the limit is {0xFFFF:,}")
+    if len(data) > MAX_TEXT:
+        raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes, the limit is {MAX_TEXT:,}")
+    if is_too_nested(data):
+        raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes that is too long for a tuple; send a str or bytes")
     packed = _U16.pack(len(data)) + data
     if type(key) is str and len(data) <= 64:
         if len(_KEYS) >= _KEYS_LIMIT:
@@ -147,9 +149,11 @@ def _pack_key(key: Any) -> bytes:
     return packed
 
 
-def _plain_key(key: Any) -> Any:
+def _plain_key(key: Any, depth: int = 0) -> Any:
     if type(key) is tuple:
-        return [_plain_key(item) for item in key]
+        if depth >= MAX_DEPTH:
+            raise UnsupportedLeaf(f"a dict key of tuples nested deeper than {MAX_DEPTH}")
+        return [_plain_key(item, depth + 1) for item in key]
     if key is None or type(key) in (str, int, bool, float, bytes):
         return key
     raise UnsupportedLeaf(

@@ -17,7 +17,7 @@ from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
-from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered
+from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
 
 __all__ = ["Plan"]
 
@@ -243,19 +243,8 @@ def _text(data: Buffer) -> str:
         raise ProtocolError(f"a name that is no UTF-8: {bytes(data[:40])!r}") from None
 
 
-_NESTING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])  # with which msgpack begins a map or an array
-_PLAIN = bytes(set(range(256)) - set(_NESTING))
-# Such bytes in a key that is a tuple: msgspec recurses, and how deep it may differs from Python to Python.
-_MOST_NESTING = 500
-
-
-def _nesting(data: Buffer) -> int:
-    """At most so deep is a piece of msgpack nested."""
-    return sum(len(bytes(data[at : at + 4096]).translate(None, _PLAIN)) for at in range(0, len(data), 4096))
-
-
 def _read_key(data: Buffer) -> Any:
-    if data[:1] and data[0] in _NESTING and _nesting(data) > _MOST_NESTING:
+    if is_too_nested(data):
         raise ProtocolError(f"a dict key of {len(data)} bytes that is nested too deeply, or too long for a tuple")
     try:
         return _frozen_key(msgspec.msgpack.decode(data))

@@ -23,10 +23,34 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple, TypeVar
 
-__all__ = ["BY_NAME", "BY_TYPE", "MAX_DEPTH", "MAX_NODES", "Op", "Registered", "register_type"]
+__all__ = [
+    "BY_NAME",
+    "BY_TYPE",
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "MAX_TEXT",
+    "Op",
+    "Registered",
+    "is_too_nested",
+    "register_type",
+]
 
 MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
 MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for
+MAX_TEXT = 0xFFFF  # bytes of a key or name
+
+_NESTING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])  # with which msgpack begins a map or an array
+_PLAIN = bytes(set(range(256)) - set(_NESTING))
+# Such bytes in a key that is a tuple: msgspec recurses, and how deep it may differs from Python to Python.
+_MOST_NESTING = 500
+
+
+def is_too_nested(key: bytes | memoryview) -> bool:
+    """Whether a key's msgpack may be nested deeper than msgspec can read. A long tuple may look so, too."""
+    if not key or key[0] not in _NESTING:
+        return False
+    pieces = (bytes(key[at : at + 4096]) for at in range(0, len(key), 4096))
+    return sum(len(piece.translate(None, _PLAIN)) for piece in pieces) > _MOST_NESTING
 
 
 class Op:
@@ -68,7 +92,7 @@ def register_type(cls: T, *, name: str | None = None) -> T:
 
     Raises:
         TypeError: ``cls`` is neither a NamedTuple nor a dataclass.
-        ValueError: another class is registered under that name.
+        ValueError: another class is registered under that name, or it is too long or no UTF-8.
     """
     if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         op, fields = Op.NAMEDTUPLE, tuple(cls._fields)
@@ -77,6 +101,8 @@ def register_type(cls: T, *, name: str | None = None) -> T:
     else:
         raise TypeError(f"{cls!r} is neither a NamedTuple nor a dataclass; send its parts as a dict or tuple")
     entry = Registered(cls, op, name or cls.__qualname__, fields)
+    if len(entry.name.encode()) > MAX_TEXT:
+        raise ValueError(f"a name of {len(entry.name.encode()):,} bytes for {cls!r}, the limit is {MAX_TEXT:,}")
     known = BY_NAME.setdefault(entry.name, entry)
     if (known.cls.__module__, known.cls.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ValueError(f"{known.cls!r} is registered as {entry.name!r} already; give {cls!r} another name=")

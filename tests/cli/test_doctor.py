@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,8 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
-from tensorpipe_ipc.transport.notice import NoticeBoard, notices
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport.notice import Notice, NoticeBoard, framed, notices, read_notice
 
 pytestmark = pytest.mark.limit(30)
 
@@ -140,6 +144,28 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
         assert found.text.startswith(f"pid {os.getpid()}, which is no end of ours")
         assert found.state is State.NO
     os.unlink(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("more", "found"),
+    [
+        pytest.param(lambda text, rest: text + b" " * rest, True, id="a MiB"),
+        pytest.param(lambda text, rest: text + b" " * (rest + 1), False, id="more than a MiB"),
+        pytest.param(lambda text, rest: text[:-1], False, id="cut short"),
+        pytest.param(lambda text, rest: text.replace(b"consumer", b"consumes"), True, id="other words"),
+        pytest.param(lambda text, rest: text.replace(b'"role"', b'"roles"'), False, id="another field"),
+        pytest.param(lambda text, rest: text.replace(b"consumer", b"c\xff"), False, id="no text"),
+        pytest.param(lambda text, rest: b"", False, id="nothing"),
+    ],
+)
+def test_what_a_notice_may_be(more: Any, found: bool) -> None:
+    """Whoever wrote it may be anybody: what is none is passed over, and of a long one no more than a MiB is read."""
+    said = framed(Notice("ipc:///x", "consumer", True, identity()))[8:]
+    text = more(said, (1 << 20) - len(said))
+    data = struct.pack("<II", zlib.crc32(text), len(text)) + text
+    assert (read_notice(io.BytesIO(data)) is not None) == found
+    assert read_notice(io.BytesIO(struct.pack("<II", zlib.crc32(text) ^ 1, len(text)) + text)) is None
+    assert read_notice(io.BytesIO(data[:7])) is None
 
 
 def test_without_memfd_an_end_works_and_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

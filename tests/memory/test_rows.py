@@ -10,7 +10,7 @@ import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
-from tensorpipe_ipc.memory.row import BATCH, GET, PUT
+from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, record_of, row_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -115,6 +115,35 @@ def test_a_finished_row_is_not_finished_again(rows, child, kill):
         rows.finished(1)
     child(lambda: (rows.attach(lambda _: False), assert_is(rows.index, 1)))
     assert not rows.is_finished(1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), ((1 << 16) - 2, (1 << 16) - 1), ((1 << 16) - 1, 1)])
+def test_incarnations_go_round(rows, before, after):
+    """A block's state has 16 bits for it, and 0 is a row that nobody ever had."""
+    rows.words[rows_module.INCARNATIONS + 1] = rows.words[rows_module.FINISHED + 1] = before
+    second = Rows(rows.segment)
+    second.attach(lambda _: False)
+    assert (second.index, second.incarnation, rows.words[rows_module.INCARNATIONS + 1]) == (1, after, after)
+    second.detach()
+
+
+def test_a_record_that_nobody_uses(rows):
+    """Of a dead row: the last that has no purpose, or nothing in its words; none, when all have."""
+    words, base = rows.words, row_word(1)
+    for number in range(SINGLES):
+        words[base + PURPOSES + number] = 7 << 8 | PUT
+        words[record_of(1, number).credit] = 1
+    with pytest.raises(SharedMemoryError, match="all 2048 operations of row 1 are in use"):
+        rows.unused_record(1)
+    for word in ("credit", "ticket", "given", "tally"):
+        words[record_of(1, 5).credit] = 0
+        assert rows.unused_record(1) == record_of(1, 5)
+        words[getattr(record_of(1, 5), word)] = 1
+        with pytest.raises(SharedMemoryError):
+            rows.unused_record(1)
+        words[getattr(record_of(1, 5), word)] = 0
+    words[base + PURPOSES + 9] = 0
+    assert rows.unused_record(1) == record_of(1, 9)
 
 
 def test_only_one_thread_is_undertaker(rows, child, kill):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, Segment
+from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, Segment, read_head, segment_at
 
 
 def test_a_segment_is_large_and_costs_a_page():
@@ -44,11 +44,67 @@ def unsealed(size):
     return descriptor
 
 
-def sealed_with(size, head=b""):
+SEALS = {"shrinking": fcntl.F_SEAL_SHRINK, "growing": fcntl.F_SEAL_GROW, "further seals": fcntl.F_SEAL_SEAL}
+
+
+def sealed_with(size, head=b"", without=""):
     descriptor = unsealed(size)
     os.pwrite(descriptor, head, 0)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(seal for name, seal in SEALS.items() if name != without))
     return descriptor
+
+
+def head_of(size, magic=b"TPIPESEG", version=1):
+    return magic + version.to_bytes(8, sys.byteorder) + size.to_bytes(8, sys.byteorder)
+
+
+def test_what_is_right_in_all_is_attached():
+    descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
+    assert Segment.attach(descriptor).size == MINIMUM_SIZE
+    assert read_head(descriptor) == (MINIMUM_SIZE, 0)
+    os.pwrite(descriptor, (5).to_bytes(8, sys.byteorder), 24)
+    assert read_head(descriptor) == (MINIMUM_SIZE, 5)
+    os.close(descriptor)
+
+
+def test_it_is_as_large_as_was_said():
+    descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
+    with pytest.raises(SharedMemoryError, match=f"has {MINIMUM_SIZE} bytes, {2 * MINIMUM_SIZE} were expected"):
+        Segment(descriptor, 2 * MINIMUM_SIZE)  # which closes it
+
+
+@pytest.mark.parametrize("without", SEALS)
+def test_each_seal_counts(without):
+    descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE), without)
+    with pytest.raises(SharedMemoryError, match="not sealed"):
+        Segment.attach(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        head_of(MINIMUM_SIZE, magic=b"TPIPESEH"),
+        head_of(MINIMUM_SIZE, version=0),
+        head_of(MINIMUM_SIZE, version=2),
+        head_of(MINIMUM_SIZE - 1),
+        head_of(MINIMUM_SIZE + 1),
+    ],
+    ids=["magic", "an older version", "a newer version", "a smaller size", "a larger size"],
+)
+def test_each_word_of_the_head_counts(head):
+    descriptor = sealed_with(MINIMUM_SIZE, head)
+    with pytest.raises(SharedMemoryError, match="no segment of version 1"):
+        Segment.attach(descriptor)
+    assert read_head(descriptor) == (0, 0)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("size", "found"), [(31, (0, 0)), (32, (32, 0))])
+def test_a_head_is_looked_at_where_there_is_one(size, found):
+    descriptor = sealed_with(size, head_of(size))
+    assert read_head(descriptor) == found
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +113,14 @@ def sealed_with(size, head=b""):
         (lambda: os.open("/dev/null", os.O_RDWR), "not a memfd"),
         (lambda: unsealed(MINIMUM_SIZE), "not sealed"),
         (lambda: sealed_with(4096), f"has 4096 bytes, {MINIMUM_SIZE} were expected"),
+        (
+            lambda: sealed_with(MINIMUM_SIZE - PAGE, head_of(MINIMUM_SIZE - PAGE)),
+            f"has {MINIMUM_SIZE - PAGE} bytes, {MINIMUM_SIZE} were expected",
+        ),
         (lambda: sealed_with(MINIMUM_SIZE), "no segment of version 1"),
         (lambda: sealed_with(MINIMUM_SIZE, b"TPIPESEG" + bytes([2] + [0] * 7)), "no segment of version 1"),
     ],
-    ids=["no memfd", "not sealed", "too small", "no magic", "another version"],
+    ids=["no memfd", "not sealed", "far too small", "too small by a page", "no magic", "another version"],
 )
 def test_something_else_is_not_attached(descriptor, words):
     opened = descriptor()
@@ -138,3 +198,12 @@ def test_the_mapping_outlives_the_segment_object_under_an_array():
     array[:] = 3
     assert array.sum() == 3 * PAGE
     assert mmap.PAGESIZE >= PAGE
+
+
+def test_which_segment_an_address_lies_in():
+    segment = Segment.create(MINIMUM_SIZE)
+    start = segment.octets.ctypes.data
+    for address in (start, start + MINIMUM_SIZE - 1):
+        assert segment_at(address) is segment
+    for address in (start - 1, start + MINIMUM_SIZE):
+        assert segment_at(address) is not segment

@@ -47,7 +47,7 @@ def _put(queue: Any, tree: Any, at_work: Staging) -> None:
 
 def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
     arrival = Arrival(unstage=functools.partial(at_work.unstage, device=device))
-    return queue._queue.get(1, functools.partial(queue._decode, arrival=arrival))
+    return queue._queue.get(1, functools.partial(queue._codec.decode, arrival=arrival))
 
 
 def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
         "storage": torch.ones(7).untyped_storage(),
     }
     queue.put(tree)
-    got = queue._queue.get(1, functools.partial(queue._decode, arrival=Arrival(unstage=unstage)))
+    got = queue._queue.get(1, functools.partial(queue._codec.decode, arrival=Arrival(unstage=unstage)))
     assert sorted(moved) == [12, 256]
     got["views"][0][20] = -1
     assert got["views"][1][4] == -1

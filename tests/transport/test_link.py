@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import children
 import exchange
+import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread
 from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc import process
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.wire.header import MAX_CONTROL, MAX_HEADER, VERSION, Kind, Piece, pack, pack_piece
+from tensorpipe_ipc.wire.header import (
+    MAX_CONTROL,
+    MAX_HEADER,
+    VERSION,
+    Kind,
+    Piece,
+    SharedMemoryTerms,
+    pack,
+    pack_piece,
+)
 
 pytestmark = pytest.mark.limit(20)
 
@@ -397,6 +409,46 @@ def test_bad_input_to_a_producer(name: str) -> None:
                 producer.put(number, PATIENCE)
             assert getting() == list(range(10))
             assert len(producer.statistics().peers) == 1
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [{"boot": " "}, *({"pid": pid} for pid in (-1, 0, 1 << 31, 1 << 40, -(1 << 63), (1 << 64) - 1))],
+    ids=str,
+)
+def test_an_identity_that_nobody_has(identity: Any) -> None:
+    """Who may connect may say anything: he is let in, and soon seen to be dead. The others' messages come."""
+    with (
+        tp.Consumer("fuzzed") as consumer,
+        RawEnd(consumer.endpoint) as raw,
+        tp.Producer("fuzzed", linger=0) as producer,
+    ):
+        terms = SharedMemoryTerms("auto", os.geteuid())
+        who = msgspec.structs.replace(process.identity(), **identity)
+        for number in range(3):
+            producer.put(number, PATIENCE)
+            assert consumer.get(PATIENCE) == number
+            if not number:
+                raw.say(hello("producer", identity=who, shared_memory=terms))
+                _listen(consumer, lambda: not raw.is_quiet(0))
+                assert raw.hear_header().kind == Kind.WELCOME
+        assert (consumer.statistics().rejected, consumer.statistics().lost) == (0, 0)
+
+
+def test_a_message_that_its_sender_gave_up() -> None:
+    """An empty last frame uses up its number; from a stranger, or of another kind, it is nothing."""
+    cut = [exchange.sent(torch.ones(3))[0], b""]
+    with tp.Consumer("cut") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(*cut)
+        _attach(consumer, raw)
+        for nothing in ([b""], [pack(Kind.GOODBYE, 0), b""], [pack(Kind.CREDIT, 2), b""]):
+            raw.say(*nothing)
+        raw.say(*cut)
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert [raw.hear_of(Kind.CREDIT).sequence for _ in range(2)] == [1, 2]
+        assert (consumer.statistics().rejected, consumer.statistics().lost, consumer.statistics().messages) == (0, 0, 1)
+        assert len(consumer.statistics().peers) == 1
 
 
 def test_memory_does_not_grow_with_bad_input() -> None:

@@ -18,10 +18,13 @@ from raw_ends import RawEnd, hello, hello_of
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.cli.doctor.finding import State
+from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import link, rendezvous, rendezvous_file
 from tensorpipe_ipc.transport.addresses import parse
-from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms
+from tensorpipe_ipc.transport.spares import Spares
+from tensorpipe_ipc.transport.token_pipe import CAPACITY
+from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, unpack
 
 pytestmark = pytest.mark.limit(20)
 ENDPOINTS = [pytest.param("busy", id="ipc"), pytest.param("tcp://127.0.0.1:0", id="tcp")]
@@ -265,6 +268,57 @@ def test_who_says_that_he_claimed_what_nobody_has() -> None:
             assert terms.offer is not None
             assert terms.offer.token != token
         assert found == rendezvous_file.read(parse("busy"))
+
+
+def test_who_names_another_queue_than_was_claimed() -> None:
+    """He gets none that another has claimed, whose messages come."""
+    with tp.Consumer("busy") as consumer, RawEnd(consumer.endpoint) as raw, tp.Producer("busy", linger=0) as producer:
+        found = rendezvous_file.read(parse("busy"))
+        assert found is not None
+        raw.say(hello("producer", shared_memory=SharedMemoryTerms("auto", os.geteuid(), attached=12345)))
+        for number in range(5):
+            producer.put(number, PATIENCE)
+        assert [consumer.get(PATIENCE) for _ in range(5)] == list(range(5))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.05)
+        assert len(consumer.statistics().peers) == 2
+        terms = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
+        assert terms is not None
+        assert terms.offer is not None
+        assert terms.offer.token not in [offer.token for offer in found.offers]
+
+
+def test_a_queue_that_is_being_claimed_is_not_dropped() -> None:
+    """A binder that closes at that moment knows that there is somebody."""
+    spares, address, own = Spares(), parse("claiming"), hello_of(unpack(memoryview(hello("consumer"))))
+    with tp.Consumer("claiming", shared_memory="off"):
+        spares.open(address, own)
+        spares.stock(own, 2)
+        found = rendezvous_file.read(address)
+        assert found is not None
+        with contextlib.closing(rendezvous._reach(identity(), found.offers[0], own.window)) as queue:
+            byte = queue.record.block + 1
+            assert ofd_locks.lock(queue._life.descriptor, byte, 1)
+            spares.withdraw()
+            ofd_locks.unlock(queue._life.descriptor, byte, 1)
+            assert not spares.any_claimed
+            assert queue.claim(own.window)
+            assert spares.any_claimed
+            assert spares.take(found.offers[1].token) is None
+            taken = spares.take(found.offers[0].token)
+        assert taken is not None
+        assert taken.offer == found.offers[0]
+        spares.close()
+        rendezvous._made.clear()
+
+
+@pytest.mark.parametrize(("maxsize", "offers"), [(CAPACITY, 2), (CAPACITY + 1, 0)])
+def test_the_size_of_what_is_offered(maxsize: int, offers: int) -> None:
+    """A queue is made ready for connectors to come as long as a pipe has room for all of its messages."""
+    with tp.Consumer("busy", maxsize=maxsize):
+        found = rendezvous_file.read(parse("busy"))
+        assert found is not None
+        assert len(found.offers) == offers
 
 
 def test_a_stopped_binder_is_waited_for() -> None:

@@ -23,6 +23,7 @@ from gpu_stand_in import GPU, OTHER, StandIn
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.on_device import Said, said_of
 from tensorpipe_ipc.wire.arrival import AS_SENT
@@ -455,7 +456,9 @@ def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
         with pytest.raises(
             ProtocolError, match="places of 2 frames" if name == "frames" else "a frame of 400000 bytes"
         ):
-            on_device.tree_of(Said(b"", (block,), frames), schema, payload, queue._serializer, AS_SENT, there.blocks)
+            on_device.tree_of(
+                Said(b"", (block,), frames), schema, payload, serializer_named("raw"), AS_SENT, there.blocks
+            )
         return "looked at"
 
     assert queue._queue.get(1, decode) == "looked at"

@@ -21,10 +21,13 @@ from raw_ends import RawEnd, hello, hello_of, refusal_of
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
+from tensorpipe_ipc.memory import ofd_locks
+from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
+from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.get_end import Message
-from tensorpipe_ipc.transport.queue_end import FORWARDED
+from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Hello, Kind, QueueOffer, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
@@ -56,6 +59,14 @@ ELSEWHERE = {
         _hello("producer", terms=SharedMemoryTerms("auto", 65534)),
         rf"another user's \(uid {os.geteuid()}, uid 65534\)",
     ),
+    "a boot id of nothing": (
+        _hello("producer", who=msgspec.structs.replace(HERE, boot=" ")),
+        rf"on another host \({HERE.host}, {HERE.host}\)",
+    ),
+    "another time namespace": (
+        _hello("producer", who=msgspec.structs.replace(HERE, boot=f"{HERE.boot.split()[0]} 7")),
+        "in another time namespace",
+    ),
     "could not attach": (_hello("producer", terms=SharedMemoryTerms("auto", os.geteuid(), why_not="no row")), "no row"),
 }
 
@@ -71,9 +82,11 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
 def test_nothing_in_the_way() -> None:
     """Two ends of one user on one host; and a maxsize counts that is the smaller of the two."""
     assert rendezvous.objection(_hello("consumer"), _hello("producer")) == ""
-    assert rendezvous.objection(_hello("consumer", CAPACITY), _hello("producer", 1 << 20)) == ""
-    far = rendezvous.objection(_hello("consumer", CAPACITY + 1), _hello("producer", 1 << 20))
-    assert far == f"a maxsize of {CAPACITY + 1} is more than {CAPACITY}"
+    for one, other in ((CAPACITY, 1 << 20), (1 << 20, CAPACITY)):
+        assert rendezvous.objection(_hello("consumer", one), _hello("producer", other)) == ""
+    for one, other in ((CAPACITY + 1, 1 << 20), (1 << 20, CAPACITY + 1)):
+        far = rendezvous.objection(_hello("consumer", one), _hello("producer", other))
+        assert far == f"a maxsize of {CAPACITY + 1} is more than {CAPACITY}"
 
 
 # -- what is opened
@@ -144,6 +157,57 @@ def test_a_descriptor_that_is_another_by_now_is_not_taken(queue: rendezvous.Pair
 def test_a_process_that_is_another_by_now_is_not_opened(queue: rendezvous.PairQueue) -> None:
     """Process numbers are used again, too: the start time must be that of the binder."""
     assert "its number is another's" in _try_to_reach(queue.offer, who=msgspec.structs.replace(HERE, started=1.0))
+
+
+def test_an_offer_of_our_own_by_another_process(queue: rendezvous.PairQueue) -> None:
+    """A token is no proof: what this process made is only there for those who were offered it by this process."""
+    assert rendezvous.reach(HERE, queue.offer, 3) is queue
+    with pytest.raises(SharedMemoryError, match="its number is another's"):
+        rendezvous.reach(msgspec.structs.replace(HERE, started=1.0), queue.offer, 3)
+
+
+def test_who_is_about_to_claim_is_alone(queue: rendezvous.PairQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two who try at the same moment the lock decides; who got it too late sees that it was claimed."""
+    assert not queue.is_deserted()
+    with contextlib.closing(rendezvous._reach(HERE, queue.offer, 3)) as other:
+        byte = queue.record.block + 1
+        assert ofd_locks.lock(other._life.descriptor, byte, 1)
+        assert not queue.claim(3)
+        ofd_locks.unlock(other._life.descriptor, byte, 1)
+
+        def late(*arguments: Any) -> bool:
+            queue.words[queue.record.claimed] = 1
+            return ofd_locks.lock(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(rendezvous, "lock", late)
+            assert not queue.claim(3)
+        ofd_locks.unlock(queue._life.descriptor, byte, 1)
+        queue.words[queue.record.claimed] = 0
+        assert queue.claim(3)
+
+
+@pytest.mark.parametrize(("said", "maxsize"), [(2, 2), (3, 3), (4, 3), (1 << 40, 3)])
+def test_a_binder_believes_no_larger_maxsize(queue: rendezvous.PairQueue, said: int, maxsize: int) -> None:
+    """The connector says in the queue's record what it has left of it; that can only be less."""
+    rendezvous.QueueRecord(queue.arena, queue.number).narrow(said)
+    queue.accept()
+    assert queue.maxsize == maxsize
+
+
+@pytest.mark.parametrize("which", ["tickets", "credits"])
+def test_pipes_that_are_too_small(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who has used up his share gets pipes of a page: such a queue is not offered, and nothing is left of it."""
+    create = rendezvous.PairQueue.create
+
+    def small(*arguments: Any) -> Any:
+        made = create(*arguments)
+        getattr(made, which).spills = True
+        return made
+
+    monkeypatch.setattr(rendezvous.PairQueue, "create", small)
+    with pytest.raises(SharedMemoryError, match="fs.pipe-user-pages-soft"):
+        rendezvous.make(3)
 
 
 def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.PairQueue) -> None:
@@ -534,6 +598,67 @@ def test_a_ticket_that_names_no_block(ticket: int) -> None:
                     break
             child.result()
         del queue
+
+
+@pytest.mark.parametrize(
+    ("places", "fits"),
+    [
+        pytest.param((64, 8, 128, 384), True, id="payload up to the end"),
+        pytest.param((64, 8, 128, 385), False, id="payload beyond the end"),
+        pytest.param((504, 8, 64, 8), True, id="metadata up to the end"),
+        pytest.param((504, 9, 64, 8), False, id="metadata beyond the end"),
+        pytest.param((63, 8, 128, 8), False, id="metadata in the header"),
+        pytest.param((64, 8, 63, 8), False, id="payload in the header"),
+        pytest.param((64, 8, 1 << 63, 8), False, id="payload far away"),
+        pytest.param((1 << 63, 8, 64, 8), False, id="metadata far away"),
+    ],
+)
+def test_places_in_a_block_have_two_sides(
+    queue: rendezvous.PairQueue, places: tuple[int, int, int, int], fits: bool
+) -> None:
+    """The other end says where metadata and payload lie, and may say anything."""
+    queue.put(Bytes(bytes(100)), b"m")
+    (ticket,) = queue.tickets.snapshot() or ()
+    word = queue._word_of(ticket)
+    at, length, payload_at, nbytes = places
+    queue.words[word + 2], queue.words[word + 3] = nbytes, (FORWARDED | length) << 32
+    queue.words[word + METADATA_AT], queue.words[word + PAYLOAD_AT] = at, payload_at
+    if fits:
+        message = queue._open(word, Message)
+        assert (len(message.metadata), len(message.payload)) == (length, nbytes)
+    else:
+        with pytest.raises(ProtocolError, match="in a block of 512"):
+            queue._open(word, Message)
+
+
+def test_no_payload_is_larger_than_the_arena_may_be(queue: rendezvous.PairQueue) -> None:
+    """Whoever writes that a block is a huge one has nobody ask for so much memory."""
+    queue.put(Bytes(bytes(600_000)), b"m")
+    (ticket,) = queue.tickets.snapshot() or ()
+    word = queue._word_of(ticket)
+    unit = ROWS_END // 8 + (word << 3) // UNIT
+    queue.words[unit] |= 62 << 16
+    queue.arena.capacity = 4096
+    queue.words[word + 2] = 4096
+    assert len(queue._open(word, Message).payload) == 4096
+    queue.words[word + 2] = 4097
+    with pytest.raises(ProtocolError, match="4097 of payload in a block of"):
+        queue._open(word, Message)
+
+
+def test_tickets_have_two_sides(queue: rendezvous.PairQueue) -> None:
+    """One names the first byte of a block, of a large one too, wherever that begins; and none behind the segment."""
+    for nbytes in (100, 1 << 20, 3 << 20):
+        queue.put(Bytes(bytes(nbytes)), b"m")
+    small, large, another = queue.tickets.snapshot() or ()
+    for ticket in (small, large, another):
+        assert queue._word_of(ticket) << 3 == ticket >> 32 << SMALLEST
+    assert any((ticket >> 32 << SMALLEST) // UNIT % 4 for ticket in (large, another))
+    table, last = ROWS_END // 8, queue.arena.segment.size // UNIT
+    queue.words[table + last] = queue.words[table + (small >> 32 << SMALLEST) // UNIT]
+    for wrong in (large + (1 << 32), large + (UNIT >> SMALLEST << 32), last * UNIT >> SMALLEST << 32):
+        with pytest.raises(ProtocolError, match="where there is no block"):
+            queue._word_of(wrong)
 
 
 def test_lengths_beyond_the_block() -> None:

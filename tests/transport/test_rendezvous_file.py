@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import struct
 import zlib
@@ -18,6 +19,7 @@ from children import PATIENCE, Child, in_thread
 from secured import binders, make_keys
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous_file
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.rendezvous_file import LIMIT, Rendezvous, packed
@@ -88,12 +90,14 @@ DAMAGES: dict[str, Callable[[], Any]] = {
     "of another pid namespace": lambda: _rewritten(_of(namespace=7)),
     "of another boot": lambda: _rewritten(_of(boot="01234567-89ab-cdef-0123-456789abcdef")),
     "without a boot id": lambda: _rewritten(_of(boot="")),
-    "for others to read": lambda: _path().chmod(0o644),
-    "for others to write": lambda: _path().chmod(0o620),
+    **{f"with mode {0o600 | 1 << bit:04o}": lambda bit=bit: _path().chmod(0o600 | 1 << bit) for bit in range(6)},
     **({} if os.geteuid() else {"another user's": lambda: os.chown(_path(), containers.NOBODY, containers.NOBODY)}),
     "a symbolic link": _linked,
     "a pipe": _as_a_pipe,
-    "in a folder that others may write to": lambda: _path().parent.chmod(0o770),
+    **{
+        f"in a folder with mode {0o700 | 1 << bit:04o}": lambda bit=bit: _path().parent.chmod(0o700 | 1 << bit)
+        for bit in range(6)
+    },
 }
 
 
@@ -118,6 +122,83 @@ def test_a_file_that_breaks_a_rule_is_not_believed(name: str, consumer: tp.Consu
         consumer.close()
         for path in _path().parent.glob("*.rendezvous*"):
             path.unlink()
+
+
+@pytest.mark.parametrize(("length", "believed"), [(LIMIT, True), (LIMIT + 1, False)])
+def test_its_length_has_two_sides(length: int, believed: bool, consumer: tp.Consumer) -> None:
+    """What a longer one has left at its end is no harm, up to so many bytes."""
+    found = rendezvous_file.read(_address())
+    data = _path().read_bytes()
+    _path().write_bytes(data + bytes(length - len(data)))
+    assert rendezvous_file.read(_address()) == (found if believed else None)
+
+
+def test_the_shortest_bytes() -> None:
+    """A head is 16 bytes, and may promise nothing."""
+    assert rendezvous_file.unpacked(_made_of(None)[:15]) is None
+    assert rendezvous_file.unpacked(struct.pack("<4sIII", b"TPIR", VERSION, 0, 0)) is None
+
+
+def test_a_folder_that_is_a_symbolic_link(consumer: tp.Consumer) -> None:
+    """Whoever made it may lead it elsewhere."""
+    folder = _path().parent
+    folder.rename(f"{folder}.real")
+    folder.symlink_to(f"{folder}.real")
+    try:
+        assert rendezvous_file.read(_address()) is None
+    finally:
+        folder.unlink()
+        Path(f"{folder}.real").rename(folder)
+    assert rendezvous_file.read(_address()) is not None
+
+
+def test_another_socket_at_its_address(consumer: tp.Consumer) -> None:
+    """Or a symbolic link to the very one. The file is of the one that was there."""
+    path = _address().path
+    os.rename(path, f"{path}.real")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        assert rendezvous_file.read(_address()) is None
+    os.unlink(path)
+    os.symlink(f"{path}.real", path)
+    assert rendezvous_file.read(_address()) is None
+    os.rename(f"{path}.real", path)
+    assert rendezvous_file.read(_address()) is not None
+
+
+def test_who_cannot_see_others_sweeps_nothing(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /proc there is no boot id to compare with. Nor is anything swept that is no rendezvous file."""
+    other = _path().parent / "empty.other"
+    other.touch()
+    monkeypatch.setattr(rendezvous_file, "identity", lambda: replace(identity(), boot=""))
+    rendezvous_file.sweep()
+    assert _path().exists()
+    assert other.exists()
+    other.unlink()
+
+
+def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none then, not even an empty one, and the end works."""
+    write, refused = os.pwrite, []
+
+    def fail(descriptor: int, data: bytes, offset: int) -> int:
+        if data[:4] == b"TPIR":
+            refused.append(data)
+            raise OSError(28, "no space left")
+        return write(descriptor, data, offset)
+
+    with tp.Consumer("filed"):
+        found = rendezvous_file.read(_address())
+        assert found is not None
+        monkeypatch.setattr(os, "pwrite", fail)
+        with pytest.raises(OSError, match="no space left"):
+            rendezvous_file.RendezvousFile(_address(), found.hello)
+    with tp.Consumer("filed") as consumer, tp.Producer("filed") as producer:
+        assert len(refused) == 2
+        assert not os.path.lexists(_path())
+        putting = in_thread(lambda: producer.put("greeted", PATIENCE))
+        assert consumer.get(PATIENCE) == "greeted"
+        putting()
 
 
 def test_without_a_file_the_two_greet_each_other(consumer: tp.Consumer) -> None:
@@ -210,6 +291,23 @@ def test_that_of_an_earlier_boot_is_swept(consumer: tp.Consumer) -> None:
     _rewritten(_of(boot="01234567-89ab-cdef-0123-456789abcdef"))
     with tp.Consumer("another"):
         assert not _path().exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"host": "far", "boot": "01234567-89ab-cdef-0123-456789abcdef"}, id="another host"),
+        pytest.param(
+            {"host": "far", "boot": "01234567-89ab-cdef-0123-456789abcdef", "pid": (1 << 22) + 5}, id="and pid"
+        ),
+        pytest.param({"namespace": 7, "pid": (1 << 22) + 5}, id="another pid namespace"),
+    ],
+)
+def test_that_of_a_process_that_cannot_be_seen_is_not_swept(changes: Any, consumer: tp.Consumer) -> None:
+    """A folder may be shared between hosts or containers, and who cannot be seen may live."""
+    _rewritten(_of(**changes))
+    with tp.Consumer("another"):
+        assert _path().exists()
 
 
 @pytest.mark.parametrize("role", [tp.Consumer, tp.Producer])

@@ -272,23 +272,42 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
         regions.ready(PIECE, PIECE)
+    refused = Assembly(1, Piece(0, PIECE, PIECE), regions)
+    assert refused.add(unpack(memoryview(_piece(0, PIECE))), memoryview(bytes(100)))
+    assert refused.refused
+    assert not refused._waiting  # nor is it kept for later
     region = regions.fresh(PIECE)
     del region
     assert regions.ready(PIECE, PIECE) is not None
 
 
+def test_which_message_is_completed() -> None:
+    """The one whose number the pieces had, and that comes with no payload of its own."""
+    tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
+    building = Assembly(1, Piece(0, PIECE, PIECE), Regions())
+    assert building.add(unpack(memoryview(_piece(0, PIECE))), memoryview(tensor.numpy()))
+    (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
+    assert building.completed(unpack(memoryview(another)), [another])[1] == [another]
+    assert building.completed(unpack(memoryview(head)), [head, b"its own"])[1] == [head, b"its own"]
+    _, (_, put_together) = building.completed(unpack(memoryview(head)), [head])
+    assert bytes(put_together) == bytes(payload)
+
+
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
-    regions = Regions()
+    regions, asked = Regions(), []
     building = Assembly(1, Piece(0, 2 * PIECE, 2 * PIECE), regions)
 
-    def fail(*_: Any) -> Any:
+    def fail(*arguments: Any) -> Any:
+        asked.append(arguments)
         raise MemoryError("none left")
 
     monkeypatch.setattr(assembly.np, "empty", fail)
-    for offset in (0, PIECE, PIECE):
+    for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
         header = unpack(memoryview(_piece(offset, 2 * PIECE)))
-        assert building.add(header, memoryview(bytes(PIECE)))
+        assert building.add(header, memoryview(bytes(size)))
+    assert len(asked) == 1
+    assert not building._waiting
     assert "there is no memory: none left" in building.refused
     assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"])[1] == ["header"]
 

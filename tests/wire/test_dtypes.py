@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.arrival import restored_span
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_NUMPY, BY_TORCH
+from tensorpipe_ipc.wire.metas import LeafMeta
 
 
 def test_every_dtype_that_owns_whole_bytes_is_listed() -> None:
@@ -27,3 +31,15 @@ def test_the_table_agrees_with_torch_and_numpy() -> None:
         if row.numpy is not None:
             assert torch.empty(1, dtype=dtype).numpy().dtype == row.numpy
             assert BY_NUMPY[row.numpy] is row
+
+
+@pytest.mark.parametrize(("nbytes", "items"), [(0, 0), (2, 1), (4, 2), (3, None), (1, None)])
+def test_a_span_holds_whole_items(nbytes: int, items: int | None) -> None:
+    """Of a narrow dtype, before they get their own one back."""
+    meta = LeafMeta(BY_TORCH[torch.float16], own=BY_TORCH[torch.float32])
+    span = torch.zeros(nbytes, dtype=torch.uint8)
+    if items is None:
+        with pytest.raises(ProtocolError, match=rf"a span of {nbytes} bytes, which are no items of torch.float16"):
+            restored_span(span, meta)
+    else:
+        assert len(restored_span(span, meta)) == 4 * items

@@ -95,6 +95,13 @@ REFUSED = [
 ]
 
 
+def _tuples(depth: int) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = ()
+    for _ in range(depth - 1):
+        found = (found,)
+    return found
+
+
 @pytest.mark.parametrize(("leaf", "says"), REFUSED)
 def test_what_cannot_travel_is_named(leaf: Any, says: str) -> None:
     """Alone or in a tree it is refused: where it stands, what it is, what to do. In a tree, others stand beside it."""
@@ -144,6 +151,42 @@ def test_the_number_of_nodes_has_two_sides() -> None:
     assert round_trip([None] * (MAX_NODES - 1)) == [None] * (MAX_NODES - 1)
     with pytest.raises(UnsupportedLeaf, match="131,073 nodes, the limit is 131,072; send numbers as a tensor"):
         sent([None] * MAX_NODES)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "says"),
+    [
+        pytest.param(b"k" * 65_532, b"k" * 65_533, "a dict key of 65,536 bytes, the limit is 65,535", id="length"),
+        pytest.param(
+            _tuples(MAX_DEPTH), _tuples(MAX_DEPTH + 1), "a dict key of tuples nested deeper than 64", id="depth"
+        ),
+        pytest.param(
+            (b"\x90" * 499,),
+            (b"\x90" * 500,),
+            "a dict key of 504 bytes that is too long for a tuple",
+            id="a long tuple",
+        ),
+        pytest.param(
+            tuple(range(0x80, 0xA0)) * 12, tuple(range(0x80, 0xA0)) * 16, "too long for a tuple", id="many numbers"
+        ),
+        pytest.param((1 << 64) - 1, 1 << 64, "cannot be written", id="largest number"),
+        pytest.param(-(1 << 63), -(1 << 63) - 1, "cannot be written", id="smallest number"),
+    ],
+)
+def test_keys_have_two_sides(inside: Any, outside: Any, says: str) -> None:
+    """What a receiver would not take as a key is refused where it is sent; one step inside, it goes."""
+    assert round_trip({inside: 1}) == {inside: 1}
+    with pytest.raises(UnsupportedLeaf, match=says):
+        sent({outside: 1})
+
+
+def test_numbers_of_more_than_64_bits() -> None:
+    """From the first that msgpack has no place for they go as text, and come as what they were."""
+    for number in (-(1 << 63), (1 << 64) - 1):
+        assert flatten(number).values == [number]
+    for number in (-(1 << 63) - 1, 1 << 64):
+        assert flatten(number).values == [hex(number)]
+        assert round_trip(number) == number
 
 
 def test_keys_of_many_streams_do_not_pile_up() -> None:

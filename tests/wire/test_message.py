@@ -213,6 +213,34 @@ def test_long_text_is_refused_with_advice() -> None:
     assert round_trip(b"x" * (1 << 22)) == b"x" * (1 << 22)
 
 
+def test_the_length_of_text_has_two_sides() -> None:
+    """Half of the header is for it, with the few bytes that say how long it is."""
+    longest = "x" * (message.MAX_VALUES - 6)
+    assert round_trip(longest) == longest
+    with pytest.raises(UnsupportedLeaf, match="4,194,305 bytes of text and numbers, the limit is 4,194,304"):
+        message.encode(longest + "x", serializer_named("raw"))
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_the_length_of_a_header_has_two_sides(leaves: int) -> None:
+    """Schema and values fill it to the last byte, and no further; what fits is taken there, too."""
+
+    def tree(length: int) -> Any:
+        keys = [b"%5d" % number + b"k" * 65_000 for number in range(100)]
+        return [dict.fromkeys([*keys, b"l" * length]), "v" * 1_840_000, *[torch.ones(1) for _ in range(leaves)]]
+
+    def size(outgoing: message.Outgoing) -> int:
+        return len(outgoing.schema) + len(outgoing.values)
+
+    raw = serializer_named("raw")
+    length = 300 + header.MAX_BODY - size(message.encode(tree(300), raw))
+    assert size(message.encode(tree(length), raw)) == header.MAX_BODY
+    got = round_trip(tree(length))
+    assert [*got[0]] == [*tree(length)[0]]
+    with pytest.raises(UnsupportedLeaf, match="over 8,388,584 together"):
+        message.encode(tree(length + 1), raw)
+
+
 @pytest.mark.parametrize("extra", [0, *range(1, 2000, 97)])
 def test_a_large_frame_keeps_its_tensor(extra: int) -> None:
     """With the message and the tensor gone and memory used anew, a frame that was not copied has its bytes still."""

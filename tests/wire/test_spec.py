@@ -125,6 +125,17 @@ def test_a_name_belongs_to_one_class(registry: None) -> None:
     assert BY_NAME["Point"].cls is again
 
 
+def test_the_length_of_a_name_has_two_sides(registry: None) -> None:
+    """What has no place on the wire is refused where it is registered, and not by the first put."""
+    register_type(Point, name="é" * 32_767 + "n")
+    flat = flatten(Point(1, 2))
+    assert Plan(b"".join(flat.spec)).build([], flat.values) == Point(1, 2)
+    with pytest.raises(ValueError, match=r"a name of 65,536 bytes for .*Point'>, the limit is 65,535"):
+        register_type(Point, name="é" * 32_768)
+    with pytest.raises(ValueError, match="surrogates"):
+        register_type(Point, name="\ud800")
+
+
 def test_no_code_of_the_class_runs_on_arrival(registry: None) -> None:
     """A dataclass arrives without ``__init__`` and ``__post_init__``, a NamedTuple without ``__new__``."""
 
