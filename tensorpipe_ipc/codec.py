@@ -97,8 +97,10 @@ class Codec:
     def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
         try:
             return encode(_with_pickle(data, leaves), staged(self.narrowing or self._serializer))
-        except UnsupportedLeaf as error:  # its path is not the caller's
-            if refused is not None and refused.reason == error.reason:
+        except (
+            UnsupportedLeaf
+        ) as error:  # its path is not the caller's, and its reason may be one of the pickle's making
+            if refused is not None and (refused.reason == error.reason or _is_tree(obj)):
                 raise refused from None
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
 
@@ -162,6 +164,14 @@ class Codec:
             region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
             tree = schema.tree_in(values, region, self._serializer, arrival)
         return _unpickled(tree) if how & PICKLED else tree
+
+
+def _is_tree(obj: Any) -> bool:
+    try:
+        flatten(obj)
+    except UnsupportedLeaf:
+        return False
+    return True
 
 
 def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | None, cuda_ipc: bool) -> Codec:

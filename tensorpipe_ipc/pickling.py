@@ -86,4 +86,5 @@ def _is_leaf(obj: Any) -> bool:
         return not obj.is_meta
     if kind is np.ndarray:
         return obj.dtype in BY_NUMPY and obj.dtype.isnative
-    return kind is UntypedStorage or (isinstance(obj, TypedStorage) and obj.device.type == "cpu")
+    # Not obj.device: torch warns of that, whoever asks.
+    return kind is UntypedStorage or (isinstance(obj, TypedStorage) and obj._untyped_storage.device.type == "cpu")

@@ -143,7 +143,10 @@ def write_key_pair(name: str, public: bytes, secret: bytes) -> tuple[str, str]:
 
     Raises:
         Refused: one of them is there already (it stays as it is), or cannot be written.
+        ValueError: nothing of ``name`` is left for the files' own names.
     """
+    if not os.path.basename(name):
+        raise ValueError(f"name {name!r}: the files need one of their own, as in keys/robot")
     paths = name + PUBLIC, name + SECRET
     about = b"# ZeroMQ CURVE %s, made by tensorpipe-ipc keygen\n# %s\n\nmetadata\ncurve\n"
     lines = b'    public-key = "%s"\n' % public, b'    secret-key = "%s"\n' % secret

@@ -65,6 +65,17 @@ def test_keygen_never_overwrites(there: str, how: str, tmp_path: Path, capsys: p
     assert how in ("folder", "dangling link") or path.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["", "keys/"])
+def test_keygen_needs_a_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is called ``.key``."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["keygen", name]) == 1
+    assert f"name {name!r}: the files need one of their own" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_keygen_where_nothing_can_be_written(tmp_path: Path) -> None:
     """A folder that is not there is said so."""
     with pytest.raises(tp.Refused, match=r"none/robot.key_secret cannot be written: No such file"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.security import write_key_pair
 from tensorpipe_ipc.transport.curve import key_pair
 
@@ -20,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the two files, and say which is which. No key is printed."""
-    public, secret = write_key_pair(arguments.name, *key_pair())
+    try:
+        public, secret = write_key_pair(arguments.name, *key_pair())
+    except ValueError as error:
+        raise Failure(str(error)) from None
     print(f"{public}  public: copy it to the other side")
     print(f"{secret}  secret: stays here, readable by you alone")
     return 0

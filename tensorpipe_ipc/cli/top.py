@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.transport.survey import Part, QueueView, SegmentView, Use, survey
@@ -42,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look again and again, until Ctrl-C."""
-    interval = max(0.05, check_timeout(arguments.interval, "--interval"))
+    if arguments.json and not arguments.once:
+        raise Failure("--json goes with --once")
+    try:
+        interval = max(0.05, check_timeout(arguments.interval, "--interval"))
+    except ValueError as error:
+        raise Failure(str(error)) from None
     before, at = survey(), time.monotonic()
     if arguments.once:
         time.sleep(interval)

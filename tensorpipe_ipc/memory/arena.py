@@ -115,6 +115,7 @@ class Arena:
         self._young: defaultdict[int, deque[int]] = defaultdict(deque)
         self._old: defaultdict[int, deque[int]] = defaultdict(deque)
         self._allowance = 0
+        self._claiming: dict[int, list[int]] = {}  # by unit: the thread, or interrupted code, that is at it
         self._idle_since, self._idle_before = time.monotonic(), dict[int, list[int]]()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -129,10 +130,14 @@ class Arena:
         """
         if self.rows.index >= 0:
             return
-        self.rows.attach(finish or self.finish)  # not kept: it is a method of what keeps this
-        holder = self.rows.incarnation << (STEP_BITS + ROW_BITS) | self.rows.index << STEP_BITS
+        self.rows.attach(finish or self.finish, self._begin)  # not kept: it is a method of what keeps this
+
+    def _begin(self, row: int) -> None:
+        """This process has a row, and what belongs to that. No other thread of it allocates yet."""
+        self._forget()
+        holder = self.rows.incarnation << (STEP_BITS + ROW_BITS) | row << STEP_BITS
         self.writing, self.queued, self.held = (holder | step for step in (WRITING, QUEUED, HELD))
-        for start, kind, units in self._extents(self.rows.index):
+        for start, kind, units in self._extents(row):
             self._take_over(start, kind, units)
 
     # ---- allocation ----
@@ -293,15 +298,31 @@ class Arena:
                     errno.ENOSPC,
                     f"no {units} MiB of addresses in a row left in a segment of {self.segment.size >> 20} MiB",
                 )
-            if self.rows.try_lock(unit << 20, units << 20):
-                try:
-                    if self._gap(unit, units) == unit:
-                        self.words[self._table + unit] = units << 32 | kind << 16 | (self.rows.index + 1)
-                        break
-                finally:
-                    self.rows.unlock(unit << 20, units << 20)
+            if self._claim_at(unit, units, kind):
+                break
             unit += 1
         self._fresh[kind].extend(range((unit + units) * UNIT - (1 << kind), unit * UNIT - 1, -(1 << kind)))
+
+    def _claim_at(self, unit: int, units: int, kind: int) -> bool:
+        """Make these units an extent, unless they are none that are free, or somebody else is at them. Whether they are."""
+        mine: list[int] = []  # to the kernel all threads of this process are one holder, so they are told apart here
+        try:
+            for each in range(unit, unit + units):
+                if self._claiming.setdefault(each, mine) is not mine:
+                    return False
+                mine.append(each)
+            if not self.rows.try_lock(unit << 20, units << 20):
+                return False
+            try:
+                if self._gap(unit, units) != unit:
+                    return False
+                self.words[self._table + unit] = units << 32 | kind << 16 | (self.rows.index + 1)
+                return True
+            finally:
+                self.rows.unlock(unit << 20, units << 20)
+        finally:
+            for each in mine:
+                del self._claiming[each]
 
     def _gap(self, unit: int, units: int) -> int:
         """The first unit from ``unit`` on that so many free ones begin with."""

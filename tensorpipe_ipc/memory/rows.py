@@ -62,6 +62,10 @@ FINISHED = 8192 // 8
 _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
+def _nothing(_: int) -> None:
+    """What is to be done with a row that nothing else is known of."""
+
+
 class Rows:
     """The table of one segment, seen by one process, and that process's own row.
 
@@ -95,11 +99,13 @@ class Rows:
 
     # ---- attaching ----
 
-    def attach(self, finish: Callable[[int], bool]) -> None:
+    def attach(self, finish: Callable[[int], bool], taken: Callable[[int], None] = _nothing) -> None:
         """Take a row, unless this process has one.
 
         Args:
             finish: called with a dead row whose lock is held; says whether nothing is left to do in it.
+            taken: called with the row that has become this process's, before any other thread of it may use the row. Again,
+                perhaps with another row, after an exception.
 
         Raises:
             SharedMemoryError: all rows are taken, or no descriptor is left.
@@ -110,7 +116,7 @@ class Rows:
             _register(self)
             self._descriptor = self._open()
             try:
-                self._adopt(self._find(finish))
+                self._adopt(self._find(finish), taken)
             except BaseException:
                 if self.index < 0:  # else it would be open for ever, and a row locked
                     os.close(self._descriptor)
@@ -139,18 +145,20 @@ class Rows:
                 self._unlock(row)
         raise SharedMemoryError(errno.EUSERS, f"all {MAX_ROWS} rows of the segment are taken by living processes")
 
-    def _adopt(self, row: int) -> None:
+    def _adopt(self, row: int, taken: Callable[[int], None]) -> None:
         words, base = self.words, row_word(row)
         me = identity()
         self.incarnation = (words[INCARNATIONS + row] + 1) % _INCARNATION_LIMIT or 1
         words[INCARNATIONS + row] = self.incarnation  # from here on the row is not finished
         words[base + INCARNATION], words[base + PID] = self.incarnation, me.pid
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
-        self.index = row
+        self._inherited = {}
         for record in self.records(row):
             clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
                 self._inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
+        taken(row)
+        self.index = row  # last: other threads look at it without waiting, and go on if it is there
 
     def after_fork(self, method: Callable[[], None]) -> None:
         """Have a bound method called in a forked child, once the row is dropped. It is not kept alive."""

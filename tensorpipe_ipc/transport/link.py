@@ -95,6 +95,10 @@ class Link(Meeting):
         security: Curve | None = None,
     ) -> None:
         super().__init__()
+        if security is not None and not isinstance(security, Curve):
+            raise TypeError(
+                f"security={security!r} is a {type(security).__name__}; give a tensorpipe_ipc.Curve, or None"
+            )
         self.has_keys = security is not None
         address = parse(endpoint, has_keys=self.has_keys)
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype, is_narrowed
 
 __all__ = [
@@ -48,7 +48,7 @@ __all__ = [
     "unpack_meta",
 ]
 
-MAX_DIMS = 64  # torch's own limit
+MAX_DIMS = 64  # that of most of torch's own functions, though it makes tensors of more
 MAX_NBYTES = 1 << 48  # 256 TiB: more than any machine maps, and far from overflowing a signed 64-bit product
 
 Window = Callable[[int], Any]
@@ -93,6 +93,10 @@ class TensorMeta:
         order: tuple[int, ...] | None = None,
         own: Dtype | None = None,
     ) -> None:
+        if len(shape) > MAX_DIMS:
+            raise UnsupportedLeaf(
+                f"a tensor of {len(shape)} dimensions, the limit is {MAX_DIMS}; send .flatten() of it"
+            )
         self.dtype = row.torch if row else None
         self.numpy_dtype = row.numpy if row else None
         self.complex = row is not None and row.torch.is_complex

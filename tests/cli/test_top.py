@@ -110,3 +110,17 @@ def test_on_a_closed_terminal_it_ends(terminal: Callable[..., Terminal]) -> None
     os.close(screen.line)
     screen.line = os.open(os.devnull, os.O_RDONLY)
     assert os.WIFSIGNALED(os.waitpid(screen.pid, 0)[1]), "SIGHUP"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--json"], "--json goes with --once"),
+        (["--interval", "nan"], "--interval=nan: give at least 0 seconds"),
+        (["--interval", "-1", "--once"], "--interval=-1.0: give at least 0 seconds"),
+    ],
+)
+def test_what_it_cannot_do_it_says(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Instead of a traceback, or of a table where JSON was asked for."""
+    assert cli.main(["top", *arguments]) == 1
+    assert says in capsys.readouterr().err

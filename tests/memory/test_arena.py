@@ -1,5 +1,8 @@
 """Blocks: who has them, where they come from, what they cost."""
 
+import sys
+import threading
+
 import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -204,6 +207,37 @@ def test_units_that_another_process_is_claiming_are_left_to_it(arena):
     following = start + units * UNIT
     assert other.try_lock(following, 2 * UNIT)  # it may be stopped there for long
     assert arena.allocate(5000) == following + 2 * UNIT
+
+
+def test_threads_that_begin_at_once_get_blocks_of_their_own():
+    """One of them attaches; all claim units, of which the kernel would let each have the same."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            assert_threads_get_blocks_of_their_own(Arena(Segment.create(1 << 28), capacity=1 << 28))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def assert_threads_get_blocks_of_their_own(arena, threads=4):
+    begin, blocks = threading.Barrier(threads), list[tuple[int, int]]()
+
+    def allocate():
+        begin.wait(10)
+        arena.attach()
+        blocks.extend((arena.allocate(nbytes), 1 << kind_of(nbytes)) for nbytes in (400, 5000, 1 << 20, 3 << 20) * 4)
+
+    at_it = [threading.Thread(target=allocate) for _ in range(threads)]
+    for thread in at_it:
+        thread.start()
+    for thread in at_it:
+        thread.join(30)
+    ranges = sorted((block, block + nbytes) for block, nbytes in blocks)
+    assert len(ranges) == 16 * threads
+    assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert {arena.words[block >> 3] & HOLDER for block, _ in blocks} == {arena.writing}
+    assert arena.writing
 
 
 def test_no_room_for_addresses_says_so(child):

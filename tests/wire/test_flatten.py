@@ -83,6 +83,8 @@ REFUSED = [
     (torch.eye(2).to_sparse_csr(), "layout torch.sparse_csr; send .to_dense"),
     (torch.ones(3).to_mkldnn(), r"mkldnn tensor, .*; send .to_dense\(\)"),
     (torch.ones(3, device="meta"), "meta tensor, which has no items; send its shape and dtype"),
+    (torch.ones((1,) * 65), r"65 dimensions, the limit is 64; send .flatten\(\)"),
+    (torch.ones((1,) * 300), "300 dimensions, the limit is 64"),
     (torch.nested.nested_tensor([torch.ones(2)]), r"nested tensor; send .unbind\(\)"),
     (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantized tensor; send .int_repr\(\)"),
     (_resized(), r"shape \[5\] whose memory was let go"),
