@@ -86,13 +86,11 @@ class Codec:
     def _pickled_at_once(self, obj: Any) -> tuple[bytes | None, list[Any]]:
         """What is no tree is pickled. And a queue's objects are much alike: if the last had no tensors, this one may have
         none, and is but pickled; unless it cannot be, and still is a tree."""
-        if not may_be_tree(obj):
-            return pickling.dump(obj)
         try:
-            data, leaves = pickling.dump(obj)
+            data = pickling.dump_without_leaves(obj) if self._last_had_no_leaves else None
         except Exception:
-            return None, []
-        return (None if leaves else data), []
+            data = None
+        return pickling.dump(obj) if data is None and not may_be_tree(obj) else (data, [])
 
     def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
         try:
