@@ -14,16 +14,19 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zoo
 from arenas import left_in
+from children import PATIENCE, in_thread
 from gpu_stand_in import GPU, OTHER, Recording
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory import staging
 from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.memory.staging import Staging, StagingEncoder, unstager
-from tensorpipe_ipc.serializers import base, serializer_named
+from tensorpipe_ipc.serializers import base, narrowing, serializer_named
 from tensorpipe_ipc.wire.arrival import Arrival
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import encode
@@ -87,6 +90,42 @@ def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
     assert torch.equal(got, last)
     assert got.stride() == last.stride()
     assert torch.equal(queue.get(), gaps)
+
+
+def test_in_pieces_over_tcp_it_is_read_from_its_gpu(cuda: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no block, a message goes in pieces, and each of a GPU tensor is copied when its turn comes."""
+    at_work = Staging(cuda)
+    monkeypatch.setattr(staging, "staging", lambda: at_work)
+    last = cuda.put_on(torch.randn(8, 3, 100, 100).to(memory_format=torch.channels_last))
+    sent = {"x": _gpu(cuda, 700_001), "cpu": torch.randn(LARGE), "small": torch.arange(3), "last": last}
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+        with tp.Producer(consumer.endpoint) as producer:
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            producer.put(sent, PATIENCE)
+            got = getting()
+    zoo.same(sent, got)
+    assert cuda.calls == [], "nothing was locked, as the memory that it was copied to is no block"
+
+
+def test_narrowed_on_its_gpu_it_is_cast_there_once() -> None:
+    """What is not on the CPU is cast where it is, in one go, and fetched piece by piece; what it lost is counted once."""
+    tensor = torch.randn(3, 100_000)
+    tensor[1, 7] = 1e6
+    narrows = narrowing.narrowing(serializer_named("raw"), torch.float16)
+    payload = narrowing._Cast(narrows, tensor.as_subclass(_Elsewhere), 2 * tensor.numel())
+    place = np.empty(len(payload), np.uint8)
+    for _ in range(2):  # as when it has to be sent again
+        for start in range(0, len(payload), 1 << 18):
+            part = memoryview(place)[start : start + (1 << 18)]
+            payload.write_part(part, start)
+            payload.sent(part, start)
+    assert torch.equal(torch.from_numpy(place).view(torch.float16).view(3, -1), tensor.half())
+    assert narrows.overflowed == 1
+    assert 0 < narrows.worst < 1
+
+
+class _Elsewhere(torch.Tensor):
+    is_cpu = False
 
 
 def test_get_holds_the_block_until_the_copy_is_done(ctx, cuda: Recording) -> None:
