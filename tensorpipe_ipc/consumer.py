@@ -110,8 +110,8 @@ class Consumer:
             TypeError: ``bind`` is no bool, ``maxsize`` no int, ``accept`` a str, or ``security`` no Curve.
             ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
                 ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side.
-            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys; a key
-                file cannot be used.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         if isinstance(accept, str):

@@ -122,8 +122,8 @@ class Producer:
             TypeError: ``bind`` is no bool, ``maxsize`` no int, or ``security`` no Curve.
             ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range;
                 ``security`` does not name the keys of the other side.
-            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys; a key
-                file cannot be used.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         self._serializer = serializer_named(serializer)
