@@ -98,7 +98,8 @@ class Consumer:
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
                 long as this process has not too much under lease); True: all own; False: none copied.
             restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
-                own. False: they come as they crossed, and may lie on what they came in.
+                own. False: they come as they crossed, and may lie on what they came in (but for what goes to NumPy, of a
+                dtype that NumPy lacks).
             as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
             maxsize: the most messages that each producer may have in flight towards this end.
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in

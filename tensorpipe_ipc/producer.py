@@ -68,7 +68,8 @@ class ProducerStatistics:
     transport: str
     """How messages travel, and why so."""
     overflowed: int
-    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
+    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan). Those of tensors
+    under 64 KiB count at each try: also where the put ended in ``Full``."""
     worst_error: float
     """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor."""
     on_device: int = 0

@@ -163,7 +163,7 @@ class Queue:
                 are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
                 on the CPU.
             restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
-                they come as they crossed, as a lease if large.
+                they come as they crossed, as a lease if large (but for what goes to NumPy, of a dtype that NumPy lacks).
             as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
 
         Raises:
