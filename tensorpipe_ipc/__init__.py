@@ -2,8 +2,8 @@
 
 The map of the house, bottom up; imports point down only:
 
-* ``errors``, ``process``, ``parent``: what went wrong; who a process is, whether it lives, what memory it holds; a worker's
-  wait that ends with its parent.
+* ``errors``, ``process``, ``parent``, ``reader``: what went wrong; who a process is, whether it lives, what memory it holds;
+  a worker's wait that ends with its parent; a queue as a connection to read from.
 * ``wire``: what goes over the wire, as pure functions of bytes.
 * ``serializers``: what the bytes of a tensor are.
 * ``security``: which keys an end has, and whose it lets in.

@@ -23,7 +23,7 @@ from tensorpipe_ipc.errors import (
     UnsupportedLeaf,
 )
 from tensorpipe_ipc.guard import Guard
-from tensorpipe_ipc.limits import check_count, deadline_of, remaining
+from tensorpipe_ipc.limits import check_bool, check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
@@ -88,8 +88,8 @@ class Consumer:
         """Open the end. It does not wait for anybody.
 
         Args:
-            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback, unless there are keys), ``inproc://name``, or a bare
-                name.
+            endpoint: ``ipc:///path`` (in a folder that is there), ``tcp://host:port`` (loopback, unless there are keys),
+                ``inproc://name``, or a bare name.
             bind: whether this side has the address.
             accept: names of the serializers that producers may use; None for all that are registered here.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
@@ -98,7 +98,8 @@ class Consumer:
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
                 long as this process has not too much under lease); True: all own; False: none copied.
             restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
-                own. False: they come as they crossed, and may lie on what they came in.
+                own. False: they come as they crossed, and may lie on what they came in (but for what goes to NumPy, of a
+                dtype that NumPy lacks).
             as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
             maxsize: the most messages that each producer may have in flight towards this end.
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
@@ -107,11 +108,11 @@ class Consumer:
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
-            TypeError: ``maxsize`` is no int, ``accept`` a str, or ``security`` no Curve.
+            TypeError: ``bind`` is no bool, ``maxsize`` no int, ``accept`` a str, or ``security`` no Curve.
             ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
                 ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side.
-            Refused: the address is in use by a live process, is not safe, or is not loopback and there are no keys; a key
-                file cannot be used.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         if isinstance(accept, str):
@@ -121,7 +122,7 @@ class Consumer:
         self._arrival = arrival_of(restore, as_numpy, device)
         self._link = ReceiveLink(
             endpoint,
-            bind=bind,
+            bind=check_bool(bind, "bind"),
             window=check_count(maxsize, "maxsize"),
             accept=names,
             shared_memory=shared_memory,
@@ -225,7 +226,13 @@ class Consumer:
                 return
 
     def __enter__(self) -> Consumer:
-        return self
+        """Itself.
+
+        Raises:
+            Closed: the end is closed or was forked.
+        """
+        with self._guard:
+            return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

@@ -16,7 +16,7 @@
     ├── UnsupportedLeaf(TypeError)    the leaf's path in the tree, its type, and what to do
     ├── Refused(PermissionError)      serializer not accepted, address, key or uid not allowed
     ├── SharedMemoryError(OSError)    could not be created, attached or grown: sizes, what is free, the remedy
-    ├── OutOfMemory(MemoryError)      a message that came is larger than this process may have: sizes, and the remedy
+    ├── OutOfMemory(MemoryError)      a message is larger than this process may have: sizes, and the remedy
     └── MeasurementFailed(RuntimeError)  a benchmark's message came damaged, or not at all, or one of its processes failed
 
 Each also is the exception that a user of ``queue``, ``multiprocessing`` or sockets already catches.
@@ -130,7 +130,8 @@ class SharedMemoryError(TensorPipeError, OSError):
 
 
 class OutOfMemory(TensorPipeError, MemoryError):
-    """A message came that is larger than this process may have memory for. It is dropped, and the next one can be taken."""
+    """A message is larger than this process may have memory for. One that came is dropped, and the next one can be taken;
+    one that was to be sent is not."""
 
 
 class MeasurementFailed(TensorPipeError, RuntimeError):

@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
+from typing import Any
 
-__all__ = ["check_count", "check_timeout", "deadline_of", "remaining"]
+__all__ = ["check_bool", "check_count", "check_maxsize", "check_timeout", "deadline_of", "remaining"]
 
 _FOREVER = 3600.0
+
+
+def check_bool(value: Any, name: str) -> bool:
+    """``value``, True or False, which nothing else stands for: bind="no" would bind.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+    return value
+
+
+def check_maxsize(value: Any) -> int:
+    """A queue's ``maxsize`` as an int: of any kind of whole number, as multiprocessing takes it.
+
+    Raises:
+        TypeError: it is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"maxsize={value!r} is a {type(value).__name__}; give a whole number, or 0 for a queue without a bound"
+        ) from None
 
 
 def check_count(value: int, name: str) -> int:

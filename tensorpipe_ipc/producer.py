@@ -15,7 +15,7 @@ import torch
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Full, PeerLost
 from tensorpipe_ipc.guard import Guard
-from tensorpipe_ipc.limits import check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
@@ -68,7 +68,8 @@ class ProducerStatistics:
     transport: str
     """How messages travel, and why so."""
     overflowed: int
-    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
+    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan). Those of tensors
+    under 64 KiB count at each try: also where the put ended in ``Full``."""
     worst_error: float
     """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor."""
     on_device: int = 0
@@ -100,8 +101,8 @@ class Producer:
         """Open the end. It does not wait for anybody.
 
         Args:
-            endpoint: ``ipc:///path``, ``tcp://host:port`` (loopback, unless there are keys), ``inproc://name``, or a bare
-                name.
+            endpoint: ``ipc:///path`` (in a folder that is there), ``tcp://host:port`` (loopback, unless there are keys),
+                ``inproc://name``, or a bare name.
             bind: whether this side has the address.
             serializer: the name of the serializer for tensors: "raw", "numpy", "torch_save", or one registered.
             wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
@@ -119,10 +120,11 @@ class Producer:
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.
+            TypeError: ``bind`` is no bool, ``maxsize`` no int, or ``security`` no Curve.
             ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range;
                 ``security`` does not name the keys of the other side.
-            Refused: the address is in use by a live process, is not safe, or is not loopback and there are no keys; a key
-                file cannot be used.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         self._serializer = serializer_named(serializer)
@@ -130,7 +132,7 @@ class Producer:
         check_timeout(linger, "linger")
         self._link = SendLink(
             endpoint,
-            bind=bind,
+            bind=check_bool(bind, "bind"),
             window=check_count(maxsize, "maxsize"),
             serializer=serializer,
             shared_memory=shared_memory,
@@ -174,6 +176,8 @@ class Producer:
             Refused: the consumer does not accept this serializer, or one of the two requires shared memory, and what is in
                 the way of it; both ends are named.
             SharedMemoryError: the message is larger than shared memory may ever be.
+            OutOfMemory: something in the tree has gaps or overlaps, and there is no memory to gather it in; or there is none
+                to keep so large a message in. Nothing was sent.
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
@@ -277,7 +281,13 @@ class Producer:
             self._finish()
 
     def __enter__(self) -> Producer:
-        return self
+        """Itself.
+
+        Raises:
+            Closed: the end is closed or was forked.
+        """
+        with self._guard:
+            return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

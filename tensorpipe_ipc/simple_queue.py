@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from multiprocessing import connection
 from typing import Any
 
 import torch
 
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.parent import ends_with_parent
+from tensorpipe_ipc.reader import Reader
 from tensorpipe_ipc.tensor_queue import Queue
 
 __all__ = ["SimpleQueue"]
 
 
 class SimpleQueue:
-    """multiprocessing.SimpleQueue's methods: put, get, empty, close."""
+    """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``."""
 
     def __init__(self, *, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None) -> None:
         """A new, empty queue of no bound. See ``Queue``."""
@@ -55,14 +55,18 @@ class SimpleQueue:
             raise OSError("the handle is closed")
         return self._queue.empty()
 
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``get`` would not wait."""
+        return self._queue.fileno()
+
     def close(self) -> None:
         """Use it no more in this process."""
         self._closed = True
         self._queue.close()
 
     @property
-    def _reader(self) -> _Reader:
-        return _Reader(self)
+    def _reader(self) -> Reader:
+        return Reader(self)
 
     @property
     def _writer(self) -> _Writer:
@@ -72,28 +76,6 @@ class SimpleQueue:
     def _rlock(self) -> threading.Lock:
         """Pool takes it when it ends, so that no worker takes a task: here they may, and that harms nobody."""
         return threading.Lock()
-
-
-class _Reader:
-    """What is used of a connection to read from."""
-
-    def __init__(self, queue: SimpleQueue) -> None:
-        self._queue = queue
-
-    def fileno(self) -> int:
-        """For ``connection.wait``."""
-        return self._queue._queue.fileno()
-
-    def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is something, within so many seconds."""
-        return not self._queue.empty() or (timeout != 0 and bool(connection.wait([self], timeout)))  # type: ignore[list-item]
-
-    def recv(self) -> Any:
-        """Wait for an object, and take it."""
-        return self._queue.get()
-
-    def close(self) -> None:
-        """Nothing: what this process does not use costs it nothing."""
 
 
 class _Writer:

@@ -14,10 +14,11 @@ import torch
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.codec import Codec
 from tensorpipe_ipc.errors import Closed, Full
-from tensorpipe_ipc.limits import check_timeout
+from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.row import BATCH
+from tensorpipe_ipc.reader import Reader
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import on_device
@@ -67,10 +68,12 @@ class Queue:
                 Else they are staged, and ``statistics()`` says why. With ``wire_dtype`` they always are.
 
         Raises:
+            TypeError: ``maxsize`` is no whole number.
             ValueError: ``spin`` is out of range, ``maxsize`` above 16,777,215, or ``wire_dtype`` none of these.
             UnknownSerializer: no serializer of that name.
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
+        maxsize = check_maxsize(maxsize)
         if not 0 <= spin <= MOST_SPIN:
             raise ValueError(f"spin must be from 0 (sleep at once) to {MOST_SPIN} seconds, not {spin}")
         named = serializer_named(serializer)
@@ -98,6 +101,7 @@ class Queue:
             Full: there was no room in time. Who holds what is named; the object stays with the caller.
             Closed: the queue is closed here (a ValueError, as multiprocessing says it).
             UnsupportedLeaf: a tensor with autograd history, say. Whatever the object raises on pickling.
+            SharedMemoryError, OutOfMemory: a tensor is larger than memory, as one that is expanded may be. The sizes are named.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -122,7 +126,7 @@ class Queue:
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
-        deadline = None if timeout is None else time.monotonic() + check_timeout(max(timeout, 0))
+        deadline = None if timeout is None else time.monotonic() + _timeout(timeout)
         done, waiting, remaining = 0, list[tuple[Block, bytes]](), iter(objs)
         while True:
             waiting += map(self._codec.encode, itertools.islice(remaining, BATCH - len(waiting)))
@@ -159,7 +163,7 @@ class Queue:
                 are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
                 on the CPU.
             restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
-                they come as they crossed, as a lease if large.
+                they come as they crossed, as a lease if large (but for what goes to NumPy, of a dtype that NumPy lacks).
             as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
 
         Raises:
@@ -316,6 +320,11 @@ class Queue:
             found = dataclasses.replace(found, overflowed=narrows.overflowed, worst_error=narrows.worst)
         return found
 
+    @property
+    def _reader(self) -> Reader:
+        """What users of multiprocessing's queues reach for: ``connection.wait([queue._reader])``."""
+        return Reader(self)
+
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
         return self._queue, self._codec, self._spin
@@ -357,4 +366,12 @@ class JoinableQueue(Queue):
 def _seconds(block: bool, timeout: float | None) -> float | None:
     if not block:
         return 0
-    return None if timeout is None else check_timeout(max(timeout, 0))
+    return None if timeout is None else _timeout(timeout)
+
+
+def _timeout(timeout: float) -> float:
+    """Seconds; what is negative is 0, as multiprocessing has it."""
+    try:
+        return check_timeout(max(timeout, 0))
+    except TypeError:  # of max: it says nothing of timeouts
+        return check_timeout(timeout)

@@ -21,6 +21,7 @@ FLOORS = {
     "process": 0,
     "limits": 0,
     "parent": 0,
+    "reader": 0,
     "guard": 1,
     "wire": 1,
     "serializers": 2,

@@ -141,6 +141,8 @@ def test_timeouts_out_of_range(consumer: tp.Consumer, timeout: Any, error: type[
         ({"maxsize": -1}, ValueError, "maxsize=-1"),
         ({"maxsize": 1.5}, TypeError, "maxsize=1.5 is a float"),
         ({"maxsize": True}, TypeError, "maxsize=True is a bool"),
+        ({"bind": "no"}, TypeError, "bind='no' is a str; give True or False"),
+        ({"bind": None}, TypeError, "bind=None is a NoneType"),
         ({"accept": "raw"}, TypeError, r"accept='raw' is a str; give a list of names: \['raw'\]"),
         ({"security": "key"}, TypeError, "security='key' is a str; give a tensorpipe_ipc.Curve"),
         ({"copy": "sometimes"}, ValueError, "copy='sometimes': give 'auto', True or False"),

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 
 import echoing_process
@@ -201,3 +202,17 @@ def test_an_echoing_child_of_each_method(method):
     process.join(LIMIT)
     assert process.exitcode == 0
     process.close()
+
+
+def test_what_reaches_for_a_queues_reader() -> None:
+    """``connection.wait`` waits for several queues by their ``_reader``, and finds them again in what it returns."""
+    queues = [tp.Queue(), tp.get_context("fork").Queue(3), tp.JoinableQueue()]
+    by_reader = {each._reader: each for each in queues}
+    assert connection.wait([each._reader for each in queues], 0) == []
+    assert not any(each._reader.poll() for each in queues)
+    queues[1].put("there")
+    ready = connection.wait(list(by_reader), 10)
+    assert ready == [queues[1]._reader]
+    assert queues[1]._reader.poll()
+    assert by_reader[ready[0]].get() == "there"
+    assert not queues[1]._reader.poll(0.01)

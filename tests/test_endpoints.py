@@ -228,3 +228,13 @@ def test_a_batch_of_a_training_step() -> None:
             batch["image"].add_(1)
         child.result()
     assert int(torch.count_nonzero(batch["image"] != children.batch(4)["image"] + 1)) == 0
+
+
+@pytest.mark.parametrize("end", [tp.Consumer, tp.Producer])
+def test_an_end_that_was_closed_is_not_entered(end: Any) -> None:
+    """``with`` says so at once, and not the first put or get in it."""
+    once = end("closed")
+    with once:
+        pass
+    with pytest.raises(tp.Closed, match="is closed"):
+        once.__enter__()

@@ -316,6 +316,8 @@ def test_a_timeout_of_zero_does_not_wait(timeout: float) -> None:
         ({"maxsize": -1}, ValueError, "maxsize=-1"),
         ({"maxsize": 1.5}, TypeError, "maxsize=1.5 is a float"),
         ({"maxsize": True}, TypeError, "maxsize=True is a bool"),
+        ({"bind": "no"}, TypeError, "bind='no' is a str; give True or False"),
+        ({"bind": None}, TypeError, "bind=None is a NoneType"),
         ({"linger": -1}, ValueError, "linger=-1"),
         ({"linger": "5"}, TypeError, "linger='5' is a str"),
         (
@@ -329,7 +331,7 @@ def test_a_timeout_of_zero_does_not_wait(timeout: float) -> None:
 def test_options_out_of_range(options: dict[str, Any], error: type[Exception], text: str) -> None:
     """A wrong option is named with its value, and nothing is left open."""
     with pytest.raises(error, match=text):
-        tp.Producer("options", bind=True, **options)
+        tp.Producer("options", **{"bind": True, **options})
 
 
 def test_after_close_everything_is_an_error() -> None:

@@ -6,13 +6,16 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import children
 import pytest
+import torch
 from children import PATIENCE, Child, in_thread, interrupted, ticking
+from zmq.utils import garbage
 
 import tensorpipe_ipc as tp
 
@@ -301,3 +304,26 @@ def test_a_fork_makes_ends_of_its_own() -> None:
         got = in_thread(lambda: consumer.get(PATIENCE))
         assert _in_fork(child) == "flushed"
         assert got() == "from the fork"
+
+
+def test_no_handler_can_have_pyzmqs_thread_taken_for_dead() -> None:
+    """Whether it lives is not asked by Thread.is_alive, in which an exception would leave it marked as stopped."""
+    asked = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and isinstance(frame.f_locals.get("self"), garbage.GarbageCollectorThread):
+            asked.append(frame.f_code.co_name)
+
+    with (
+        tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off") as producer,
+    ):
+        taken = in_thread(lambda: consumer.get(PATIENCE))
+        sys.settrace(note)
+        try:
+            producer.put(torch.ones(600_000), PATIENCE)
+        finally:
+            sys.settrace(None)
+        assert taken().all()
+        assert garbage.gc.is_alive(), "it was lent"
+        assert not asked

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tensorpipe_ipc.errors import Closed, ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
@@ -67,6 +67,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         UnsupportedLeaf: its memory is no plain memory (sparse, quantized, nested, meta, a subclass), or is gone.
+        OutOfMemory: it has gaps or overlaps, and there is no memory to gather it in.
         Closed: it is a GPU's, and this is a fork of a process that used CUDA.
     """
     _refuse_exotic(tensor)
@@ -78,8 +79,19 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
-        return tensor.contiguous()
+        return _gathered(tensor)
     return tensor
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.contiguous()
+    except RuntimeError as error:  # torch has no type for it; whatever else it may be, its own text says
+        raise OutOfMemory(
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is gathered to be sent, in "
+            f"{tensor.nbytes:,} bytes of memory of its own (its storage has {tensor.untyped_storage().nbytes():,}): {error}; "
+            "send it before it is expanded, or in parts. It was not sent"
+        ) from None
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import Serializer, dense_order
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, Written
@@ -210,7 +210,13 @@ class _Cast(Written):
         return narrow, first, first + len(narrow)
 
     def frame(self) -> memoryview:
-        narrow = torch.empty(self._nbytes, dtype=torch.uint8)
+        try:
+            narrow = torch.empty(self._nbytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch has no type for it
+            raise OutOfMemory(
+                f"a tensor of shape {list(self._tensor.shape)} takes {self._nbytes:,} bytes as {self._narrowing.wire_dtype}: "
+                f"{error}; send it in parts. It was not sent"
+            ) from None
         memory: memoryview = narrow.numpy().data
         self.write_into(memory)
         return memory

@@ -7,6 +7,7 @@ that nobody but this user can have put a socket where we look for one.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -74,17 +75,23 @@ def runtime_folder() -> str:
 
 
 def check_folder(path: str) -> None:
-    """See that nobody else can replace what lies in the folder of ``path``; make the folder (0700) if there is none.
+    """See that nobody else can replace what lies in the folder of ``path``. The runtime folder is made (0700) if there is none.
 
     The runtime folder must be this user's alone. Any other may be read by others, but must not be theirs to write to
     (a sticky one like /tmp may: there they cannot touch what is not theirs).
 
     Raises:
-        Refused: the folder is a symbolic link, another user's, or open to others.
+        Refused: there is no such folder, or it is a symbolic link, another user's, or open to others.
     """
     folder = os.path.dirname(path)
-    _make(folder)
-    found = os.lstat(folder)
+    if folder == runtime_folder():
+        _make(folder)
+    try:
+        found = os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Refused(
+            f"there is no folder {folder}: make it (mkdir -p -m 700), or use a bare name as endpoint"
+        ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise Refused(f"{folder} is no folder of its own (a symbolic link or a file); remove it or use another path")
     if folder == runtime_folder():
@@ -118,16 +125,9 @@ def check_socket_file(path: str) -> bool:
 
 
 def _make(folder: str) -> None:
-    missing = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = os.path.dirname(folder)
-    for path in reversed(missing):
-        try:
-            os.mkdir(path, 0o700)
-            os.chmod(path, 0o700)  # whatever the umask took from it
-        except FileExistsError:  # somebody else was as quick; it is looked at next
-            continue
+    with contextlib.suppress(FileExistsError):  # somebody else was as quick; it is looked at next
+        os.mkdir(folder, 0o700)
+        os.chmod(folder, 0o700)  # whatever the umask took from it
 
 
 def _ipc(path: str) -> Address:

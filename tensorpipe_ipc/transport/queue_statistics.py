@@ -53,7 +53,8 @@ class QueueStatistics:
     lost: int
     """Messages lost with consumers that died having taken them, from all queues of the arena since it exists."""
     overflowed: int = 0
-    """Items that this process put and ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan)."""
+    """Items that this process put and ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan).
+    Those of tensors under 64 KiB count at each try: also where the put ended in ``Full``."""
     worst_error: float = 0.0
     """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor that this process put."""
     on_device: int = 0

@@ -216,15 +216,17 @@ class SendLink(Link):
 
         Raises:
             Full: no memory within ``timeout`` seconds, which are less than a slice.
+            OutOfMemory: there is none for so large a message, ever.
         """
         if peer.queue is not None:
             return self._put(peer, peer.queue, message, timeout, held)
         if self.keeps:
             return self._send_kept(peer, message, timeout)
+        frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
         peer.sent += 1
         self._framed += 1
         try:
-            self.socket.send(peer.routing, message.frames(peer.sent), lend=lend)
+            self.socket.send(peer.routing, frames, lend=lend)
         except Unreachable:
             peer.sent -= 1
             self._framed -= 1
@@ -235,6 +237,7 @@ class SendLink(Link):
 
     def _send_kept(self, peer: Peer, message: Outgoing, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
+        self._unacknowledged.check(message.nbytes)
         if not self._unacknowledged.has_room(message.nbytes):
             self._unacknowledged.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
             if timeout <= 0:

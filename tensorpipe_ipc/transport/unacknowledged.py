@@ -45,6 +45,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tensorpipe_ipc.errors import OutOfMemory
+from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import times_as_wide
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, Written
@@ -97,6 +99,18 @@ class Unacknowledged:
     def has_room(self, nbytes: int) -> bool:
         """Whether a message with payloads of ``nbytes`` may be kept besides those that are."""
         return not self.nbytes or self.nbytes + nbytes <= KEPT_AT_MOST
+
+    def check(self, nbytes: int) -> None:
+        """See that a single message may be kept. What is expanded and narrowed on its way may be of any size.
+
+        Raises:
+            OutOfMemory: there is no memory for it.
+        """
+        if nbytes > KEPT_AT_MOST and nbytes - self.nbytes > (left := headroom()):
+            raise OutOfMemory(
+                f"a message of {nbytes:,} bytes is kept until it is taken, and {left:,} bytes of memory are left; "
+                "send it in parts. It was not sent"
+            )
 
     def why_full(self) -> str:
         """Why there is no room."""

@@ -5,6 +5,8 @@ Where libzmq finds no descriptor for what it needs, it ends the process. So ther
 
 from __future__ import annotations
 
+import _thread
+import functools
 import os
 import resource
 import threading
@@ -16,7 +18,7 @@ from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
 
-__all__ = ["acquire", "release"]
+__all__ = ["acquire", "hold_reaper", "release"]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 
@@ -80,6 +82,36 @@ def release(context: zmq.Context[Any]) -> None:
                 shared.common = None
         if not shared.contexts:
             _stop_reaper()
+
+
+def hold_reaper() -> None:
+    """See that pyzmq's thread for lent memory runs, before anything is lent.
+
+    An exception of a signal's handler while pyzmq starts it, or asks Thread.is_alive, leaves a thread that runs and is taken
+    for dead (bpo-45274). Then pyzmq starts another for each frame, which ends at once, as the first one has the address; and
+    forgets what is lent, so that nothing is heard of it any more. So it is started by a thread that handlers do not
+    interrupt, and is asked by what is done in one step.
+    """
+    thread = garbage.gc.thread
+    if thread is not None and garbage.gc.pid == os.getpid() and "is_alive" in thread.__dict__:
+        return
+    started = _thread.allocate_lock()
+    started.acquire()
+    _thread.start_new_thread(_start_reaper, (started,))
+    started.acquire()
+
+
+def _start_reaper(started: _thread.LockType) -> None:
+    reaper = garbage.gc
+    try:
+        with reaper._lock:
+            if not reaper.is_alive():
+                reaper.start()
+            thread: Any = reaper.thread
+            thread.is_alive = functools.partial(threading._active.__contains__, thread.ident)  # type: ignore[attr-defined]
+    finally:
+        threading._active.pop(_thread.get_ident(), None)  # type: ignore[attr-defined]  # or it is listed for ever
+        started.release()
 
 
 def _stop_reaper() -> None:

@@ -34,7 +34,7 @@ from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, j
 from tensorpipe_ipc.transport.handshakes import Handshakes
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
 from tensorpipe_ipc.transport.poll_fd import PollFd
-from tensorpipe_ipc.transport.zmq_contexts import acquire, release
+from tensorpipe_ipc.transport.zmq_contexts import acquire, hold_reaper, release
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameSocket", "Unreachable", "library"]
@@ -225,6 +225,7 @@ class FrameSocket:
             for index, frame in enumerate(frames):
                 flags = _MORE if index < last else _LAST
                 if large and len(frame) >= BULK:
+                    hold_reaper()
                     trackers.append(send(frame, flags, copy=False, track=True))
                 else:
                     send(frame, flags)

@@ -211,10 +211,24 @@ def _listening(port: int) -> set[str]:
 # -- what lies where a socket is to be
 
 
-def test_a_folder_is_made_private(tmp_path: Path) -> None:
-    """Missing folders are made with mode 0700, each."""
-    check_folder(str(tmp_path / "a" / "b" / "socket"))
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b")] == [0o700, 0o700]
+def test_the_runtime_folder_is_made_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is made with mode 0700 where it is missing."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    check_folder(parse("frames").path)
+    assert (tmp_path / "tensorpipe_ipc").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("bind", [True, False])
+@pytest.mark.parametrize("end", [Consumer, Producer])
+def test_a_folder_that_is_missing(tmp_path: Path, end: Any, bind: bool) -> None:
+    """It is named, by either side, and not made: the path may be mistyped."""
+    with pytest.raises(Refused, match=f"there is no folder {tmp_path}/a/b: make it"):
+        end(f"ipc://{tmp_path}/a/b/socket", bind=bind)
+    (tmp_path / "a").touch()
+    with pytest.raises(Refused, match=f"there is no folder {tmp_path}/a/b: make it"):
+        end(f"ipc://{tmp_path}/a/b/socket", bind=bind)
+    (tmp_path / "a").unlink()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o720, 0o702])

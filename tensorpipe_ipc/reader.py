@@ -1,0 +1,50 @@
+"""Reader: a queue, seen as the connection that others expect inside it.
+
+multiprocessing's queues read from a ``_reader``, and programs reach for it: Pool and ProcessPoolExecutor do, and whoever waits
+for several queues at once, by ``multiprocessing.connection.wait([queue._reader])``.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import connection
+from typing import Any, Protocol
+
+__all__ = ["Reader"]
+
+
+class _Read(Protocol):
+    def fileno(self) -> int: ...
+    def empty(self) -> bool: ...
+    def get(self) -> Any: ...
+
+
+class Reader:
+    """What is used of a connection to read from. Those of one queue are equal: one is found in what ``wait`` returns."""
+
+    def __init__(self, queue: _Read) -> None:
+        self._queue = queue
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reader) and self._queue is other._queue
+
+    def __hash__(self) -> int:
+        return hash(id(self._queue))
+
+    def fileno(self) -> int:
+        """For ``connection.wait``, which says that it is ready while ``get`` would not wait."""
+        return self._queue.fileno()
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether there is something, within so many seconds; None: wait for it.
+
+        Raises:
+            OSError: the queue is closed here.
+        """
+        return not self._queue.empty() or (timeout != 0 and bool(connection.wait([self], timeout)))  # type: ignore[list-item]
+
+    def recv(self) -> Any:
+        """Wait for an object, and take it."""
+        return self._queue.get()
+
+    def close(self) -> None:
+        """Nothing: what this process does not use costs it nothing."""

@@ -1,0 +1,73 @@
+"""What a queue or an end does not take: numbers that are none, and tensors that are larger than memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from children import in_thread
+
+import tensorpipe_ipc as tp
+
+
+@pytest.mark.parametrize("maxsize", [1.5, "x", None])
+def test_a_maxsize_that_is_no_whole_number(maxsize: Any) -> None:
+    """It is named; other kinds of whole numbers are taken, as multiprocessing does."""
+    with pytest.raises(TypeError, match=re.escape(f"maxsize={maxsize!r} is a {type(maxsize).__name__}; give a whole")):
+        tp.Queue(maxsize)
+    queue = tp.Queue(np.int64(1))
+    queue.put(1)
+    assert queue.full()
+
+
+@pytest.mark.parametrize("timeout", ["x", [], 1j])
+def test_a_timeout_that_is_no_number(timeout: Any) -> None:
+    """It is named, by every call that has one; nothing is put or taken."""
+    queue = tp.Queue(2)
+    queue.put("first")
+    calls = (
+        lambda: queue.put(1, timeout=timeout),
+        lambda: queue.put_many([1], timeout=timeout),
+        lambda: queue.get(timeout=timeout),
+        lambda: queue.get_many(1, timeout),
+    )
+    for call in calls:
+        with pytest.raises(
+            TypeError, match=re.escape(f"timeout={timeout!r} is a {type(timeout).__name__}; give seconds")
+        ):
+            call()
+    assert queue.get_many(2) == ["first"]
+
+
+@pytest.mark.parametrize("how", ["queue", "queue narrowed", "tcp", "tcp narrowed", "ipc", "ipc narrowed", "shared"])
+def test_an_expanded_tensor_larger_than_memory(how: str) -> None:
+    """It is refused with its size, in whatever way it was to go; the next message goes."""
+    way, _, narrowed = how.partition(" ")
+    size, wire = 1 << 42, torch.float16 if narrowed else None
+    expanded = torch.ones(1).expand(size)
+    refused = pytest.raises((tp.OutOfMemory, tp.SharedMemoryError), match=r"[\d,]{13,} bytes.*send it .*in parts")
+    if way == "queue":
+        queue = tp.Queue(1, wire_dtype=wire)
+        with refused:
+            queue.put(expanded)
+        queue.put("next")
+        assert queue.get() == "next"
+        return
+    place = "tcp://127.0.0.1:0" if way == "tcp" else "expanded"
+    sharing: Any = "auto" if way == "shared" else "off"
+    with (
+        tp.Consumer(place, shared_memory=sharing) as consumer,
+        tp.Producer(consumer.endpoint, shared_memory=sharing, wire_dtype=wire, maxsize=1) as producer,
+    ):
+        taken = in_thread(lambda: consumer.get(10))
+        producer.put("first", 10)
+        assert taken() == "first"
+        for timeout in (None, 1):
+            with refused:
+                producer.put(expanded, timeout)
+        producer.put("next", 10)
+        assert consumer.get(10) == "next"
+        assert consumer.statistics().lost == 0
