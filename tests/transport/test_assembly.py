@@ -192,6 +192,16 @@ def test_what_nothing_narrow_becomes_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("restores", [True, False])
+def test_the_widest_that_narrow_bytes_become(restores: bool) -> None:
+    """Eight bytes of one, and no more; nor fewer than came."""
+    said = Piece(0, 64, 512, BY_TORCH[torch.float8_e5m2].code, F64)
+    assert Assembly(1, said, Regions(), restores=restores).add(_piece(*said), memoryview(bytes(64)))
+    for restored in (513, 63):
+        with pytest.raises(ProtocolError, match=f"64 bytes that are {restored} when they are restored"):
+            Assembly(1, said._replace(restored=restored), Regions(), restores=restores)
+
+
+@pytest.mark.parametrize("restores", [True, False])
 def test_pieces_that_are_no_items(restores: bool) -> None:
     """Half an item, and items that would lie crooked, are refused; nothing of them counts as having come."""
     building = Assembly(1, Piece(0, 1000, 1998), Regions(), restores=restores)

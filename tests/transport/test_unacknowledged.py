@@ -293,6 +293,47 @@ def test_which_message_is_completed() -> None:
     assert bytes(put_together) == bytes(payload)
 
 
+@pytest.mark.parametrize("missing", ["a byte", "memory"])
+def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of which the last byte has not come, though it has its place; or of which all came, and had none."""
+    payload, (head, _) = memoryview(bytes(PIECE)), exchange.sent(torch.zeros(PIECE, dtype=torch.uint8))
+    if missing == "memory":
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+    building = Assembly(1, Piece(0, PIECE, PIECE), Regions())
+    assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
+    assert bool(building.refused) == (missing == "memory")
+    assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
+    if missing == "a byte":
+        assert building.add(unpack(memoryview(_piece(PIECE - 1, PIECE))), payload[:1])
+        assert len(building.completed(unpack(memoryview(head)), [head])[1]) == 2
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_piece_beyond_what_was_announced(offset: int) -> None:
+    """To the last byte, and not one further; whether or not what comes before it is there."""
+    building = Assembly(1, Piece(0, 8, 8), Regions())
+    assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
+    with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
+        building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
+
+
+def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came back is kept up to the limit, to the byte; beyond it the oldest goes."""
+    regions = Regions()
+    limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
+    monkeypatch.setattr(assembly, "_IDLE_AT_MOST", limit)
+    regions._idle.clear()
+    for most, left in ((limit, 2), (limit - 1, 1)):
+        monkeypatch.setattr(assembly, "_IDLE_AT_MOST", most)
+        handed_out = [regions.fresh(PIECE) for _ in range(2)]
+        last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
+        while handed_out:
+            del handed_out[0]
+        assert len(regions._idle) == left
+        assert regions._idle[0] is last
+        regions._idle.clear()
+
+
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
     regions, asked = Regions(), []
