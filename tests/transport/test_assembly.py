@@ -24,6 +24,7 @@ from tensorpipe_ipc.transport.unacknowledged import PIECE, Kept, Unacknowledged
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, NARROW
 from tensorpipe_ipc.wire.header import Piece, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.message import encode
 
 pytestmark = pytest.mark.limit(20)
@@ -99,6 +100,20 @@ def test_a_tree_of_all_kinds_is_restored(dtype: torch.dtype) -> None:
         encode(tree, whole).frames(1)
         told = producer.statistics()
         assert (told.overflowed, told.worst_error) == (2 * whole.overflowed, whole.worst)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_smallest_that_comes_in_pieces(is_shared: bool) -> None:
+    """BULK bytes, narrow, are restored as they come; an item less comes with the header. Both in one message."""
+    edge, less = torch.randn(BULK // 2), torch.randn(BULK // 2 - 1)
+    tree = {"edge": edge, "large": torch.randn(PIECE), "less": less}
+    if is_shared:
+        tree |= {"of edge": edge[1:], "of less": less[1:]}
+    with (
+        tp.Consumer(LOOPBACK) as consumer,
+        tp.Producer(consumer.endpoint, wire_dtype=torch.float16, shared_memory="off") as producer,
+    ):
+        zoo.same(_expected(tree, torch.float16), _through(producer, consumer, tree))
 
 
 @pytest.mark.parametrize("options", [{"restore": False}, {"copy": True}, {"as_numpy": True}, {"copy": False}], ids=str)
