@@ -15,7 +15,7 @@ from exchange import parts, received, sent
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
 from tensorpipe_ipc.serializers.raw import Raw
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.message import encode
@@ -158,6 +158,61 @@ def test_what_it_lost_is_counted(dtype: torch.dtype) -> None:
     assert largest / 2 < found.worst_error <= EPS[str(dtype).removeprefix("torch.")]
     queue.put(torch.arange(3))
     assert queue.statistics().overflowed == found.overflowed, "integers are not cast"
+
+
+class Subclass(torch.Tensor):
+    """A user's own."""
+
+
+class Seen:
+    """A serializer that notes what it was given, and takes none of it."""
+
+    name = "seen"
+    is_memory = True
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def encode(self, tensor: torch.Tensor) -> Any:
+        self.given.append(tensor)
+        raise tp.UnsupportedLeaf("seen")
+
+
+NOT_PLAIN = {
+    "a subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "of mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "meta without items": lambda: torch.ones(0, device="meta"),
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
+    "no zeros without memory": lambda: torch._efficientzerotensor(0),
+    "as wide": lambda: torch.ones(3).half(),
+    "integers": lambda: torch.ones(3).int(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is only a prototype in torch
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_narrowed(name: str) -> None:
+    """What is more, or less, than its items is the serializer's, as it is; so is what is not wide, and none of it is cast."""
+    seen, made = Seen(), NOT_PLAIN[name]()
+    with pytest.raises(tp.UnsupportedLeaf, match="seen"):
+        Narrowing(seen, torch.float16).encode(made)  # type: ignore[arg-type]
+    assert seen.given[0] is made
+
+
+@pytest.mark.parametrize(
+    "make", [torch.empty, lambda n: torch.nn.Parameter(torch.empty(n))], ids=["tensor", "parameter"]
+)
+@pytest.mark.parametrize("items", [0, 1])
+def test_what_is_narrowed(make: Any, items: int) -> None:
+    """Plain tensors and parameters, and those without items too."""
+    seen = Seen()
+    with pytest.raises(tp.UnsupportedLeaf, match="as the wire_dtype torch.float16: seen"):
+        Narrowing(seen, torch.float16).encode(make(items))  # type: ignore[arg-type]
+    assert seen.given[0].dtype is torch.float16
 
 
 class Opaque(Raw):

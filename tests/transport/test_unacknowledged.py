@@ -21,11 +21,11 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport import assembly, peer, unacknowledged
+from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.wire.dtypes import BY_CODE
-from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
 
@@ -435,3 +435,24 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
         putting()
         producer.flush(PATIENCE)
         assert (producer.statistics().in_flight, consumer.statistics().lost) == (0, 0)
+
+
+def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was last taken from each, should it come back; of more than the limit the oldest is forgotten."""
+    monkeypatch.setattr(receiving, "_REMEMBERED", 2)
+    with tp.Consumer(LOOPBACK) as consumer:
+        link = consumer._link
+        for end, resends, how in ((1, 1, "vanished"), (2, 1, "vanished"), (3, 1, "said goodbye"), (4, 0, "vanished")):
+            _part(link, end, resends, how)
+        assert link._known == {1: 10, 2: 20}
+        _part(link, 0, 1, "vanished")  # one that does not say which end it is
+        assert link._known == {1: 10, 2: 20}
+        _part(link, 5, 1, "vanished")
+        assert link._known == {2: 20, 5: 50}
+        link.vanished.clear()
+
+
+def _part(link: receiving.ReceiveLink, end: int, resends: int, how: str) -> None:
+    left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
+    left.taken, left.left = 10 * end, how
+    link.parted(left)
