@@ -6,9 +6,11 @@ import contextlib
 import os
 import time
 import tracemalloc
+import types
 from typing import Any
 
 import exchange
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -456,3 +458,107 @@ def _part(link: receiving.ReceiveLink, end: int, resends: int, how: str) -> None
     left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
     left.taken, left.left = 10 * end, how
     link.parted(left)
+
+
+def _peer(taken: int, *, resends: bool = True, sequence: int = 0, end: int = 7) -> peer.Peer:
+    found = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, sequence=sequence, end=end, round=int(resends)))
+    found.taken = found.began = taken
+    return found
+
+
+def _head(sequence: int) -> Any:
+    return unpack(memoryview(pack(Kind.DATA, sequence)))
+
+
+def test_which_message_is_the_next() -> None:
+    """What was taken before is dropped. What follows a gap is, too, where the gap can be filled, and that is asked for."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one, old = consumer._link, _peer(5), _peer(5, resends=False)
+        assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
+        assert (consumer.statistics().duplicates, one.round) == (2, 2)
+        assert [link.expects(old, _head(sequence)) for sequence in (5, 6, 7)] == [False, True, True]
+        assert (consumer.statistics().duplicates, old.round) == (3, 1)
+
+
+def test_frames_of_a_producer_that_shares_memory() -> None:
+    """Its messages come by the queue, and nothing else does."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, sharing, other = consumer._link, _peer(0), _peer(0)
+        sharing.queue = object()  # type: ignore[assignment]
+        piece = unpack(memoryview(_piece(0, 8)))
+        assert link.expects(other, _head(1))
+        link.piece(other, piece, [b"", memoryview(bytes(4))])
+        assert other.assembly is not None
+        with pytest.raises(ProtocolError, match="DATA in frames from a producer that shares memory"):
+            link.expects(sharing, _head(1))
+        with pytest.raises(ProtocolError, match="a PIECE of 2 frames from producer pid 2"):
+            link.piece(sharing, piece, [b"", memoryview(bytes(4))])
+        assert sharing.assembly is None
+
+
+def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second; then it is asked for again."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        asked = _peer(0)
+        for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
+            with monkeypatch.context() as patch:
+                patch.setattr(receiving, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
+                consumer._link._ask(asked)
+            assert asked.round == rounds, now
+
+
+@pytest.mark.parametrize(
+    ("taken", "resends", "said", "lost"),
+    [
+        (2, True, 2, 0),
+        (2, True, 3, 0),
+        (3, True, 5, 2),
+        (3, True, 3, 0),
+        (2, False, 4, 2),
+        (2, False, 2, 0),
+        (3, True, 1, 0),
+    ],
+)
+def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
+    """What it will not send counts as lost, unless another end had it; where it says nothing new, nothing changes."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(2, resends=resends)
+        one.taken = taken
+        one.assembly = begun = Assembly(taken + 1, Piece(0, 8, 8), Regions())
+        link.stands_at(one, said)
+        assert (link.lost, one.taken) == (lost, max(said, taken))
+        assert one.assembly is (begun if said <= taken else None)
+
+
+def test_a_new_connection_of_the_other_end() -> None:
+    """It says so by a higher number, once; then the binder asks for what it may have swallowed."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(0)
+        for said, rounds in ((1, 1), (2, 2), (2, 2), (1, 2), (4, 3)):
+            one.hello = msgspec.structs.replace(one.hello, round=said)
+            consumer._link.stands_at(one, 0)
+            assert one.round == rounds
+
+
+@pytest.mark.parametrize(("said", "known", "taken"), [(4, 10, 10), (14, 10, 14), (4, 0, 4)])
+def test_one_that_comes_back(said: int, known: int, taken: int) -> None:
+    """What was taken from it before, or what it says that it will not send again: whichever is more."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0, sequence=said)
+        link._known = {7: known, 8: 99} if known else {8: 99}
+        link.met(one)
+        assert (one.taken, one.began, link._known) == (taken, taken, {8: 99})
+
+
+def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message whose pieces there was none for; not one that is complete, nor another one."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0)
+        link.check_memory(one, _head(1))
+        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        link.check_memory(one, _head(1))
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        link.check_memory(one, _head(2))
+        with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
+            link.check_memory(one, _head(1))
