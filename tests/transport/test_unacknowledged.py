@@ -562,3 +562,26 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         link.check_memory(one, _head(2))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
             link.check_memory(one, _head(1))
+
+
+def test_pieces_of_a_message_that_was_taken() -> None:
+    """They are dropped; those of the next are put together."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(1)
+        for sequence, begins in ((1, False), (2, True)):
+            said = unpack(memoryview(pack_piece(sequence, Piece(0, 8, 8))))
+            consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
+            assert (one.assembly is not None) == begins
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_payload_that_goes_beyond_what_was_restored_alike(second: bool) -> None:
+    """One that was narrowed, of which a part came as if it was not, is not handed over."""
+    (head, _), codes = exchange.sent(torch.zeros(PIECE), wire_dtype=torch.float16), (10, 11)
+    restored = 4 * PIECE if second else 3 * PIECE
+    building = Assembly(1, Piece(0, 2 * PIECE, restored), Regions())
+    for offset, said in ((0, codes), (PIECE, codes if second else (0, 0))):
+        piece = unpack(memoryview(pack_piece(1, Piece(offset, 2 * PIECE, restored, *said))))
+        assert building.add(piece, memoryview(bytes(PIECE)))
+    header, frames = building.completed(unpack(memoryview(head)), [head])
+    assert (header.restored, [len(frame) for frame in frames[1:]]) == ((True, [restored]) if second else (False, []))
