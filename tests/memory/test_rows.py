@@ -11,7 +11,7 @@ import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
-from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, record_of, row_word
+from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, answer_word, record_of, row_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -308,3 +308,17 @@ def test_without_a_descriptor_it_says_so(rows):
     second.attach(lambda _: True)
     assert second.index == 1
     second.detach()
+
+
+def test_the_parts_of_a_row_follow_each_other_to_the_word():
+    """As drawn in row.py: none overlaps the next, and all lie within the row."""
+    base = row_word(3)
+    assert (base, row_word(4)) == (4 << 15, 5 << 15)
+    assert (record_of(3, 0).purpose_word, record_of(3, 0).credit) == (base + 16, base + 2128)
+    last, first, end = record_of(3, 2047), record_of(3, 2048), record_of(3, 2111)
+    assert (last.tally, first.credit, first.tally) == (base + 10319, base + 10320, 0)
+    assert (end.purpose_word, end.given + 64) == (base + 2127, base + 22608)
+    assert (record_of(3, 0).counters, end.counters + 4) == (base + 22608, base + 31056)
+    assert (answer_word(3, 512), answer_word(3, 511)) == (base + 31056, base + 31567)
+    assert [each.size for each in first.each()] == [1] * 64
+    assert list(last.each()) == [last]

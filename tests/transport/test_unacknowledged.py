@@ -567,7 +567,7 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_of_a_message_that_was_taken() -> None:
     """They are dropped; those of the next are put together."""
     with tp.Consumer(LOOPBACK) as consumer:
-        one = _peer(1)
+        one = _peer(1, resends=False)
         for sequence, begins in ((1, False), (2, True)):
             said = unpack(memoryview(pack_piece(sequence, Piece(0, 8, 8))))
             consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
