@@ -110,14 +110,15 @@ class Consumer:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
             TypeError: ``bind`` is no bool, ``maxsize`` no int, ``accept`` a str, or ``security`` no Curve.
             ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
-                ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side.
+                ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side;
+                the names of the accepted serializers take more than 2,640 bytes, with 2 for each.
             Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
                 a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
         if isinstance(accept, str):
             raise TypeError(f"accept={accept!r} is a str; give a list of names: [{accept!r}]")
-        names = None if accept is None else tuple(serializer_named(name).name for name in accept)
+        names = None if accept is None else tuple(dict.fromkeys(serializer_named(name).name for name in accept))
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._arrival = arrival_of(restore, as_numpy, device)
         self._link = ReceiveLink(

@@ -14,7 +14,12 @@ from children import in_thread
 from exchange import parts, received, sent
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
+from tensorpipe_ipc.serializers.raw import Raw
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
+from tensorpipe_ipc.wire.message import encode
+from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
 LARGE = 100_000  # items: in float16, too, a payload of its own frame
 EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
@@ -155,13 +160,112 @@ def test_what_it_lost_is_counted(dtype: torch.dtype) -> None:
     assert queue.statistics().overflowed == found.overflowed, "integers are not cast"
 
 
+class Subclass(torch.Tensor):
+    """A user's own."""
+
+
+class Seen:
+    """A serializer that notes what it was given, and takes none of it."""
+
+    name = "seen"
+    is_memory = True
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def encode(self, tensor: torch.Tensor) -> Any:
+        self.given.append(tensor)
+        raise tp.UnsupportedLeaf("seen")
+
+
+NOT_PLAIN = {
+    "a subclass": lambda: torch.ones(3).as_subclass(Subclass),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "of mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "meta without items": lambda: torch.ones(0, device="meta"),
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
+    "no zeros without memory": lambda: torch._efficientzerotensor(0),
+    "as wide": lambda: torch.ones(3).half(),
+    "integers": lambda: torch.ones(3).int(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of what is only a prototype in torch
+@pytest.mark.parametrize("name", NOT_PLAIN)
+def test_what_is_not_narrowed(name: str) -> None:
+    """What is more, or less, than its items is the serializer's, as it is; so is what is not wide, and none of it is cast."""
+    seen, made = Seen(), NOT_PLAIN[name]()
+    with pytest.raises(tp.UnsupportedLeaf, match="seen"):
+        Narrowing(seen, torch.float16).encode(made)  # type: ignore[arg-type]
+    assert seen.given[0] is made
+
+
+@pytest.mark.parametrize(
+    "make", [torch.empty, lambda n: torch.nn.Parameter(torch.empty(n))], ids=["tensor", "parameter"]
+)
+@pytest.mark.parametrize("items", [0, 1])
+def test_what_is_narrowed(make: Any, items: int) -> None:
+    """Plain tensors and parameters, and those without items too."""
+    seen = Seen()
+    with pytest.raises(tp.UnsupportedLeaf, match="as the wire_dtype torch.float16: seen"):
+        Narrowing(seen, torch.float16).encode(make(items))  # type: ignore[arg-type]
+    assert seen.given[0].dtype is torch.float16
+
+
+class Opaque(Raw):
+    """raw's bytes, without a word of what they are."""
+
+    name = "opaque"
+    is_memory = False
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        return OPAQUE, super().encode(tensor)[1]
+
+
+def _before(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(0)))
+
+
+LAST_AND_FIRST = {  # of float32: what still becomes each one's largest, and what is beyond
+    "float16": (_before(65520.0), 65520.0),
+    "bfloat16": (_before((2 - 2**-8) * 2.0**127), (2 - 2**-8) * 2.0**127),
+    "float8_e4m3fn": (464.0, float(np.nextafter(np.float32(464), np.float32(500)))),
+    "float8_e5m2": (_before(61440.0), 61440.0),
+}
+
+
+@pytest.mark.parametrize("items", [10, LARGE])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_where_an_overflow_begins(dtype: torch.dtype, items: int) -> None:
+    """The last item that the wire dtype's largest is nearest to is none, the next one is; of either sign."""
+    last, first = LAST_AND_FIRST[str(dtype).removeprefix("torch.")]
+    made = narrowing(serializer_named("raw"), dtype)
+    assert made is not None
+    overflows = 0
+    for value, counts in ((last, 0), (-last, 0), (first, 1), (-first, 1)):
+        tensor = torch.ones(items)
+        tensor[7] = value
+        encode([tensor], made).frames(1)
+        overflows += counts
+        assert made.overflowed == overflows, value
+
+
 def test_numpy_and_torch_save_narrow_too() -> None:
     """Every serializer takes a wire dtype; numpy refuses those that NumPy lacks, and says so."""
     tree = {"x": torch.randn(2, 3), "big": torch.randn(LARGE), "views": [torch.randn(8)] * 2, "i": torch.arange(3)}
+    base = torch.randn(LARGE)
+    tree["large views"] = [base, base[1:]]
     for serializer in ("numpy", "torch_save"):
         zoo.same(_as_crossed(tree, torch.float16), received(_sent(tree, torch.float16, serializer)))
     with pytest.raises(tp.UnsupportedLeaf, match=r"tree\['x'\]: as the wire_dtype torch.bfloat16: NumPy has no"):
         _sent(tree, torch.bfloat16, "numpy")
+    with pytest.raises(
+        tp.UnsupportedLeaf, match=r"serializer 'opaque' says nothing of dtypes, so none can be restored"
+    ):
+        encode([torch.ones(3)], narrowing(Opaque(), torch.float16))  # type: ignore[arg-type]
     sparse = torch.eye(3).to_sparse()
     got = received(_sent([sparse], torch.float16, "torch_save"))
     assert torch.equal(got[0].to_dense(), torch.eye(3)), "sparse ones go as they are"

@@ -341,7 +341,7 @@ class Arena:
         table, end = self._table * 8, self._table * 8 + (self.segment.size >> 20) * 8
         for start, stop in self.written(table, end):
             first = start // 8
-            for index, word in enumerate(self.words[first : min(stop, end) // 8].tolist(), first - self._table):
+            for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self._table):
                 if word:
                     yield index * UNIT, word >> 16 & 0xFFFF, word >> 32, (word & 0xFFFF) - 1
 

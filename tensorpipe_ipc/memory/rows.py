@@ -135,7 +135,7 @@ class Rows:
         used = self.used()
         for row in used:
             if self._try_lock(row):
-                if self.words[INCARNATIONS + row] and (self.is_finished(row) or finish(row)):
+                if self.is_finished(row) or finish(row):
                     return row
                 self._unlock(row)
         for row in sorted(set(range(MAX_ROWS)) - set(used)):

@@ -249,9 +249,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (
-            tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn or tensor.is_meta or tensor._is_zerotensor()
-        )
+        and not (tensor.is_nested or tensor.is_meta or tensor._is_zerotensor())
         and bool(not tensor.numel() or tensor.data_ptr())
-        and tensor.dtype in BY_TORCH
     )

@@ -14,7 +14,7 @@ from tensorpipe_ipc.process import is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms
+from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms, cut
 
 __all__ = ["Arrangement"]
 
@@ -55,9 +55,10 @@ class Arrangement:
         if peer is None:
             return SharedMemoryTerms(self.wish, os.geteuid())
         offer = peer.queue.offer if peer.queue is not None else None
+        why_not = cut(peer.why_not)
         if self._binds:
-            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=peer.why_not)
-        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=peer.why_not)
+            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=why_not)
+        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=why_not)
 
     @property
     def never_shares(self) -> bool:

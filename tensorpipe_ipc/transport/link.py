@@ -64,6 +64,7 @@ from tensorpipe_ipc.wire.header import (
     Refusal,
     pack,
     pack_control,
+    pack_refusal,
     unpack,
     unpack_control,
 )
@@ -236,7 +237,7 @@ class Link(Meeting):
         if not isinstance(error, VersionMismatch):
             return
         if self.socket.binds:
-            self._say(routing, pack_control(Kind.REFUSED, Refusal(f"this binder refuses: {error}")))
+            self._say(routing, pack_refusal(f"this binder refuses: {error}"))
         elif not self.peers:
             self._refusal = error
 
@@ -270,7 +271,7 @@ class Link(Meeting):
             if routing in self.peers:
                 self._leaves(self.peers[routing], "was refused")
             self.refuse_spare(hello)
-            self._say(routing, pack_control(Kind.REFUSED, Refusal(reason)))
+            self._say(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
 

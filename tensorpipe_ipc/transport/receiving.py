@@ -16,7 +16,7 @@ from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.wire.header import Header, Hello, Kind, pack, pack_control, piece_of
+from tensorpipe_ipc.wire.header import MAX_NAMES, Header, Hello, Kind, names_size, pack, pack_control, piece_of
 
 __all__ = ["NOTHING", "ReceiveLink"]
 
@@ -51,6 +51,12 @@ class ReceiveLink(Link):
         restores: bool = True,
     ) -> None:
         self._accept, self._restores = accept, restores
+        size = names_size(self._accepted())
+        if size > MAX_NAMES:
+            raise ValueError(
+                f"the names of {len(self._accepted())} serializers take {size} bytes of this end's HELLO, the limit is "
+                f"{MAX_NAMES}: name fewer in accept="
+            )
         self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
         self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
         self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked

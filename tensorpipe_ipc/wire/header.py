@@ -20,21 +20,27 @@ Little-endian::
 * CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
 * GOODBYE: ``sequence`` is the last that was sent. No body.
 
+A control message is short, and what is not is not read. So what one end repeats of another, which may say anything, is cut:
+the host's name and why there is no shared memory as they come in, a refusal's reason as it goes out.
+
 The version stands for the whole format: the prefix, the schema, the spec, the metas. Golden bytes in the tests hold it.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from tensorpipe_ipc.errors import ProtocolError, VersionMismatch
 from tensorpipe_ipc.process import Identity
 
 __all__ = [
     "MAX_HEADER",
+    "MAX_NAMES",
     "PREFIX",
     "VERSION",
     "Header",
@@ -44,9 +50,12 @@ __all__ = [
     "QueueOffer",
     "Refusal",
     "SharedMemoryTerms",
+    "cut",
+    "names_size",
     "pack",
     "pack_control",
     "pack_piece",
+    "pack_refusal",
     "piece_of",
     "unpack",
     "unpack_control",
@@ -56,6 +65,10 @@ MAGIC = b"TPIC"
 VERSION = 5
 MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
+MAX_NAMES = 2640  # of the serializers that a consumer accepts: 40 of the longest; all else takes less than what is left
+_MAX_HOST = 255  # bytes; POSIX allows no longer name
+_MAX_WHY_NOT = 512
+_MAX_REASON = 4000
 
 PREFIX = struct.Struct("<4sBBHQII")
 _PIECE = struct.Struct("<QQQBB")
@@ -200,8 +213,33 @@ def pack(kind: int, sequence: int, schema: bytes = b"", values: bytes = b"") -> 
 
 
 def pack_control(kind: int, body: Hello | Refusal) -> bytes:
-    """Frame 0's bytes of a control message that has a body."""
-    return pack(kind, 0, _encode(body))
+    """Frame 0's bytes of a control message that has a body.
+
+    Raises:
+        ValueError: it is longer than anybody reads: serializers were registered since the end that says it was made.
+    """
+    frame = pack(kind, 0, _encode(body))
+    if len(frame) > MAX_CONTROL:
+        raise ValueError(
+            f"a {Kind.NAMES[kind]} of {len(frame)} bytes, the limit is {MAX_CONTROL}: name fewer serializers in accept="
+        )
+    return frame
+
+
+def pack_refusal(reason: str) -> bytes:
+    """Frame 0's bytes of a REFUSED. A long reason is cut."""
+    return pack_control(Kind.REFUSED, Refusal(cut(reason, _MAX_REASON)))
+
+
+def cut(text: str, limit: int = _MAX_WHY_NOT) -> str:
+    """A text of at most so many bytes, which ends in "…" if it was longer."""
+    octets = text.encode(errors="replace")
+    return text if len(octets) <= limit else octets[: limit - 3].decode(errors="ignore") + "…"
+
+
+def names_size(names: Iterable[str]) -> int:
+    """Bytes that names of serializers take in a HELLO, at most; the limit is ``MAX_NAMES``."""
+    return sum(len(name) + 2 for name in names)
 
 
 def pack_piece(sequence: int, piece: Piece) -> bytes:
@@ -249,13 +287,22 @@ def unpack(frame: memoryview) -> Header:
 
 
 def unpack_control(header: Header, kind: type[Control]) -> Control:
-    """A control message's body.
+    """A control message's body. What of it will be repeated is cut.
 
     Raises:
         ProtocolError: it is none: a field missing, unknown, or of the wrong type.
     """
     try:
-        body: Control = _DECODERS[kind].decode(header.schema)
+        body: Control = _without_excess(_DECODERS[kind].decode(header.schema))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a {Kind.NAMES[header.kind]} that cannot be read: {error}") from None
     return body
+
+
+def _without_excess(body: Any) -> Any:
+    if not isinstance(body, Hello):
+        return body
+    who, terms = body.identity, body.shared_memory
+    if terms is not None:
+        terms = replace(terms, why_not=cut(terms.why_not))
+    return replace(body, identity=replace(who, host=cut(who.host, _MAX_HOST)), shared_memory=terms)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.arena import FREE, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
+from tensorpipe_ipc.memory.arena import FREE, HEADER, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -247,3 +247,49 @@ def test_no_room_for_addresses_says_so(child):
         assert small.allocate(30 << 20, force=True)
     with pytest.raises(SharedMemoryError, match="MiB of addresses"):
         small.allocate(30 << 20, force=True)
+
+
+def test_the_last_unit_is_used_too():
+    small = Arena(Segment.create(1 << 28), capacity=1 << 30)
+    small.attach()
+    for unit in range(small._first_unit, 256):
+        assert small.allocate(UNIT - HEADER, force=True) == unit * UNIT
+    with pytest.raises(SharedMemoryError, match="no 1 MiB of addresses"):
+        small.allocate(UNIT - HEADER, force=True)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_who_attaches_finishes_the_dead_row_that_it_adopts(arena, child, kill, own):
+    """As told, or else itself; then what the dead one was writing is free."""
+    kill(child(lambda: (arena.attach(), arena.allocate(5000))))
+    other, asked = Arena(arena.segment, capacity=64 << 20), []
+    other.attach((lambda row: asked.append(row) or other.finish(row)) if own else None)
+    assert (other.rows.index, other.rows.incarnation, asked) == (1, 2, [1] * own)
+    assert len(other.free[kind_of(5000)]) == 1
+    other.attach(lambda _: asked.append("again"))
+    assert (other.rows.incarnation, asked) == (2, [1] * own)
+    other.rows.detach()
+
+
+def test_units_that_another_thread_is_claiming_are_left_to_it(arena):
+    """Any of those that are wanted; and they are free for the next claim when that one is done, or failed."""
+    unit = arena._first_unit
+    for theirs in (unit, unit + 2):
+        arena._claiming[theirs] = [theirs]
+        assert not arena._claim_at(unit, 3, 22)
+        assert arena._claiming == {theirs: [theirs]}
+        del arena._claiming[theirs]
+    arena._claiming[unit + 3] = [unit + 3]
+    assert arena._claim_at(unit, 3, 22)
+    assert not arena._claim_at(unit + 2, 1, 20)
+    assert arena._claiming == {unit + 3: [unit + 3]}
+    assert list(arena._all_extents()) == [(unit * UNIT, 22, 3, arena.rows.index)]
+
+
+def test_a_gap_is_filled_by_what_fits_to_the_unit(arena):
+    unit = arena._first_unit
+    assert arena._claim_at(unit, 2, 21)
+    assert arena._claim_at(unit + 4, 1, 20)
+    assert [arena._gap(unit, units) for units in (1, 2, 3)] == [unit + 2, unit + 2, unit + 5]
+    assert arena._gap(unit + 3, 1) == unit + 3
+    assert arena._gap(unit + 3, 2) == unit + 5

@@ -1,6 +1,7 @@
 """Who is attached and who is dead, by a lock that the kernel drops."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
-from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, record_of, row_word
+from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, answer_word, record_of, row_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -32,7 +33,10 @@ def attached(rows):
 def test_a_process_has_one_row(rows):
     assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
     rows.attach(lambda _: True)
-    assert rows.incarnation == 1
+    assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
+    with rows.locked(0) as dead:  # nor does it take its own for a dead one's
+        assert not dead
+    assert Rows(rows.segment).used() == [0]
 
 
 def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_stopped(rows, child, kill):
@@ -235,3 +239,86 @@ def test_a_fork_while_a_thread_attaches_waits(rows):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.stdout.strip() == "[0]", done.stderr
+
+
+def test_what_a_dead_row_counted_goes_on(rows):
+    """A single operation's tally, for the end that it was of, once; others begin at zero, and pass over such words."""
+    words = rows.words
+    rows.words[rows_module.INCARNATIONS + 1] = rows.words[rows_module.FINISHED + 1] = 1
+    counted, idle, batch = record_of(1, 0), record_of(1, 2), record_of(1, SINGLES)
+    for record in (counted, idle, batch):
+        words[record.purpose_word] = 7 << 8 | PUT
+    words[counted.tally] = words[batch.credit] = 5
+    words[counted.counters] = words[batch.counters + 3] = 9
+    second = Rows(rows.segment)
+    second.attach(lambda _: False)
+    try:
+        assert second.index == 1
+        assert not any(words[first] for first in (counted.counters, batch.counters + 3))
+        other = second.operation(8, PUT)
+        assert (other.tally, other.tally_before) == (record_of(1, 1).tally, 0)
+        first, following = second.operation(7, PUT), second.operation(7, PUT)
+        assert (first.tally, first.tally_before) == (counted.tally, 5)
+        assert (following.tally, following.tally_before) == (idle.tally, 0)
+    finally:
+        second.detach()
+
+
+def test_who_is_interrupted_while_it_attaches_has_no_row(rows):
+    """Its lock is gone with its descriptor, so that others, and itself, may have the row."""
+    second, third = Rows(rows.segment), Rows(rows.segment)
+
+    def interrupt(row):
+        assert (row, second.index, second.is_alive(row)) == (1, -1, False)  # to itself it is free
+        assert rows.is_alive(row)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        second.attach(lambda _: True, interrupt)
+    assert (second.index, second._descriptor, rows.is_alive(1)) == (-1, -1, False)
+    for each, row in ((third, 1), (second, 2)):
+        taken = []
+        each.attach(lambda _: True, taken.append)
+        assert (each.index, taken) == (row, [row])
+    for each in (second, third):
+        each.detach()
+
+
+def test_a_row_that_somebody_had_since_it_looked_is_no_fresh_one(rows, monkeypatch):
+    """It may be dead by now, and not finished."""
+    second = Rows(rows.segment)
+    monkeypatch.setattr(second, "used", list)
+    rows.words[rows_module.INCARNATIONS + 1] = 1
+    second.attach(lambda _: True)
+    assert second.index == 2
+    second.detach()
+
+
+def test_without_a_descriptor_it_says_so(rows):
+    second, (before, hard) = Rows(rows.segment), resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = os.dup(0)
+    os.close(left)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (left, hard))
+        with pytest.raises(SharedMemoryError, match="the segment could not be opened again: Too many open files"):
+            second.attach(lambda _: True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    assert second.index == -1
+    second.attach(lambda _: True)
+    assert second.index == 1
+    second.detach()
+
+
+def test_the_parts_of_a_row_follow_each_other_to_the_word():
+    """As drawn in row.py: none overlaps the next, and all lie within the row."""
+    base = row_word(3)
+    assert (base, row_word(4)) == (4 << 15, 5 << 15)
+    assert (record_of(3, 0).purpose_word, record_of(3, 0).credit) == (base + 16, base + 2128)
+    last, first, end = record_of(3, 2047), record_of(3, 2048), record_of(3, 2111)
+    assert (last.tally, first.credit, first.tally) == (base + 10319, base + 10320, 0)
+    assert (end.purpose_word, end.given + 64) == (base + 2127, base + 22608)
+    assert (record_of(3, 0).counters, end.counters + 4) == (base + 22608, base + 31056)
+    assert (answer_word(3, 512), answer_word(3, 511)) == (base + 31056, base + 31567)
+    assert [each.size for each in first.each()] == [1] * 64
+    assert list(last.each()) == [last]

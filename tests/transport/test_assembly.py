@@ -24,6 +24,7 @@ from tensorpipe_ipc.transport.unacknowledged import PIECE, Kept, Unacknowledged
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, NARROW
 from tensorpipe_ipc.wire.header import Piece, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.message import encode
 
 pytestmark = pytest.mark.limit(20)
@@ -99,6 +100,20 @@ def test_a_tree_of_all_kinds_is_restored(dtype: torch.dtype) -> None:
         encode(tree, whole).frames(1)
         told = producer.statistics()
         assert (told.overflowed, told.worst_error) == (2 * whole.overflowed, whole.worst)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_smallest_that_comes_in_pieces(is_shared: bool) -> None:
+    """BULK bytes, narrow, are restored as they come; an item less comes with the header. Both in one message."""
+    edge, less = torch.randn(BULK // 2), torch.randn(BULK // 2 - 1)
+    tree = {"edge": edge, "large": torch.randn(PIECE), "less": less}
+    if is_shared:
+        tree |= {"of edge": edge[1:], "of less": less[1:]}
+    with (
+        tp.Consumer(LOOPBACK) as consumer,
+        tp.Producer(consumer.endpoint, wire_dtype=torch.float16, shared_memory="off") as producer,
+    ):
+        zoo.same(_expected(tree, torch.float16), _through(producer, consumer, tree))
 
 
 @pytest.mark.parametrize("options", [{"restore": False}, {"copy": True}, {"as_numpy": True}, {"copy": False}], ids=str)
@@ -189,6 +204,16 @@ def test_what_nothing_narrow_becomes_is_refused(name: str) -> None:
     said = HEADS[name]
     with pytest.raises(ProtocolError, match=r"restored|no such floats"):
         Assembly(1, Piece(*said), Regions()).add(_piece(*said), memoryview(bytes(1 << 16)))
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_the_widest_that_narrow_bytes_become(restores: bool) -> None:
+    """Eight bytes of one, and no more; nor fewer than came."""
+    said = Piece(0, 64, 512, BY_TORCH[torch.float8_e5m2].code, F64)
+    assert Assembly(1, said, Regions(), restores=restores).add(_piece(*said), memoryview(bytes(64)))
+    for restored in (513, 63):
+        with pytest.raises(ProtocolError, match=f"64 bytes that are {restored} when they are restored"):
+            Assembly(1, said._replace(restored=restored), Regions(), restores=restores)
 
 
 @pytest.mark.parametrize("restores", [True, False])

@@ -18,15 +18,18 @@ from children import PATIENCE, Child, in_thread
 from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc import process
+from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
+from tensorpipe_ipc.serializers.raw import Raw
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
     MAX_HEADER,
+    MAX_NAMES,
     VERSION,
     Kind,
     Piece,
     SharedMemoryTerms,
+    names_size,
     pack,
     pack_piece,
 )
@@ -194,6 +197,64 @@ def test_data_of_a_serializer_that_is_not_accepted() -> None:
         raw.say(*exchange.sent(torch.ones(3), "torch_save"))
         _listen(consumer, lambda: consumer.statistics().rejected)
         assert consumer.statistics().last_rejection == "serializer 'torch_save' is not accepted here"
+
+
+@pytest.mark.parametrize("what", ["host", "why_not"])
+def test_a_stranger_who_says_much_is_answered(what: str) -> None:
+    """What is repeated of it is cut, so that it can read its WELCOME."""
+    long = "x" * 3500
+    terms = SharedMemoryTerms("auto", os.geteuid(), why_not=long if what == "why_not" else "")
+    who = process.identity()
+    if what == "host":
+        who = msgspec.structs.replace(who, host=long, boot="another")
+    with tp.Consumer("patient") as consumer, RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw, identity=who, shared_memory=terms)
+        raw.say(hello("producer", identity=who, shared_memory=terms))
+        _listen(consumer, lambda: not raw.is_quiet(0))
+        said = hello_of(raw.hear_header()).shared_memory
+        assert said is not None
+        assert "xxx…" in said.why_not
+        assert len(consumer.statistics().transport) < 600
+
+
+@pytest.mark.parametrize("letter", ["x", "\0"])
+def test_a_serializer_of_any_name_is_refused(letter: str) -> None:
+    """However long the name is, and whatever it is made of, its producer can read why."""
+    with tp.Consumer("strict") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", serializer=letter * 3500))
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        assert refusal_of(raw.hear_header()).startswith("the producer (")
+
+
+class _Named(Raw):
+    """raw by another name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize("are_named", [True, False])
+def test_so_many_names_may_be_accepted(are_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,640 bytes of names, with 2 for each, can be said; with one more the consumer is not made, and told the limit.
+
+    A name that is given twice is said once.
+    """
+
+    def register(*names: str) -> list[str]:
+        for name in names:
+            monkeypatch.setitem(serializers._SERIALIZERS, name, _Named(name))
+        return list(serializers.serializer_names())
+
+    names = register(*(f"{number:064}" for number in range(39)))
+    left = MAX_NAMES - names_size(names) - 2 * 2
+    names = register("r" * 10, "s" * (left - 10))
+    accept = names * 2 if are_named else None
+    with tp.Consumer("manifold", accept=accept) as consumer, RawEnd(consumer.endpoint) as raw:
+        _attach(consumer, raw, serializer=names[0])
+    monkeypatch.delitem(serializers._SERIALIZERS, "r" * 10)
+    names = register("r" * 11)
+    with pytest.raises(ValueError, match="44 serializers take 2641 bytes .* the limit is 2640: name fewer in accept="):
+        tp.Consumer("manifold", accept=names if are_named else None)
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])

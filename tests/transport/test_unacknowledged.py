@@ -6,9 +6,11 @@ import contextlib
 import os
 import time
 import tracemalloc
+import types
 from typing import Any
 
 import exchange
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,11 +23,11 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport import assembly, peer, unacknowledged
+from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.wire.dtypes import BY_CODE
-from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
 
@@ -293,6 +295,47 @@ def test_which_message_is_completed() -> None:
     assert bytes(put_together) == bytes(payload)
 
 
+@pytest.mark.parametrize("missing", ["a byte", "memory"])
+def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of which the last byte has not come, though it has its place; or of which all came, and had none."""
+    payload, (head, _) = memoryview(bytes(PIECE)), exchange.sent(torch.zeros(PIECE, dtype=torch.uint8))
+    if missing == "memory":
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+    building = Assembly(1, Piece(0, PIECE, PIECE), Regions())
+    assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
+    assert bool(building.refused) == (missing == "memory")
+    assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
+    if missing == "a byte":
+        assert building.add(unpack(memoryview(_piece(PIECE - 1, PIECE))), payload[:1])
+        assert len(building.completed(unpack(memoryview(head)), [head])[1]) == 2
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_piece_beyond_what_was_announced(offset: int) -> None:
+    """To the last byte, and not one further; whether or not what comes before it is there."""
+    building = Assembly(1, Piece(0, 8, 8), Regions())
+    assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
+    with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
+        building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
+
+
+def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came back is kept up to the limit, to the byte; beyond it the oldest goes."""
+    regions = Regions()
+    limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
+    monkeypatch.setattr(assembly, "_IDLE_AT_MOST", limit)
+    regions._idle.clear()
+    for most, left in ((limit, 2), (limit - 1, 1)):
+        monkeypatch.setattr(assembly, "_IDLE_AT_MOST", most)
+        handed_out = [regions.fresh(PIECE) for _ in range(2)]
+        last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
+        while handed_out:
+            del handed_out[0]
+        assert len(regions._idle) == left
+        assert regions._idle[0] is last
+        regions._idle.clear()
+
+
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
     regions, asked = Regions(), []
@@ -394,3 +437,151 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
         putting()
         producer.flush(PATIENCE)
         assert (producer.statistics().in_flight, consumer.statistics().lost) == (0, 0)
+
+
+def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was last taken from each, should it come back; of more than the limit the oldest is forgotten."""
+    monkeypatch.setattr(receiving, "_REMEMBERED", 2)
+    with tp.Consumer(LOOPBACK) as consumer:
+        link = consumer._link
+        for end, resends, how in ((1, 1, "vanished"), (2, 1, "vanished"), (3, 1, "said goodbye"), (4, 0, "vanished")):
+            _part(link, end, resends, how)
+        assert link._known == {1: 10, 2: 20}
+        _part(link, 0, 1, "vanished")  # one that does not say which end it is
+        assert link._known == {1: 10, 2: 20}
+        _part(link, 5, 1, "vanished")
+        assert link._known == {2: 20, 5: 50}
+        link.vanished.clear()
+
+
+def _part(link: receiving.ReceiveLink, end: int, resends: int, how: str) -> None:
+    left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
+    left.taken, left.left = 10 * end, how
+    link.parted(left)
+
+
+def _peer(taken: int, *, resends: bool = True, sequence: int = 0, end: int = 7) -> peer.Peer:
+    found = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, sequence=sequence, end=end, round=int(resends)))
+    found.taken = found.began = taken
+    return found
+
+
+def _head(sequence: int) -> Any:
+    return unpack(memoryview(pack(Kind.DATA, sequence)))
+
+
+def test_which_message_is_the_next() -> None:
+    """What was taken before is dropped. What follows a gap is, too, where the gap can be filled, and that is asked for."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one, old = consumer._link, _peer(5), _peer(5, resends=False)
+        assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
+        assert (consumer.statistics().duplicates, one.round) == (2, 2)
+        assert [link.expects(old, _head(sequence)) for sequence in (5, 6, 7)] == [False, True, True]
+        assert (consumer.statistics().duplicates, old.round) == (3, 1)
+
+
+def test_frames_of_a_producer_that_shares_memory() -> None:
+    """Its messages come by the queue, and nothing else does."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, sharing, other = consumer._link, _peer(0), _peer(0)
+        sharing.queue = object()  # type: ignore[assignment]
+        piece = unpack(memoryview(_piece(0, 8)))
+        assert link.expects(other, _head(1))
+        link.piece(other, piece, [b"", memoryview(bytes(4))])
+        assert other.assembly is not None
+        with pytest.raises(ProtocolError, match="DATA in frames from a producer that shares memory"):
+            link.expects(sharing, _head(1))
+        with pytest.raises(ProtocolError, match="a PIECE of 2 frames from producer pid 2"):
+            link.piece(sharing, piece, [b"", memoryview(bytes(4))])
+        assert sharing.assembly is None
+
+
+def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second; then it is asked for again."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        asked = _peer(0)
+        for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
+            with monkeypatch.context() as patch:
+                patch.setattr(receiving, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
+                consumer._link._ask(asked)
+            assert asked.round == rounds, now
+
+
+@pytest.mark.parametrize(
+    ("taken", "resends", "said", "lost"),
+    [
+        (2, True, 2, 0),
+        (2, True, 3, 0),
+        (3, True, 5, 2),
+        (3, True, 3, 0),
+        (2, False, 4, 2),
+        (2, False, 2, 0),
+        (3, True, 1, 0),
+    ],
+)
+def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
+    """What it will not send counts as lost, unless another end had it; where it says nothing new, nothing changes."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(2, resends=resends)
+        one.taken = taken
+        one.assembly = begun = Assembly(taken + 1, Piece(0, 8, 8), Regions())
+        link.stands_at(one, said)
+        assert (link.lost, one.taken) == (lost, max(said, taken))
+        assert one.assembly is (begun if said <= taken else None)
+
+
+def test_a_new_connection_of_the_other_end() -> None:
+    """It says so by a higher number, once; then the binder asks for what it may have swallowed."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(0)
+        for said, rounds in ((1, 1), (2, 2), (2, 2), (1, 2), (4, 3)):
+            one.hello = msgspec.structs.replace(one.hello, round=said)
+            consumer._link.stands_at(one, 0)
+            assert one.round == rounds
+
+
+@pytest.mark.parametrize(("said", "known", "taken"), [(4, 10, 10), (14, 10, 14), (4, 0, 4)])
+def test_one_that_comes_back(said: int, known: int, taken: int) -> None:
+    """What was taken from it before, or what it says that it will not send again: whichever is more."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0, sequence=said)
+        link._known = {7: known, 8: 99} if known else {8: 99}
+        link.met(one)
+        assert (one.taken, one.began, link._known) == (taken, taken, {8: 99})
+
+
+def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message whose pieces there was none for; not one that is complete, nor another one."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0)
+        link.check_memory(one, _head(1))
+        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        link.check_memory(one, _head(1))
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        link.check_memory(one, _head(2))
+        with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
+            link.check_memory(one, _head(1))
+
+
+def test_pieces_of_a_message_that_was_taken() -> None:
+    """They are dropped; those of the next are put together."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(1, resends=False)
+        for sequence, begins in ((1, False), (2, True)):
+            said = unpack(memoryview(pack_piece(sequence, Piece(0, 8, 8))))
+            consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
+            assert (one.assembly is not None) == begins
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_payload_that_goes_beyond_what_was_restored_alike(second: bool) -> None:
+    """One that was narrowed, of which a part came as if it was not, is not handed over."""
+    (head, _), codes = exchange.sent(torch.zeros(PIECE), wire_dtype=torch.float16), (10, 11)
+    restored = 4 * PIECE if second else 3 * PIECE
+    building = Assembly(1, Piece(0, 2 * PIECE, restored), Regions())
+    for offset, said in ((0, codes), (PIECE, codes if second else (0, 0))):
+        piece = unpack(memoryview(pack_piece(1, Piece(offset, 2 * PIECE, restored, *said))))
+        assert building.add(piece, memoryview(bytes(PIECE)))
+    header, frames = building.completed(unpack(memoryview(head)), [head])
+    assert (header.restored, [len(frame) for frame in frames[1:]]) == ((True, [restored]) if second else (False, []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 from exchange import join
@@ -10,7 +11,17 @@ from exchange import join
 from tensorpipe_ipc.errors import ProtocolError, VersionMismatch
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.wire import header
-from tensorpipe_ipc.wire.header import Header, Hello, Kind, Piece, Refusal
+from tensorpipe_ipc.wire.header import (
+    MAX_CONTROL,
+    MAX_NAMES,
+    Header,
+    Hello,
+    Kind,
+    Piece,
+    QueueOffer,
+    Refusal,
+    SharedMemoryTerms,
+)
 
 ME = Identity("h", "b", 1, 2, 3.0)
 HELLO = Hello("producer", ME, 8, "raw", sequence=5, credit_pipe=(4, 70000, 1), end=7, round=2)
@@ -169,3 +180,60 @@ def test_a_body_that_is_none_is_refused(body: bytes, says: str) -> None:
     head = header.unpack(memoryview(header.pack(Kind.REFUSED, 0, body)))
     with pytest.raises(ProtocolError, match=f"a REFUSED that cannot be read: .*{says}"):
         header.unpack_control(head, Refusal)
+
+
+@pytest.mark.parametrize(("length", "is_cut"), [(10, False), (11, True), (5000, True)])
+@pytest.mark.parametrize("letter", ["a", "é", "\N{SNOWMAN}", "\U0001f600", "\0"])
+def test_where_a_text_is_cut(letter: str, length: int, is_cut: bool) -> None:
+    """Beyond so many bytes, not letters, and never within one; the end says so."""
+    text, limit = letter * length, 10 * len(letter.encode())
+    found = header.cut(text, limit)
+    assert (found != text) == is_cut
+    assert limit - 3 - 4 < len(found.encode()) <= limit
+    assert found.rstrip("…") == letter * len(found.rstrip("…"))
+    assert found.endswith("…") == is_cut
+
+
+def _hello_taken_in(host: str, why_not: str) -> tuple[str, str]:
+    terms = SharedMemoryTerms("auto", 1, why_not=why_not)
+    said = header.pack_control(Kind.HELLO, Hello("producer", Identity(host, "b", 1, 2, 3.0), 8, shared_memory=terms))
+    found = header.unpack_control(header.unpack(memoryview(said)), Hello)
+    assert found.shared_memory is not None
+    return found.identity.host, found.shared_memory.why_not
+
+
+def test_what_a_stranger_says_is_cut() -> None:
+    """What will be repeated of it: 255 bytes of the host's name, 512 of why there is no shared memory."""
+    assert _hello_taken_in("h" * 255, "w" * 512) == ("h" * 255, "w" * 512)
+    assert _hello_taken_in("h" * 256, "w" * 513) == ("h" * 252 + "…", "w" * 509 + "…")
+    assert _hello_taken_in("h" * 1500, "w") == ("h" * 252 + "…", "w")
+    assert _hello_taken_in("h", "w" * 1500) == ("h", "w" * 509 + "…")
+
+
+def test_a_long_reason_is_cut() -> None:
+    """4,000 bytes of a refusal's reason are said; it can always be read."""
+    for reason, said in (("r" * 4000, "r" * 4000), ("r" * 4001, "r" * 3997 + "…"), ("é" * 9000, "é" * 1998 + "…")):
+        head = header.unpack(memoryview(header.pack_refusal(reason)))
+        assert header.unpack_control(head, Refusal).reason == said
+
+
+def test_what_is_too_long_to_be_read_is_not_said() -> None:
+    """Up to the limit of a control message, to the byte; beyond it the error names both sizes."""
+    room = MAX_CONTROL - len(header.pack_control(Kind.REFUSED, Refusal("r" * 256))) + 256
+    assert len(header.pack_control(Kind.REFUSED, Refusal("r" * room))) == MAX_CONTROL
+    with pytest.raises(ValueError, match="a REFUSED of 4097 bytes, the limit is 4096: name fewer"):
+        header.pack_control(Kind.REFUSED, Refusal("r" * (room + 1)))
+
+
+@pytest.mark.parametrize("name", ["n" * 64, "n" * 32, "n" * 31, "n"])
+def test_the_longest_hello_can_be_read(name: str) -> None:
+    """With as many names of serializers as there may be, and the largest numbers, on the host with the longest name."""
+    most: Any = (1 << 64) - 1
+    names = (name,) * (MAX_NAMES // (len(name) + 2))
+    assert MAX_NAMES - len(name) - 2 < header.names_size(names) <= MAX_NAMES
+    offer = QueueOffer(most, most, most, (most, most), (most, most), (most, most))
+    who = Identity("h" * 255, "b" * 36 + f" {1 << 32}", most, most, 0.5)
+    terms = SharedMemoryTerms("require", most, offer, most, "w" * 512)
+    hello = Hello("consumer", who, most, "", names, most, (most, most, (1 << 32) - 1), terms, most, most)
+    said = header.pack_control(Kind.HELLO, hello)
+    assert header.unpack_control(header.unpack(memoryview(said)), Hello) == hello

@@ -41,3 +41,6 @@ def test_tensors_with_gaps_and_in_another_order(dtype: torch.dtype) -> None:
         wide = torch.zeros(tensor.shape)
         restore(wide, tensor)
         assert torch.equal(wide.nan_to_num(nan=-7.5), tensor.float().nan_to_num(nan=-7.5))
+    wide = torch.zeros(300, 600)[:, ::2]
+    restore(wide, narrow)
+    assert torch.equal(wide.nan_to_num(nan=-7.5), narrow.float().nan_to_num(nan=-7.5))
