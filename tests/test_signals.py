@@ -157,9 +157,11 @@ def test_a_handler_that_raises_out_of_get(transport: str, scheme: str, consumer_
                         break
             child.result()
         assert raised
-        if transport == "shared memory":
+        if transport == "shared memory" and sys.version_info >= (3, 11):
             assert got == list(range(10_000))
-        else:  # pyzmq looks for signals when it has a frame, which is lost with the exception
+        else:
+            # pyzmq looks for signals when it has a frame, which is lost with the exception. And Python 3.10 looks for them
+            # when a function has returned, before anybody has what it returned; from 3.11 on it does not.
             assert got == sorted(set(got))
             assert len(got) >= 10_000 - raised
 
