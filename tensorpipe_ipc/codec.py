@@ -36,9 +36,9 @@ from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing, encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
-__all__ = ["SHORT", "Codec"]
+__all__ = ["Codec"]
 
-SHORT = 1 << 12  # bytes of a pickle
+_BRIEF = 1 << 12  # bytes of a pickle
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 
 
@@ -69,8 +69,10 @@ class Codec:
             Exception: whatever the object raises when it is pickled.
         """
         data, leaves, refused = None, list[Any](), None
-        if self._last_had_no_leaves or not may_be_tree(obj):
-            data, leaves = self._pickled_at_once(obj)
+        if self._last_had_no_leaves:  # a queue's objects are much alike: this one may have none, too
+            data = _pickled_without_leaves(obj)
+        if data is None and not may_be_tree(obj):
+            data, leaves = pickling.dump(obj)
         if data is None:
             try:
                 message = encode(obj, staged(self.narrowing or self._serializer))
@@ -83,21 +85,11 @@ class Codec:
             return self._in_one_block(self._encode_pickled(obj, data, leaves, refused), PICKLED)
         return Block([data], len(data), None), _A_PICKLE
 
-    def _pickled_at_once(self, obj: Any) -> tuple[bytes | None, list[Any]]:
-        """What is no tree is pickled. And a queue's objects are much alike: if the last had no tensors, this one may have
-        none, and is but pickled; unless it cannot be, and still is a tree."""
-        try:
-            data = pickling.dump_without_leaves(obj) if self._last_had_no_leaves else None
-        except Exception:
-            data = None
-        return pickling.dump(obj) if data is None and not may_be_tree(obj) else (data, [])
-
     def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
         try:
             return encode(_with_pickle(data, leaves), staged(self.narrowing or self._serializer))
-        except (
-            UnsupportedLeaf
-        ) as error:  # its path is not the caller's, and its reason may be one of the pickle's making
+        except UnsupportedLeaf as error:
+            # Its path is not the caller's, and its reason may be one of the pickle's making.
             if refused is not None and (refused.reason == error.reason or _is_tree(obj)):
                 raise refused from None
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
@@ -164,6 +156,14 @@ class Codec:
         return _unpickled(tree) if how & PICKLED else tree
 
 
+def _pickled_without_leaves(obj: Any) -> bytes | None:
+    """An object's pickle; None where it has leaves, or cannot be pickled: it may still be a tree."""
+    try:
+        return pickling.dump_without_leaves(obj)
+    except Exception:
+        return None
+
+
 def _is_tree(obj: Any) -> bool:
     try:
         flatten(obj)
@@ -180,7 +180,7 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
 def _with_pickle(data: bytes, leaves: list[Any]) -> list[Any]:
     """The tree of a pickle and its leaves. A short one stands among the numbers and text of a message: as a leaf it would
     cost as much as another tensor, and the schema of each message would differ from the last one's."""
-    return [data.decode("latin-1") if len(data) <= SHORT else data, *leaves]
+    return [data.decode("latin-1") if len(data) <= _BRIEF else data, *leaves]
 
 
 def _unpickled(tree: list[Any]) -> Any:

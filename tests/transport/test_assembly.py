@@ -169,19 +169,20 @@ def test_what_is_restored_keeps_its_bytes_until_the_last_view_is_gone() -> None:
             assert address in addresses
 
 
-def test_no_more_memory_is_asked_for_than_what_came_becomes() -> None:
-    """Nothing until it is there; then once, for what it is restored to."""
-    total, regions = 10 * PIECE, Regions()
+@pytest.mark.parametrize(("codes", "times"), [((0, 0), 1), ((F16, F32), 2)], ids=["as it came", "restored"])
+def test_no_memory_is_asked_for_that_has_not_come(codes: tuple[int, int], times: int) -> None:
+    """What is announced costs nothing until it is there; then once, for what it is restored to."""
+    total, regions = 20 * PIECE, Regions()
     piece = memoryview(bytearray(PIECE))
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
-        building = Assembly(1, piece_of(_piece(0, total, 2 * total)), regions)
+        building = Assembly(1, piece_of(_piece(0, total, times * total, *codes)), regions)
         for offset in range(0, total - PIECE, PIECE):
-            assert building.add(_piece(offset, total, 2 * total), piece)
+            assert building.add(_piece(offset, total, times * total, *codes), piece)
         assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
-        assert building.add(_piece(total - PIECE, total, 2 * total), piece)
-        assert tracemalloc.get_traced_memory()[1] - began < 2 * total + (1 << 16)
+        assert building.add(_piece(total - PIECE, total, times * total, *codes), piece)
+        assert tracemalloc.get_traced_memory()[1] - began < times * total + (1 << 16)
     finally:
         tracemalloc.stop()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import tracemalloc
 import types
 from typing import Any
 
@@ -229,23 +228,6 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
         assert laid[at : at + len(expected)] == expected
         at += len(expected)
     assert at == len(laid)
-
-
-def test_no_memory_is_asked_for_that_has_not_come() -> None:
-    """What is announced costs nothing until it is there; then once."""
-    total, regions = 20 * PIECE, Regions()
-    piece = memoryview(bytes(PIECE))
-    tracemalloc.start()
-    try:
-        began = tracemalloc.get_traced_memory()[0]
-        assembly = Assembly(1, Piece(0, total, total), regions)
-        for offset in range(0, total - PIECE, PIECE):
-            assert assembly.add(unpack(memoryview(_piece(offset, total))), piece)
-        assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
-        assert assembly.add(unpack(memoryview(_piece(total - PIECE, total))), piece)
-        assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 13) + 1, False), (1 << 13, True)])
