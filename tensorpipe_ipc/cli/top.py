@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look again and again, until Ctrl-C."""
+    """Look again and again, until Ctrl-C; or until the terminal is gone, of which SIGHUP does not tell whom ``nohup`` began."""
     if arguments.json and not arguments.once:
         raise Failure("--json goes with --once")
     try:
@@ -62,12 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    with Live(console=Console(), screen=False, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
-            found, now = survey(), time.monotonic()
-            live.update(_view(found, rates(before, found, now - at)), refresh=True)
-            before, at = found, now
+    on_terminal = sys.stdout.isatty()
+    try:
+        with Live(console=Console(), screen=False, auto_refresh=False) as live:
+            while not on_terminal or sys.stdout.isatty():
+                time.sleep(interval)
+                found, now = survey(), time.monotonic()
+                live.update(_view(found, rates(before, found, now - at)), refresh=True)
+                before, at = found, now
+    except OSError:  # the cursor cannot be shown again where nothing is shown
+        if not on_terminal or sys.stdout.isatty():
+            raise
+    return 128 + signal.SIGHUP
 
 
 def rates(before: list[SegmentView], now: list[SegmentView], seconds: float) -> dict[Key, Rate]:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,12 +25,13 @@ _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 class Terminal:
     """A terminal of 40 lines and 120 columns, and the command that runs on it."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, on_hangup: Any = signal.SIG_DFL) -> None:
         self.pid, self.line = pty.fork()
         if not self.pid:
             status = 99
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGHUP, on_hangup)
                 os.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
                 sys.stdout = open(1, "w", closefd=False)  # and not where pytest collects what is printed
                 status = cli.main(list(arguments))
@@ -64,8 +66,8 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
     """Makes them."""
     made: list[Terminal] = []
 
-    def make(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments))
+    def make(*arguments: str, **options: Any) -> Terminal:
+        made.append(Terminal(*arguments, **options))
         return made[-1]
 
     yield make
@@ -103,13 +105,14 @@ def test_there_may_be_nothing_to_show(terminal: Callable[..., Terminal], monkeyp
     assert screen.interrupt() == 130
 
 
-def test_on_a_closed_terminal_it_ends(terminal: Callable[..., Terminal]) -> None:
-    """It does not outlive the window it was shown in."""
-    screen = terminal("top", "--interval", "0.05")
+@pytest.mark.parametrize(("on_hangup", "status"), [(signal.SIG_DFL, -signal.SIGHUP), (signal.SIG_IGN, 129)])
+def test_on_a_closed_terminal_it_ends(terminal: Callable[..., Terminal], on_hangup: Any, status: int) -> None:
+    """It does not outlive the window it was shown in, nor where that signal is ignored, as below ``nohup``."""
+    screen = terminal("top", "--interval", "0.05", on_hangup=on_hangup)
     screen.read_until(bool)
     os.close(screen.line)
     screen.line = os.open(os.devnull, os.O_RDONLY)
-    assert os.WIFSIGNALED(os.waitpid(screen.pid, 0)[1]), "SIGHUP"
+    assert os.waitstatus_to_exitcode(os.waitpid(screen.pid, 0)[1]) == status
 
 
 @pytest.mark.parametrize(
