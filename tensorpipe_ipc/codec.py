@@ -1,8 +1,9 @@
 """Codec: any object, to a message of a queue's and back.
 
-A tree's message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is
-[pickle, leaves ...], or, if it has no leaves, the pickle is the message. What goes by reference lies in its block already;
-where, its metadata say in the place of the values (``moving``).
+A tree's message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is the list
+of its leaves, and the pickle stands where the values would; a long one is the first of the leaves. If it has no leaves, the
+pickle is the message. What goes by reference lies in its block already; where, its metadata say in the place of the values
+(``moving``).
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tensorpipe_ipc.wire.in_block import (
     parts_of,
 )
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import Outgoing, encode
+from tensorpipe_ipc.wire.message import Encoder, Outgoing, encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Codec"]
 
-_BRIEF = 1 << 12  # bytes of a pickle
+_BRIEF = 1 << 12  # bytes of a pickle: as a leaf it costs as much as another tensor, and no two schemas are the same
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 
 
@@ -87,7 +88,7 @@ class Codec:
 
     def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
         try:
-            return encode(_with_pickle(data, leaves), staged(self.narrowing or self._serializer))
+            return _encode_leaves(data, leaves, staged(self.narrowing or self._serializer))
         except UnsupportedLeaf as error:
             # Its path is not the caller's, and its reason may be one of the pickle's making.
             if refused is not None and (refused.reason == error.reason or _is_tree(obj)):
@@ -101,20 +102,20 @@ class Codec:
         """The block that an object can go by reference with, and its metadata; None if it cannot, or was not to
         (``offered``: only a block that was offered for that)."""
         try:
-            tree, pickled = obj, 0
-            flat = flatten(obj)
+            data, flat = None, flatten(obj)
         except UnsupportedLeaf:
-            tree, pickled = _with_pickle(*pickling.dump(obj)), PICKLED
+            data, leaves = pickling.dump(obj)
             try:
-                flat = flatten(tree)
+                flat = flatten(leaves)
             except UnsupportedLeaf:
                 return None  # the usual way says what is wrong
         handover = moving.handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return None
-        message = encode(tree, self._serializer)
+        message = encode(obj, self._serializer) if data is None else _encode_leaves(data, leaves, self._serializer)
         said = moving.placed(message, handover)
-        return None if said is None else (handover, metadata_of(pickled | BY_REFERENCE, message.schema, said))
+        flags = BY_REFERENCE if data is None else BY_REFERENCE | PICKLED
+        return None if said is None else (handover, metadata_of(flags, message.schema, said))
 
     def decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
         """What makes an object of a message, for one get.
@@ -136,24 +137,32 @@ class Codec:
         """
         if metadata == _A_PICKLE:
             return pickling.load(payload)
+        values: bytes | memoryview
         how, read, values = parts_of(metadata)
         schema = schema_of(read)
         if how & (ON_DEVICE | OFFERS):
-            told = on_device.said_of(values)
-            if how & ON_DEVICE:
-                tree = on_device.tree_of(told, schema, payload, self._serializer, arrival)
-                return _unpickled(tree) if how & PICKLED and type(tree) is not on_device.Undeliverable else tree
-            on_device.answer(self._queue, told, arrival)
+            told = on_device.said_of(bytes(values))
             values = told.values
+            if how & OFFERS:
+                on_device.answer(self._queue, told, arrival)
         if how & BY_REFERENCE:
-            said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-            tree = schema.tree(said, frames, self._serializer, ALIAS, arrival)
+            values, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+        if how & PICKLED:
+            data, values = values, b""
+        if how & ON_DEVICE:
+            tree = on_device.tree_of(told, values, schema, payload, self._serializer, arrival)
+            if type(tree) is on_device.Undeliverable:
+                return tree
+        elif how & BY_REFERENCE:
+            tree = schema.tree(memoryview(values), frames, self._serializer, ALIAS, arrival)
         else:
             # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
             region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
             tree = schema.tree_in(values, region, self._serializer, arrival)
-        return _unpickled(tree) if how & PICKLED else tree
+        if not how & PICKLED:
+            return tree
+        return pickling.load(data, tree) if data else pickling.load(tree[0], tree[1:])
 
 
 def _pickled_without_leaves(obj: Any) -> bytes | None:
@@ -177,12 +186,8 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
     return Codec(queue, named, narrowing(named, wire_dtype), cuda_ipc=cuda_ipc)
 
 
-def _with_pickle(data: bytes, leaves: list[Any]) -> list[Any]:
-    """The tree of a pickle and its leaves. A short one stands among the numbers and text of a message: as a leaf it would
-    cost as much as another tensor, and the schema of each message would differ from the last one's."""
-    return [data.decode("latin-1") if len(data) <= _BRIEF else data, *leaves]
-
-
-def _unpickled(tree: list[Any]) -> Any:
-    data, *leaves = tree
-    return pickling.load(data.encode("latin-1") if type(data) is str else data, leaves)
+def _encode_leaves(data: bytes, leaves: list[Any], encoder: Encoder) -> Outgoing:
+    """The message of a pickle and its leaves."""
+    if len(data) > _BRIEF:
+        return encode([data, *leaves], encoder)
+    return encode(leaves, encoder, data)

@@ -312,7 +312,7 @@ class Consumer:
             if how & (ON_DEVICE | OFFERS):
                 told = on_device.said_of(values)
                 if how & ON_DEVICE:
-                    tree = on_device.tree_of(told, schema, payload, serializer, self._arrival)
+                    tree = on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
                     return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
                 queue = self._link.asked.queue
                 assert queue is not None

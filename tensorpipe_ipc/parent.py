@@ -15,41 +15,41 @@ import multiprocessing
 import os
 import select
 import signal
-from collections.abc import Iterator
-from multiprocessing import process
+from contextlib import AbstractContextManager
 
 __all__ = ["ends_with_parent"]
 
 
-@contextlib.contextmanager
-def ends_with_parent() -> Iterator[None]:
+def ends_with_parent() -> AbstractContextManager[None]:
     """End this process if its parent dies while it waits in the body, or is dead. Nothing in a process that has no parent of
     multiprocessing's, where nobody is to be waited for."""
+    return _watch(os.getpid())
+
+
+class _Watch:
+    """The descriptor that tells of the parent's end, which is to tell this process, and does so within the body."""
+
+    def __init__(self, sentinel: int, pid: int) -> None:
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(sentinel, 10, signal.SIGTERM)  # F_SETSIG, which some builds of fcntl do not name
+        self._sentinel, self._flags = sentinel, fcntl.fcntl(sentinel, fcntl.F_GETFL) & ~os.O_ASYNC
+        self._poll = select.poll()
+        self._poll.register(sentinel, select.POLLIN)
+
+    def __enter__(self) -> None:
+        try:
+            fcntl.fcntl(self._sentinel, fcntl.F_SETFL, self._flags | os.O_ASYNC)
+            if self._poll.poll(0):
+                raise SystemExit
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.fcntl(self._sentinel, fcntl.F_SETFL, self._flags)
+
+
+@functools.lru_cache(maxsize=1)
+def _watch(pid: int) -> AbstractContextManager[None]:
     parent = multiprocessing.parent_process()
-    if parent is None:
-        yield
-        return
-    sentinel = _armed(parent, os.getpid())
-    flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        if _poll(sentinel, os.getpid()).poll(0):
-            raise SystemExit
-        yield
-    finally:
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags)
-
-
-@functools.lru_cache(maxsize=1)
-def _armed(parent: process.BaseProcess, pid: int) -> int:
-    """The descriptor that tells of the parent's end, which is to tell this process."""
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, pid)
-    fcntl.fcntl(parent.sentinel, 10, signal.SIGTERM)  # F_SETSIG, which some builds of fcntl do not name
-    return parent.sentinel
-
-
-@functools.lru_cache(maxsize=1)
-def _poll(sentinel: int, _: int) -> select.poll:
-    poll = select.poll()
-    poll.register(sentinel, select.POLLIN)
-    return poll
+    return contextlib.nullcontext() if parent is None else _Watch(parent.sentinel, pid)

@@ -7,17 +7,16 @@ shared memory, but leaves its place, and travels beside the pickle as a leaf of 
 
 from __future__ import annotations
 
-import collections
 import copyreg
 import io
 import pickle
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import Parameter, UninitializedParameter
+from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
@@ -48,12 +47,15 @@ def _refuse(_: Any) -> Any:
     raise _HasLeaves
 
 
+class _Refusing(dict[Any, Any]):
+    def __missing__(self, kind: Any) -> Any:
+        return _registered.get(kind) or copyreg.dispatch_table[kind]
+
+
 class _WithoutLeaves(pickle.Pickler):
     """Asks about no object: leaves are found by their type, and have the way out. 1.3 us less for a small tuple."""
 
-    dispatch_table = collections.ChainMap[Any, Any](
-        dict.fromkeys(_KINDS, _refuse), _registered, cast(Any, copyreg.dispatch_table)
-    )
+    dispatch_table = _Refusing.fromkeys(_KINDS, _refuse)
 
 
 class _HasLeaves(Exception):
@@ -108,14 +110,7 @@ def load(data: Any, leaves: Sequence[Any] = ()) -> Any:
 def _is_leaf(obj: Any) -> bool:
     kind = type(obj)
     if kind is torch.Tensor or kind is Parameter:
-        if (
-            isinstance(obj, UninitializedParameter)
-            or obj.layout is not torch.strided
-            or obj.is_nested
-            or obj.is_quantized
-        ):
-            return False
-        return not obj.is_meta
+        return obj.layout is torch.strided and not (obj.is_nested or obj.is_quantized or obj.is_meta)
     if kind is np.ndarray:
         return obj.dtype in BY_NUMPY and obj.dtype.isnative
     # Not obj.device: torch warns of that, whoever asks.

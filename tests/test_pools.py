@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.pool
 import os
@@ -48,6 +49,18 @@ def double(x):
 def add(x, y=0):
     """Of anything."""
     return x + y
+
+
+class Adder:
+    """A function with state."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def add(self, x):
+        return self.first + x
+
+    __call__ = add
 
 
 def fail(x):
@@ -136,6 +149,22 @@ def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
                 executor.submit(lambda: 1).result(LIMIT)
             assert executor.submit(add, 1, y=2).result(LIMIT) == 3
         del executor
+
+
+def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
+    """Functions go by their names, and once; what has state goes with each call."""
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        assert list(executor.map(add, [1, 2], [3, 4])) == [4, 6]
+        assert list(executor.map(abs, [-1, -2])) == [1, 2]
+        assert list(executor.map(add, [1, 2])) == [1, 2]
+        partial, adder = functools.partial(add, [1]), Adder([2])
+        assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 0]]
+        assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 0]]
+        partial.args[0].append(5)
+        adder.first.append(6)
+        assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 5, 0]]
+        assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 6, 0]]
+    del executor
 
 
 def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled():

@@ -216,11 +216,14 @@ class Arena:
         is found within a quarter as many allocations.
         """
         free, young, old = self.free[kind], self._young[kind], self._old[kind]
-        with contextlib.suppress(IndexError):  # another thread is at it, too
+        try:
             while len(young) > YOUNG:
                 old.append(young.popleft())
             self._sort_out(young, free, len(young))
-            self._sort_out(old, free, min(len(old), 4))
+            if old:
+                self._sort_out(old, free, min(len(old), 4))
+        except IndexError:  # another thread is at it, too
+            pass
         return free
 
     def _sort_out(self, blocks: deque[int], free: list[int], looks: int) -> None:

@@ -253,6 +253,7 @@ class Undeliverable:
 
 def tree_of(
     said: Said,
+    values: bytes | memoryview,
     schema: Schema,
     payload: Any,
     serializer: Any,
@@ -262,6 +263,7 @@ def tree_of(
     """The tree of a message, in memory of the receiver's own; or Undeliverable.
 
     Args:
+        values: of the tree.
         payload: of the arena's block.
 
     Raises:
@@ -284,7 +286,7 @@ def tree_of(
             frames.append(_Frame(reading, said.blocks[index], start, size))
     try:
         with reading:
-            return schema.tree(memoryview(said.values), frames, _Decoder(serializer), ALIAS, arrival)
+            return schema.tree(memoryview(values), frames, _Decoder(serializer), ALIAS, arrival)
     except (PeerLost, SharedMemoryError) as error:
         return Undeliverable(error)
 

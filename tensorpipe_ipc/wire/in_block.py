@@ -5,10 +5,12 @@
     metadata   u8 PICKLED, BY_REFERENCE … | u32 n, schema (n bytes) | values
     payload    the small payloads as behind a header, then each large one, at multiples of 64 (``layout``)
 
-PICKLED is said by queues only, whose ends are one family of processes; BY_REFERENCE of what lay in its block before it was
-put: then the metadata say where, in the place of the values; A_PICKLE of a payload that is nothing but a pickle, with neither
-schema nor values. Endpoints take neither PICKLED nor A_PICKLE. ON_DEVICE is said of what stayed on its GPU, and OFFERS of a
-message whose sender asks whether the next may: then the metadata say so in the place of the values (``on_device``).
+PICKLED is said by queues only, whose ends are one family of processes: a pickle stands in the place of the values, and the
+tree is the list of its leaves; or the first leaf is the pickle. BY_REFERENCE is said of what lay in its block before it was
+put: then the metadata say where, in the place of the values; A_PICKLE of a payload that is nothing but a pickle, with
+neither schema nor values. Endpoints take neither PICKLED nor A_PICKLE. ON_DEVICE is said of what stayed on its GPU, and
+OFFERS of a message whose sender asks whether the next may: then the metadata say so in the place of the values
+(``on_device``).
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class Block:
         self._keep = keep
         self._parts: list[tuple[int, Any]]  # where each begins; a list is of short payloads and padding
         self.nbytes = nbytes
-        if self.nbytes < SHORT and len(payloads) == 1:
-            self._parts = [(0, payloads)]
+        if len(payloads) == 1:
+            self._parts = [(0, payloads if nbytes < SHORT else payloads[0])]
         else:
             self._lay_out(payloads)
 

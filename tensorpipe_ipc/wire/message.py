@@ -22,11 +22,13 @@ from tensorpipe_ipc.wire.layout import ALIGN, BULK, Written
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing
+from tensorpipe_ipc.wire.spec import Op
 
 __all__ = ["Encoder", "Outgoing", "encode"]
 
 _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
+_ONE_TENSOR = bytes([Op.TENSOR])
 MAX_VALUES = MAX_HEADER // 2  # the other half is the schema's, whose nodes are counted
 _encode_values = msgspec.msgpack.Encoder().encode
 
@@ -75,8 +77,11 @@ class Outgoing(NamedTuple):
         return payload
 
 
-def encode(tree: Any, serializer: Encoder) -> Outgoing:
+def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
     """Make a message of a tree. Nothing is copied that the serializer does not copy.
+
+    Args:
+        instead: what stands in the place of the values of a tree that has none.
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
@@ -87,11 +92,11 @@ def encode(tree: Any, serializer: Encoder) -> Outgoing:
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
         nbytes = len(payload)
-        schema = _one_tensor(serializer.name) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
+        schema = _one_leaf(serializer.name, _ONE_TENSOR) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
         return Outgoing(schema, b"", [payload], nbytes, tree)
     flat = flatten(tree)
     leaves = flat.leaves
-    values = _encode_values(flat.values) if flat.values else b""
+    values = _encode_values(flat.values) if flat.values else instead
     if len(values) > MAX_VALUES:
         raise UnsupportedLeaf(
             f"{len(values):,} bytes of text and numbers, the limit is {MAX_VALUES:,}; send long text as bytes"
@@ -102,7 +107,7 @@ def encode(tree: Any, serializer: Encoder) -> Outgoing:
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
         nbytes = len(payload)
-        schema = _head(serializer.name, flat.spec) + _NO_SPANS_ONE_LEAF
+        schema = _one_leaf(serializer.name, b"".join(flat.spec))
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
         return Outgoing(schema, values, [payload], nbytes, leaves)
@@ -110,7 +115,9 @@ def encode(tree: Any, serializer: Encoder) -> Outgoing:
     payloads: list[Any] = []
     spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
     metas = _encode_leaves(tree, leaves, serializer, shared, payloads)
-    schema = b"".join([_head(serializer.name, flat.spec), _U32.pack(len(spans)), *spans, _U32.pack(len(metas)), *metas])
+    schema = b"".join(
+        [_head(serializer.name, b"".join(flat.spec)), _U32.pack(len(spans)), *spans, _U32.pack(len(metas)), *metas]
+    )
     _see_that_it_fits(schema, values)
     return Outgoing(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
 
@@ -124,14 +131,13 @@ def _see_that_it_fits(schema: bytes, values: bytes) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _one_tensor(name: str) -> bytes:
-    """The schema of a tree that is one tensor, up to the tensor's meta."""
-    return _head(name, flatten(torch.empty(0)).spec) + _NO_SPANS_ONE_LEAF
+def _one_leaf(name: str, spec: bytes) -> bytes:
+    """The schema of a tree that has one leaf, up to the leaf's meta."""
+    return _head(name, spec) + _NO_SPANS_ONE_LEAF
 
 
-def _head(name: str, spec: list[bytes]) -> bytes:
-    joined = spec[0] if len(spec) == 1 else b"".join(spec)
-    return bytes([len(name)]) + name.encode() + _U32.pack(len(joined)) + joined
+def _head(name: str, spec: bytes) -> bytes:
+    return bytes([len(name)]) + name.encode() + _U32.pack(len(spec)) + spec
 
 
 def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -> bytes:

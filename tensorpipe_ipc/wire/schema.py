@@ -178,7 +178,9 @@ class Schema:
             leaves.append(tensor)
         return self._plan.build(leaves, items, as_numpy=arrival.as_numpy)
 
-    def tree_in(self, values: bytes, region: memoryview, serializer: Decoder, arrival: Arrival = AS_SENT) -> Any:
+    def tree_in(
+        self, values: bytes | memoryview, region: memoryview, serializer: Decoder, arrival: Arrival = AS_SENT
+    ) -> Any:
         """The tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
 
         Args:
@@ -198,7 +200,7 @@ class Schema:
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and not values:
             return decode(opened.metas[0], region if type(region) is memoryview else region[:])
-        items = _values(memoryview(values), self._plan.values)
+        items = _values(memoryview(values), self._plan.values) if values or self._plan.values else []
         if as_sent and not opened.spans:
             decode_in: Any = getattr(serializer, "decode_in", None)
             if decode_in is not None:

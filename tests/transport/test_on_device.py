@@ -457,7 +457,7 @@ def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
             ProtocolError, match="places of 2 frames" if name == "frames" else "a frame of 400000 bytes"
         ):
             on_device.tree_of(
-                Said(b"", (block,), frames), schema, payload, serializer_named("raw"), AS_SENT, there.blocks
+                Said(b"", (block,), frames), b"", schema, payload, serializer_named("raw"), AS_SENT, there.blocks
             )
         return "looked at"
 
