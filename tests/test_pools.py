@@ -18,6 +18,10 @@ import torch
 from arenas import left_in, small_context
 from programs import outliving
 
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.call_queue import UNREAD, CallQueue
+from tensorpipe_ipc.memory.row import GET
+
 SIZE = 100_000  # items
 LIMIT = 20
 METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("forkserver", "spawn"))]
@@ -164,6 +168,52 @@ def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
         adder.first.append(6)
         assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 5, 0]]
         assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 6, 0]]
+    del executor
+
+
+def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
+    """Also where workers answer each call before the next one is sent."""
+    send, unread = CallQueue.put, []
+
+    def put(calls, item, block=True, timeout=None):
+        send(calls, item, block, timeout)
+        if item is not None:
+            results, until = calls._results, time.monotonic() + LIMIT
+            while results.qsize() + results._queue.done(GET)[0] < calls._sent and time.monotonic() < until:
+                os.sched_yield()
+            unread.append(results.qsize())
+
+    monkeypatch.setattr(CallQueue, "put", put)
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        assert list(executor.map(abs, range(-200, 0))) == list(range(200, 0, -1))
+    del executor
+    assert len(unread) == 200
+    assert max(unread) == UNREAD
+
+
+def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch):
+    """Its one thread sends calls and reads results: it does not wait for memory that only results can give back."""
+    monkeypatch.setattr("tensorpipe_ipc.call_queue.PATIENCE", 10 * LIMIT)
+    count, size = 30, 5_000_000  # of float32: 20 MB each, through 64 MB
+    with context_of("fork") as ctx, ProcessPoolExecutor(2, mp_context=ctx) as executor:
+        futures = [executor.submit(double, torch.full((size,), float(i))) for i in range(count)]
+        for i in range(count):
+            assert int(futures.pop(0).result(LIMIT)["twice"][-1]) == 2 * i
+    del executor
+
+
+def test_a_call_for_which_the_machine_has_no_memory_fails_alone(monkeypatch):
+    monkeypatch.setattr("tensorpipe_ipc.call_queue.PATIENCE", 0.1)
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        held, large = ctx.empty((8 << 20,), torch.uint8), torch.ones(30 << 20, dtype=torch.uint8)
+        assert executor.submit(add, 1, 2).result(LIMIT) == 3
+        with monkeypatch.context() as full:
+            full.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: 0)
+            with pytest.raises(tp.Full, match="finds no"):
+                executor.submit(add, large).result(LIMIT)
+            assert executor.submit(add, 1, 2).result(LIMIT) == 3
+        assert int(executor.submit(add, large, 1).result(LIMIT)[-1]) == 2
+        del held
     del executor
 
 
