@@ -26,7 +26,7 @@ from tensorpipe_ipc.tensor_queue import Queue
 __all__ = ["CallQueue", "adopt"]
 
 PATIENCE = 10.0  # seconds for which a call waits for memory that no results of this executor's can give back
-UNREAD = 16  # results, when they are read before more calls are sent: one by one, calls without tensors are a fifth slower
+UNREAD = 16  # results, when they are read first. One by one, calls without tensors would take a fifth longer
 
 
 class CallQueue(process._SafeQueue):
