@@ -26,7 +26,7 @@ from tensorpipe_ipc.tensor_queue import Queue
 __all__ = ["CallQueue", "adopt"]
 
 PATIENCE = 10.0  # seconds for which a call waits for memory that no results of this executor's can give back
-UNREAD = 16  # results, when they are read first. One by one, calls without tensors would take a fifth longer
+UNREAD = 32  # results, when they are read first. One by one, calls without tensors would take a fifth longer
 
 
 class CallQueue(process._SafeQueue):
@@ -65,7 +65,7 @@ class CallQueue(process._SafeQueue):
         """Take a call. A worker ends if the executor's process dies while it waits."""
         if not block:
             return self._calls.get(False)
-        if not self._calls.empty():
+        if self._calls._queue.tickets.unread():
             with contextlib.suppress(Empty):  # another worker may be faster
                 return self._calls.get(False)
         with ends_with_parent():
@@ -85,9 +85,13 @@ class CallQueue(process._SafeQueue):
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
             self._send(item)
-        unread = self._results.qsize()
+        unread = self._results._queue.tickets.unread()
         self._reads_results = unread >= UNREAD or (self._reads_results and unread > 0)
-        return self._reads_results or self._has_no_memory is not None or self._calls.qsize() >= self._maxsize
+        return (
+            self._reads_results
+            or self._has_no_memory is not None
+            or self._calls._queue.tickets.unread() >= self._maxsize
+        )
 
     def close(self) -> None:
         """Put no more."""
@@ -112,25 +116,29 @@ class _Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         item = self._item
-        function = _pickled(item.fn) if _is_its_name(item.fn) else item.fn
-        return _call_item, (item.work_id, function, item.args, item.kwargs)
+        names = _names(item.fn) if type(item.fn) in (functools.partial, *_BY_NAME) else None
+        return _call_item, (item.work_id, names or item.fn, item.args, item.kwargs)
 
 
 def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
-    return process._CallItem(work_id, _loaded(function) if type(function) is bytes else function, args, kwargs)
+    return process._CallItem(work_id, _named(function) if type(function) is bytes else function, args, kwargs)
 
 
-def _is_its_name(function: Any) -> bool:
-    """Whether it is pickled as its name, and so has no state that another call could find changed."""
-    if type(function) is functools.partial:  # what ``Executor.map`` makes
-        return (
-            function.func is process._process_chunk and not function.keywords and all(map(_is_its_name, function.args))
-        )
-    return type(function) in (FunctionType, BuiltinFunctionType)
+_BY_NAME = (FunctionType, BuiltinFunctionType)
 
 
-_pickled = functools.lru_cache(maxsize=8)(pickling.dump_without_leaves)
-_loaded = functools.lru_cache(maxsize=8)(pickling.load)
+@functools.lru_cache(maxsize=8)
+def _names(function: Any) -> bytes | None:
+    """The pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it, which
+    another call could find changed."""
+    if type(function) is functools.partial:
+        of_map = function.func is process._process_chunk and not function.keywords
+        if not of_map or any(type(each) not in _BY_NAME for each in function.args):
+            return None
+    return pickling.dump_without_leaves(function)
+
+
+_named = functools.lru_cache(maxsize=8)(pickling.load)
 
 
 def adopt(target: Any, arguments: tuple[Any, ...]) -> None:

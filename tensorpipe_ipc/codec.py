@@ -56,6 +56,7 @@ class Codec:
     ) -> None:
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing
         self.lender = on_device.Lender(queue) if cuda_ipc else None
+        self._in_one_block = in_one_block if self.lender is None else self.lender.in_one_block
         self._last_had_no_leaves = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,9 +95,6 @@ class Codec:
             if refused is not None and (refused.reason == error.reason or _is_tree(obj)):
                 raise refused from None
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
-
-    def _in_one_block(self, message: Outgoing, flags: int) -> tuple[Block, bytes]:
-        return in_one_block(message, flags) if self.lender is None else self.lender.in_one_block(message, flags)
 
     def handed_over(self, obj: Any, *, offered: bool) -> tuple[Handover, bytes] | None:
         """The block that an object can go by reference with, and its metadata; None if it cannot, or was not to
