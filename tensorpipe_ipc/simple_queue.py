@@ -7,7 +7,6 @@ They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, 
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 import torch
@@ -23,10 +22,12 @@ __all__ = ["SimpleQueue"]
 class SimpleQueue:
     """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``."""
 
-    def __init__(self, *, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None) -> None:
-        """A new, empty queue of no bound. See ``Queue``."""
-        self._closed = self._writer_closed = False
-        self._queue = Queue(ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
+    def __init__(
+        self, *, maxsize: int = 0, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None
+    ) -> None:
+        """A new, empty queue. See ``Queue``."""
+        self._closed = self._writer_closed = self._is_drained = False
+        self._queue = Queue(maxsize, ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
     def put(self, obj: Any) -> None:
         """See ``Queue.put``."""
@@ -37,6 +38,10 @@ class SimpleQueue:
 
         A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits.
         """
+        if self._is_drained:
+            with contextlib.suppress(Empty):
+                return self._queue.get(False)
+            return None
         if not self._writer_closed:
             return self._queue.get()
         if not self._queue.empty():
@@ -73,9 +78,20 @@ class SimpleQueue:
         return _Writer(self)
 
     @property
-    def _rlock(self) -> threading.Lock:
-        """Pool takes it when it ends, so that no worker takes a task: here they may, and that harms nobody."""
-        return threading.Lock()
+    def _rlock(self) -> _ReadLock:
+        return _ReadLock(self)
+
+
+class _ReadLock:
+    """Pool takes it when it ends, so that what it sees is still there when it drops it. Here workers may be faster."""
+
+    def __init__(self, queue: SimpleQueue) -> None:
+        self._queue = queue
+
+    def acquire(self) -> bool:
+        """From now on, this process does not wait for what it gets: None stands for nothing."""
+        self._queue._is_drained = True
+        return True
 
 
 class _Writer:

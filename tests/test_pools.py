@@ -21,6 +21,7 @@ from programs import outliving
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.call_queue import UNREAD, CallQueue
 from tensorpipe_ipc.memory.row import GET
+from tensorpipe_ipc.pool import WAITING
 
 SIZE = 100_000  # items
 LIMIT = 20
@@ -110,6 +111,52 @@ def test_a_pool_of_multiprocessings_own_class_and_one_that_renews_its_workers(ct
     with multiprocessing.pool.Pool(1, maxtasksperchild=2, context=ctx) as pool:
         pids = {each["pid"] for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)}
         assert len(pids) == 3
+
+
+def stand_at(gate):
+    globals()["gate"] = gate
+
+
+def wait_for_gate(x):
+    with globals()["gate"]:
+        return x
+
+
+def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx):
+    gate, taken, sent = ctx.Lock(), [], torch.ones(SIZE)
+    with ctx.Pool(2, stand_at, (gate,)) as pool:
+        with gate:
+            results = pool.imap(wait_for_gate, (taken.append(i) or sent for i in range(1000)))
+            until = time.monotonic() + LIMIT
+            while not pool._inqueue._queue.full() and time.monotonic() < until:
+                os.sched_yield()
+            assert len(taken) <= WAITING + 5  # two at the gate, and one that finds no room
+        assert all(int(each.sum()) == SIZE for each in results)
+        assert len(taken) == 1000
+    del results, pool
+
+
+def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx):
+    tasks = ctx.SimpleQueue()
+    tasks.put(1)
+    assert tasks._rlock.acquire()
+    assert tasks._reader.poll()
+    assert tasks.get() == 1, "as if by a worker"
+    assert tasks._reader.recv() is None
+
+
+def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):
+    gate = ctx.Lock()
+    with gate:
+        pool = ctx.Pool(1, stand_at, (gate,))
+        results = pool.imap(wait_for_gate, [torch.ones(SIZE)] * 1000)
+        until = time.monotonic() + LIMIT
+        while not pool._inqueue._queue.full() and time.monotonic() < until:
+            os.sched_yield()
+        pool.terminate()
+        pool.join()
+    del results, pool
+    assert left_in(ctx) == {}
 
 
 def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx):
