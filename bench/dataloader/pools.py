@@ -15,7 +15,7 @@ from bench.dataloader.rows import Row, Turn, row_of
 
 __all__ = ["CASES", "measure"]
 
-ROUNDS = 11
+ROUNDS = 15  # one is at times three times as quick as the next, whosever turn it is
 WORKERS = 2
 ITEMS = 1_000_000
 # A turn of ours with 40 tensors takes but 35 ms, much of it the processes' coming up.
