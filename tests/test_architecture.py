@@ -38,14 +38,14 @@ FLOORS = {
     "tensor_queue": 5,
     "simple_queue": 6,
     "call_queue": 6,
-    "pool": 6,
-    "context": 7,
-    "tracking": 7,
-    "multiprocessing": 8,
-    "benchmark": 8,
-    "__init__": 8,
-    "cli": 9,
-    "__main__": 10,
+    "pool": 7,
+    "context": 8,
+    "tracking": 8,
+    "multiprocessing": 9,
+    "benchmark": 9,
+    "__init__": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
 # Each foreign library has one door, where its errors are translated. Files, or folders with a slash at the end.
