@@ -11,14 +11,13 @@ itself. So that results come meanwhile, and do not fill the memory that calls ne
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from concurrent.futures import process
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 from tensorpipe_ipc import pickling
-from tensorpipe_ipc.errors import Empty, Full
+from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.memory.row import GET
 from tensorpipe_ipc.parent import ends_with_parent
 from tensorpipe_ipc.tensor_queue import Queue
@@ -48,7 +47,7 @@ class CallQueue(process._SafeQueue):
 
     def _send(self, item: Any, patience: float = 0) -> None:
         try:
-            self._calls.put(_Call(item), timeout=patience)
+            self._calls.put(_Call(item), patience > 0, patience)
         except Full as full:
             if self._sent > self._results._queue.done(GET)[0]:
                 self._has_no_memory = item  # to wait for memory could be to wait for results to be read
@@ -65,9 +64,6 @@ class CallQueue(process._SafeQueue):
         """Take a call. A worker ends if the executor's process dies while it waits."""
         if not block:
             return self._calls.get(False)
-        if self._calls._queue.tickets.unread():
-            with contextlib.suppress(Empty):  # another worker may be faster
-                return self._calls.get(False)
         with ends_with_parent():
             return self._calls.get(True, timeout)
 
