@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from concurrent.futures import process
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from tensorpipe_ipc import pickling
@@ -112,7 +112,7 @@ class _Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         item = self._item
-        names = _names(item.fn) if type(item.fn) in (functools.partial, *_BY_NAME) else None
+        names = _names(item.fn) if type(item.fn) in (FunctionType, functools.partial) else None
         return _call_item, (item.work_id, names or item.fn, item.args, item.kwargs)
 
 
@@ -120,16 +120,13 @@ def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
     return process._CallItem(work_id, _named(function) if type(function) is bytes else function, args, kwargs)
 
 
-_BY_NAME = (FunctionType, BuiltinFunctionType)
-
-
 @functools.lru_cache(maxsize=8)
 def _names(function: Any) -> bytes | None:
     """The pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it, which
-    another call could find changed."""
+    another call could find changed. (So it may be in what is built in: ``{}.get`` is of the same type as ``abs``.)"""
     if type(function) is functools.partial:
         of_map = function.func is process._process_chunk and not function.keywords
-        if not of_map or any(type(each) not in _BY_NAME for each in function.args):
+        if not of_map or any(type(each) is not FunctionType for each in function.args):
             return None
     return pickling.dump_without_leaves(function)
 

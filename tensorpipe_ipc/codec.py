@@ -89,7 +89,7 @@ class Codec:
 
     def _encode_pickled(self, obj: Any, data: bytes, leaves: list[Any], refused: UnsupportedLeaf | None) -> Outgoing:
         try:
-            return _encode_leaves(data, leaves, staged(self.narrowing or self._serializer))
+            return _with_pickle(data, leaves, staged(self.narrowing or self._serializer))
         except UnsupportedLeaf as error:
             # Its path is not the caller's, and its reason may be one of the pickle's making.
             if refused is not None and (refused.reason == error.reason or _is_tree(obj)):
@@ -110,7 +110,7 @@ class Codec:
         handover = moving.handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return None
-        message = encode(obj, self._serializer) if data is None else _encode_leaves(data, leaves, self._serializer)
+        message = encode(obj, self._serializer) if data is None else _with_pickle(data, leaves, self._serializer)
         said = moving.placed(message, handover)
         flags = BY_REFERENCE if data is None else BY_REFERENCE | PICKLED
         return None if said is None else (handover, metadata_of(flags, message.schema, said))
@@ -135,24 +135,23 @@ class Codec:
         """
         if metadata == _A_PICKLE:
             return pickling.load(payload)
-        values: bytes | memoryview
-        how, read, values = parts_of(metadata)
-        schema = schema_of(read)
+        how, read, said = parts_of(metadata)
+        schema, values = schema_of(read), memoryview(said)
         if how & (ON_DEVICE | OFFERS):
-            told = on_device.said_of(bytes(values))
-            values = told.values
+            told = on_device.said_of(said)
+            values = memoryview(told.values)
             if how & OFFERS:
                 on_device.answer(self._queue, told, arrival)
         if how & BY_REFERENCE:
-            values, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+            values, frames = moving.values_and_frames(values, schema.frame_sizes(), payload)
         if how & PICKLED:
-            data, values = values, b""
+            data, values = values, values[:0]
         if how & ON_DEVICE:
             tree = on_device.tree_of(told, values, schema, payload, self._serializer, arrival)
             if type(tree) is on_device.Undeliverable:
                 return tree
         elif how & BY_REFERENCE:
-            tree = schema.tree(memoryview(values), frames, self._serializer, ALIAS, arrival)
+            tree = schema.tree(values, frames, self._serializer, ALIAS, arrival)
         else:
             # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
@@ -184,7 +183,7 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
     return Codec(queue, named, narrowing(named, wire_dtype), cuda_ipc=cuda_ipc)
 
 
-def _encode_leaves(data: bytes, leaves: list[Any], encoder: Encoder) -> Outgoing:
+def _with_pickle(data: bytes, leaves: list[Any], encoder: Encoder) -> Outgoing:
     """The message of a pickle and its leaves."""
     if len(data) > _BRIEF:
         return encode([data, *leaves], encoder)

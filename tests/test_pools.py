@@ -211,6 +211,10 @@ def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
         partial, adder = functools.partial(add, [1]), Adder([2])
         assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 0]]
         assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 0]]
+        table = {0: [7]}
+        assert executor.submit(table.get, 0).result(LIMIT) == [7], "a method of a built-in type has state, too"
+        table[0].append(8)
+        assert executor.submit(table.get, 0).result(LIMIT) == [7, 8]
         partial.args[0].append(5)
         adder.first.append(6)
         assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 5, 0]]

@@ -93,7 +93,7 @@ def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
             raise _at(error, tree, 0) from error.__cause__
         nbytes = len(payload)
         schema = _one_leaf(serializer.name, _ONE_TENSOR) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
-        return Outgoing(schema, b"", [payload], nbytes, tree)
+        return Outgoing(schema, instead, [payload], nbytes, tree)
     flat = flatten(tree)
     leaves = flat.leaves
     values = _encode_values(flat.values) if flat.values else instead
