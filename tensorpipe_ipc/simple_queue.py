@@ -25,7 +25,7 @@ class SimpleQueue:
     def __init__(
         self, *, maxsize: int = 0, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None
     ) -> None:
-        """A new, empty queue. See ``Queue``."""
+        """A new, empty queue. See ``Queue``. Without a ``maxsize`` it has no bound; multiprocessing's is a pipe's 64 KiB."""
         self._closed = self._writer_closed = self._is_drained = False
         self._queue = Queue(maxsize, ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
