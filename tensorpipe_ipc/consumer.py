@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import (
     Busy,
@@ -19,7 +21,6 @@ from tensorpipe_ipc.errors import (
     PeerLost,
     ProtocolError,
     SharedMemoryError,
-    UnknownSerializer,
     UnsupportedLeaf,
 )
 from tensorpipe_ipc.guard import Guard
@@ -29,6 +30,8 @@ from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport import on_device
+from tensorpipe_ipc.transport.get_end import is_a_signals
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
@@ -38,6 +41,7 @@ from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Consumer", "ConsumerStatistics"]
 
+_NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
 _OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
 
@@ -157,7 +161,8 @@ class Consumer:
                 memory of one that is gone (``cuda_ipc``).
             UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
                 NumPy lacks. It is dropped.
-            OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``). It is dropped.
+            OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``), or than ``device``
+                has memory for. It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
@@ -253,7 +258,7 @@ class Consumer:
                 del link.kept[0]
                 if type(taken) is tuple:
                     return taken
-                self._raise_or_reject(taken)
+                self._raise_or_reject(taken, link.asked)
             left = remaining(deadline)
             patience = 0 if link.has_ended() else left
             if link.shares_memory:
@@ -263,7 +268,7 @@ class Consumer:
                     if type(taken) is tuple:
                         return taken
                     if taken is not NOTHING:
-                        self._raise_or_reject(taken)
+                        self._raise_or_reject(taken, peer)
                     continue
                 patience = 0
             data = link.pump(patience)
@@ -273,16 +278,11 @@ class Consumer:
                 try:
                     link.check_memory(peer, header)
                     taken = self._decode(header, frames)
-                except (ProtocolError, UnknownSerializer) as error:
-                    link.reject(error)
+                except Exception as error:
+                    if is_a_signals(error, error.__traceback__):
+                        raise
                     link.taken(peer, header)
-                except OutOfMemory as error:
-                    link.reject(error)
-                    link.taken(peer, header)
-                    raise
-                except UnsupportedLeaf:
-                    link.taken(peer, header)
-                    raise
+                    self._raise_or_reject(error, peer)
                 else:
                     link.taken(peer, header)
                     return taken
@@ -323,7 +323,9 @@ class Consumer:
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
-        except (ProtocolError, UnknownSerializer, UnsupportedLeaf) as error:
+        except Exception as error:
+            if is_a_signals(error, error.__traceback__):
+                raise
             return error
 
     def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
@@ -338,11 +340,18 @@ class Consumer:
             raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
         return how, schema, values, serializer_named(schema.serializer)
 
-    def _raise_or_reject(self, error: Exception) -> None:
-        """What ``_decode_block`` made of something that was no message, or none for here."""
-        if isinstance(error, (UnsupportedLeaf, PeerLost, SharedMemoryError)):
+    def _raise_or_reject(self, error: Exception, peer: Peer) -> None:
+        """Tell the caller of a message that was taken and could not be read, where that is its business; else count it.
+
+        Whatever reading it raised, its peer is to blame, and the next message is as good as any.
+        """
+        if isinstance(error, _NO_DEVICE_MEMORY) and not isinstance(error, OutOfMemory):
+            error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
+        if isinstance(error, OutOfMemory):
+            self._link.reject(error, peer)
+        if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
             raise error
-        self._link.reject(error)
+        self._link.reject(error, peer)
 
     def _raise_if_ended(self) -> None:
         if not self._link.has_ended():

@@ -35,7 +35,7 @@ from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_A
 from tensorpipe_ipc.transport.token_pipe import BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "is_a_signals", "lease_from"]
 
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
@@ -363,7 +363,7 @@ class GetEnd(QueueEnd):
         """Drop a message whose get ended in an exception of its own for the second time: it cannot be decoded."""
         assert aside.operation is not None
         _, error, trace = sys.exc_info()
-        if error is None or isinstance(error, _NoLease) or _is_a_signals(error, trace):
+        if error is None or isinstance(error, _NoLease) or is_a_signals(error, trace):
             return
         ticket = self.words[aside.operation.ticket + aside.index]
         if ticket == self._failed:
@@ -476,8 +476,8 @@ class _Aside:
         self.before = 0  # how many others go first
 
 
-def _is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether an exception came from a signal's handler, and so says nothing about what it interrupted."""
+def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
+    """Return whether an exception came from a signal's handler, and so says nothing about what it interrupted."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while trace is not None:
         if trace.tb_frame.f_code in handlers:

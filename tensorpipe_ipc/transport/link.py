@@ -46,12 +46,13 @@ import os
 import time
 from typing import Any
 
-from tensorpipe_ipc.errors import ProtocolError, Refused, VersionMismatch
+from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.process import identity, is_alive
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
 from tensorpipe_ipc.transport.peer import Peer
@@ -62,6 +63,7 @@ from tensorpipe_ipc.wire.header import (
     Hello,
     Kind,
     Refusal,
+    cut,
     pack,
     pack_control,
     pack_refusal,
@@ -72,6 +74,7 @@ from tensorpipe_ipc.wire.header import (
 __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+_MAX_REJECTION = 2000  # bytes of text
 MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
 
 
@@ -164,8 +167,21 @@ class Link(Meeting):
         try:
             data = self._hear(routing, frames)
         except ProtocolError as error:
-            self.reject(error)
+            self.reject(error, self.peers.get(routing))
             self._answer_misfit(routing, error)
+            data = None
+        except (
+            ArithmeticError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            if isinstance(error, TensorPipeError) or is_a_signals(error, error.__traceback__):
+                raise
+            self.reject(error, self.peers.get(routing))  # whatever a message does to what reads it, the next one comes
             data = None
         if data is None:
             self.socket.received()
@@ -182,10 +198,13 @@ class Link(Meeting):
         """Whether it is long ago that the last was drained: somebody may have said goodbye since."""
         return time.monotonic() - self._drained > _STALE
 
-    def reject(self, error: Exception) -> None:
-        """Count a message that was dropped."""
+    def reject(self, error: Exception, peer: Peer | None = None) -> None:
+        """Count a message that was dropped. Say whose it was, where that is known."""
         self.rejected += 1
-        self.last_rejection = str(error)
+        said = str(error) if isinstance(error, TensorPipeError) else f"{type(error).__name__}: {error}"
+        self.last_rejection = cut(
+            said if peer is None else f"{said} (from {peer.hello.role} {peer.identity})", _MAX_REJECTION
+        )
 
     def _hear(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
         if not len(frames[-1]):

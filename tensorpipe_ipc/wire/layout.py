@@ -7,10 +7,10 @@ nowhere. A block is the frames one after another, each at a multiple of ``ALIGN`
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "Block", "Written", "in_block", "layout", "places_of"]
+__all__ = ["ALIGN", "BULK", "Block", "Written", "in_block", "layout", "overlaps", "places_of"]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
 ALIGN = 64  # a cache line, and what torch aligns its own memory to
@@ -18,6 +18,17 @@ ALIGN = 64  # a cache line, and what torch aligns its own memory to
 SHORT = 4096  # bytes of a payload from which on a copy costs more than the call that makes it
 LONGEST_RUN = 1 << 20  # bytes that are joined: they are copied twice, and the interpreter waits
 _PADDING = [bytes(count) for count in range(ALIGN)]
+
+
+def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether two items may lie at one place. Strides are not negative; what nests without gaps does not overlap."""
+    reach = 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return 0 not in shape
+            reach += (size - 1) * stride
+    return False
 
 
 class Written:

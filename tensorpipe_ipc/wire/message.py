@@ -111,7 +111,7 @@ def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
         return Outgoing(schema, values, [payload], nbytes, leaves)
-    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None))
+    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None), flat.spec)
     payloads: list[Any] = []
     spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
     metas = _encode_leaves(tree, leaves, serializer, shared, payloads)

@@ -17,6 +17,7 @@ from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
+from tensorpipe_ipc.wire.layout import overlaps
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
 
 __all__ = ["Plan"]
@@ -82,7 +83,7 @@ class Plan:
             build = self._build = self._build or _read(self._spec, 0, _READERS)[0]
         try:
             return build(iter(leaves), iter(values))
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
             if isinstance(error, (ProtocolError, UnsupportedLeaf)):
                 raise
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
@@ -305,9 +306,25 @@ def _next_leaf(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> torch.Tensor
     return next(leaves)
 
 
+def _dense(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf whose bytes are counted one by one: an expanded one would be made as long as it says that it is."""
+    if not leaf.is_contiguous():
+        raise ValueError(
+            f"{list(leaf.shape)} with strides {list(leaf.stride())} where bytes without gaps or overlaps belong"
+        )
+    return leaf
+
+
+def _apart(leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf that becomes an array, whose items lie apart: whoever copies it gets no more than came."""
+    if not leaf.is_contiguous() and overlaps(leaf.shape, leaf.stride()):
+        raise ValueError(f"an array of {list(leaf.shape)} with strides {list(leaf.stride())}, whose items overlap")
+    return leaf
+
+
 def _typed_storage_reader(dtype: torch.dtype) -> Build:
     def build(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> TypedStorage:
-        return TypedStorage(wrap_storage=next(leaves).untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        return TypedStorage(wrap_storage=_dense(next(leaves)).untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     return build
 
@@ -326,9 +343,9 @@ _READERS: dict[int, Build] = {
     Op.TENSOR_GRAD: lambda leaves, values: next(leaves).requires_grad_(),
     Op.PARAMETER: lambda leaves, values: Parameter(next(leaves)),
     Op.FROZEN: lambda leaves, values: Parameter(next(leaves), requires_grad=False),
-    Op.NDARRAY: lambda leaves, values: next(leaves).numpy(),
-    Op.BYTES: lambda leaves, values: next(leaves).numpy().tobytes(),
-    Op.UNTYPED: lambda leaves, values: next(leaves).untyped_storage(),
+    Op.NDARRAY: lambda leaves, values: _apart(next(leaves)).numpy(),
+    Op.BYTES: lambda leaves, values: _dense(next(leaves)).numpy().tobytes(),
+    Op.UNTYPED: lambda leaves, values: _dense(next(leaves)).untyped_storage(),
 }
 
 

@@ -30,7 +30,7 @@ from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, Arrival, is_restored, 
 from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, meta_of, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
-from tensorpipe_ipc.wire.spec import MAX_NODES
+from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 
 __all__ = ["ALIAS", "Decoder", "Schema", "schema_of"]
 
@@ -82,10 +82,21 @@ class Schema:
         self._plan = Plan(spec)
         if self._plan.leaves != leaves:
             raise ProtocolError(f"{leaves} leaf metas for a tree of {self._plan.leaves} leaves")
+        self._see_that_bytes_are_apart()
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
         self._restored: bytes | None = None
         self.cost = 2 * len(data) + 32 * len(spec) + 256 * (leaves + 1)
+
+    def _see_that_bytes_are_apart(self) -> None:
+        """Bytes are copied out of what they came in: as views they would be as many copies of it as there are views."""
+        spans, at = _count(self._data, self._tensors_at, SPAN.size)
+        if spans and Op.BYTES in self._plan.kinds:
+            for kind, leaf in zip(self._plan.kinds, _leaves(self._data, at + spans * SPAN.size), strict=True):
+                if kind == Op.BYTES and leaf.span is not None:
+                    raise ProtocolError(
+                        f"bytes that are a view of span {leaf.span}; they must have a payload of their own"
+                    )
 
     def check(self, frames: Sequence[memoryview]) -> None:
         """See that the frames after the header are as many and as long as the schema says.
@@ -153,27 +164,30 @@ class Schema:
         kinds = self._plan.kinds
         wide = [is_restored(leaf, kind, arrival) for leaf, kind in zip(opened.leaves, kinds, strict=True)]
         moved = [arrival.unstage is not None and kind in TENSORS for kind in kinds]
+        there: dict[int, torch.Tensor] = {}  # spans, moved as a whole: a view may be larger than what it is a view of
         for span, members in opened.members().items():
             first = opened.leaves[members[0]]
-            if arrival.unstage is not None and all(moved[index] for index in members):
-                memory[span] = arrival.unstage(memory[span])
-                for index in members:
-                    moved[index] = False
-            if first.own is not None and any(wide[index] for index in members):
-                for index in members:
-                    wide[index] = True
-                memory[span] = restored_span(memory[span], first)
+            is_wide = first.own is not None and any(wide[index] for index in members)
+            for index in members:
+                wide[index] = is_wide
+            if arrival.unstage is not None and any(moved[index] for index in members):
+                there[span] = arrival.unstage(memory[span])  # narrow, if it came so: a half of the way's bytes
+                there[span] = restored_span(there[span], first) if is_wide else there[span]
+            if not all(moved[index] for index in members):
+                here = memory[span].cpu()  # an array's or a storage's may have stayed on its GPU
+                memory[span] = restored_span(here, first) if is_wide else here
         leaves = []
         for index, (leaf, meta) in enumerate(zip(opened.leaves, opened.metas, strict=True)):
             if leaf.span is not None:
-                tensor = _view(memory[leaf.span], leaf, restored=wide[index])
-            else:
-                tensor = _decode(serializer, meta, next(payloads), min(own, 0) if wide[index] else own)
-            if moved[index] and arrival.unstage is not None:  # narrow, if it came so: a half of the way's bytes
+                span_memory = there if moved[index] else memory
+                leaves.append(_view(span_memory[leaf.span], leaf, restored=wide[index]))
+                continue
+            tensor = _decode(serializer, meta, next(payloads), min(own, 0) if wide[index] else own)
+            if moved[index] and arrival.unstage is not None:
                 tensor = arrival.unstage(tensor)
-            elif arrival.unstage is not None and kinds[index] not in TENSORS and not tensor.is_cpu:
-                tensor = tensor.cpu()  # a storage's, which stayed on its GPU
-            if wide[index] and leaf.span is None and leaf.own is not None:
+            elif arrival.unstage is not None and not tensor.is_cpu:
+                tensor = tensor.cpu()
+            if wide[index] and leaf.own is not None:
                 tensor = widened(tensor, leaf.own.torch)
             leaves.append(tensor)
         return self._plan.build(leaves, items, as_numpy=arrival.as_numpy)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tensorpipe_ipc.wire.dtypes import is_narrowed
-from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
+from tensorpipe_ipc.wire.spec import Op
 
 __all__ = ["Sharing"]
 
@@ -20,21 +23,28 @@ class Sharing:
         views: leaf index -> its packed meta as a view.
     """
 
-    def __init__(self, leaves: list[torch.Tensor], wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, leaves: list[torch.Tensor], wire_dtype: torch.dtype | None = None, spec: Sequence[bytes] = ()
+    ) -> None:
         """
         Args:
             wire_dtype: what wider floats cross as.
+            spec: of the tree, in pieces. Bytes share memory with nobody on arrival, and an array whose items overlap would
+                be as large as it looks: such leaves are sent by themselves.
         """
         self._wire_dtype = wire_dtype
         self.spans: list[torch.Tensor] = []
         self.views: dict[int, bytes] = {}
         if not _all_apart(leaves):
-            self._find(leaves)
+            self._find(leaves, spec)
 
-    def _find(self, leaves: list[torch.Tensor]) -> None:
+    def _find(self, leaves: list[torch.Tensor], spec: Sequence[bytes]) -> None:
+        apart = _sent_apart(leaves, spec)
         owners: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
-            if leaf.layout is torch.strided and not leaf._is_zerotensor():  # the others have no memory of their own
+            if (
+                index not in apart and leaf.layout is torch.strided and not leaf._is_zerotensor()
+            ):  # the others have no memory of their own
                 owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         if len(owners) < len(leaves):
             for address, members in owners.items():
@@ -81,6 +91,15 @@ def _all_apart(leaves: list[torch.Tensor]) -> bool:
         return len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
     except (NotImplementedError, RuntimeError):  # one has no storage
         return False
+
+
+def _sent_apart(leaves: list[torch.Tensor], spec: Sequence[bytes]) -> set[int]:
+    kinds = [piece[0] for piece in spec if Op.TENSOR <= piece[0] <= Op.TYPED]
+    return {
+        index
+        for index, (kind, leaf) in enumerate(zip(kinds, leaves, strict=False))
+        if kind == Op.BYTES or (kind == Op.NDARRAY and overlaps(leaf.shape, leaf.stride()))
+    }
 
 
 def _is_view(leaf: torch.Tensor) -> bool:

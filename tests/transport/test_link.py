@@ -196,7 +196,7 @@ def test_data_of_a_serializer_that_is_not_accepted() -> None:
         _attach(consumer, raw)
         raw.say(*exchange.sent(torch.ones(3), "torch_save"))
         _listen(consumer, lambda: consumer.statistics().rejected)
-        assert consumer.statistics().last_rejection == "serializer 'torch_save' is not accepted here"
+        assert "serializer 'torch_save' is not accepted here" in consumer.statistics().last_rejection
 
 
 @pytest.mark.parametrize("what", ["host", "why_not"])

@@ -1,0 +1,175 @@
+"""Messages that a peer makes up: whatever reading one does, it costs what it sent, and the next message comes."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import children
+import exchange
+import numpy as np
+import pytest
+import torch
+from children import PATIENCE, in_thread
+from raw_ends import RawEnd, hello
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import serializers
+from tensorpipe_ipc.wire.header import Kind, pack
+from tensorpipe_ipc.wire.spec import Op
+
+pytestmark = pytest.mark.limit(30)
+
+
+class Broken(serializers.Serializer):
+    """A serializer that fails as it is told to, like a library below this one."""
+
+    name, zero_copy = "broken", False
+    raises: type[Exception] = RuntimeError
+
+    def encode(self, tensor: torch.Tensor) -> Any:
+        """As raw does."""
+        return serializers.serializer_named("raw").encode(tensor)
+
+    def decode(self, meta: Any, payload: memoryview) -> torch.Tensor:
+        """Fail."""
+        raise self.raises("below")
+
+
+@pytest.mark.parametrize(
+    "raises",
+    [MemoryError, RecursionError, RuntimeError, OverflowError, KeyError, AssertionError, StopIteration],
+)
+def test_whatever_reading_a_message_raises_the_next_one_comes(
+    transport: str, raises: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is taken, counted, and its producer named; its credit comes back: ``maxsize`` is 1 here."""
+    broken = Broken()
+    broken.raises = raises
+    monkeypatch.setitem(serializers._SERIALIZERS, "broken", broken)
+    with (
+        tp.Consumer("unreadable", maxsize=1) as consumer,
+        tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,
+    ):
+
+        def put() -> None:
+            producer.put(torch.ones(3), PATIENCE)
+            producer.put("next", PATIENCE)
+            producer.flush(PATIENCE)
+
+        putting = in_thread(put)
+        assert consumer.get(PATIENCE) == "next"
+        with pytest.raises(tp.Empty):
+            consumer.get(0.02)
+        putting()
+        said = consumer.statistics()
+        assert said.rejected == 1
+        assert raises.__name__ in said.last_rejection
+        assert "(from producer pid" in said.last_rejection
+
+
+# -- made up by hand
+
+
+def _u32(*numbers: int) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def _meta(nbytes: int, dims: tuple[int, ...] = (), code: int = 2) -> bytes:
+    return struct.pack("<BBBBQ", code, 0, len(dims), 0, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
+
+
+def _view(span: int, dims: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, code: int = 2) -> bytes:
+    numbers = struct.pack(f"<{len(dims)}q", *dims) + struct.pack("<Q", offset) + struct.pack(f"<{len(dims)}q", *strides)
+    return struct.pack("<BBBBQ", code, 2, len(dims), 0, span) + numbers
+
+
+def _schema(spec: bytes, spans: tuple[int, ...], *metas: bytes) -> bytes:
+    packed = b"".join(struct.pack("<QQ", nbytes, nbytes) for nbytes in spans)
+    return b"\x03raw" + _u32(len(spec)) + spec + _u32(len(spans)) + packed + _u32(len(metas)) + b"".join(metas)
+
+
+def _expanded(op: int, size: int) -> bytes:
+    """One byte, and a leaf of a kind that says it is ``size`` of them."""
+    spec = bytes([op, 2]) if op == Op.TYPED else bytes([op])
+    return pack(Kind.DATA, 1, _schema(spec, (1,), _view(0, (size,), (0,)))) + b"x"
+
+
+@contextlib.contextmanager
+def _talk(**options: Any) -> Iterator[tuple[tp.Consumer, RawEnd]]:
+    """A consumer, and somebody who has said HELLO to it."""
+    with tp.Consumer("made-up", shared_memory="off", **options) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        children.wait_until(lambda: _served(consumer))
+        yield consumer, raw
+
+
+def _served(consumer: tp.Consumer) -> bool:
+    with contextlib.suppress(tp.Empty):
+        consumer.get(0.01)
+    return bool(consumer.statistics().peers)
+
+
+def _rejected(consumer: tp.Consumer) -> str:
+    """Let the consumer take one message that is none. Which rule it broke."""
+    before = consumer.statistics().rejected
+    deadline = time.monotonic() + PATIENCE
+    while consumer.statistics().rejected == before:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(tp.Empty):
+            consumer.get(0.02)
+    return consumer.statistics().last_rejection
+
+
+@pytest.mark.parametrize("op", [Op.BYTES, Op.NDARRAY, Op.UNTYPED, Op.TYPED])
+@pytest.mark.parametrize("size", [1 << 20, 1 << 46])
+def test_a_byte_that_says_it_is_many_is_refused(op: int, size: int) -> None:
+    """Bytes, arrays and storages do not overlap themselves: 94 bytes would be gigabytes. The next message comes."""
+    with _talk() as (consumer, raw):
+        raw.say(_expanded(op, size))
+        said = _rejected(consumer)
+        assert "overlap" in said or "bytes that are a view" in said
+        raw.say(*exchange.sent("next", sequence=2))
+        assert consumer.get(PATIENCE) == "next"
+
+
+def test_bytes_are_not_many_views_of_one_span() -> None:
+    """10,000 byte strings that are all of one megabyte would be 10 GB of 1.4 MB."""
+    count, nbytes = 10_000, 1 << 20
+    spec = b"\x20" + _u32(count) + bytes([Op.BYTES]) * count
+    schema = _schema(spec, (nbytes,), *[_view(0, (nbytes - index,), (1,), index) for index in range(count)])
+    with _talk() as (consumer, raw):
+        raw.say(pack(Kind.DATA, 1, schema), bytes(nbytes))
+        assert "bytes that are a view" in _rejected(consumer)
+
+
+def test_an_expanded_tensor_is_moved_to_its_device_as_what_came() -> None:
+    """On the way to a device a tensor that was expanded takes the bytes of its span, also beside an array of that span."""
+    size = 1 << 34
+    spec = b"\x20" + _u32(2) + bytes([Op.TENSOR, Op.NDARRAY])
+    schema = _schema(spec, (64,), _view(0, (size,), (0,)), _view(0, (64,), (1,)))
+    with _talk(device="meta") as (consumer, raw):
+        raw.say(pack(Kind.DATA, 1, schema) + bytes(64))
+        tensor, array = consumer.get(PATIENCE)
+        assert (tensor.shape, tensor.stride(), len(array)) == ((size,), (0,), 64)
+        assert tensor.untyped_storage().nbytes() == 64
+
+
+def test_what_shares_memory_here_and_may_not_there_crosses_by_itself() -> None:
+    """Byte strings, and arrays that overlap themselves, arrive whole beside tensors of the same memory."""
+    data = bytes(range(200))
+    base = np.arange(6, dtype=np.float32)
+    tree = [data, data, np.frombuffer(data, np.uint8), base, np.broadcast_to(base, (4, 6)), torch.from_numpy(base)]
+    with tp.Consumer("apart") as consumer, tp.Producer("apart") as producer:
+        putting = in_thread(lambda: producer.put(tree, PATIENCE))
+        got = consumer.get(PATIENCE)
+        putting()
+    assert got[:2] == [data, data]
+    assert bytes(got[2]) == data
+    assert (got[4] == base).all()
+    assert got[4].shape == (4, 6)
+    got[3][0] = 7
+    assert got[5][0] == 7, "an array and a tensor still share memory"
