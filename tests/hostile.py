@@ -58,7 +58,7 @@ def scribble(ends: children.Ends, endpoint: str, seed: int, rounds: int) -> int:
             ticket = rng.getrandbits(64)
             made_up.add(ticket)
             with contextlib.suppress(BlockingIOError):
-                os.write(queue.tickets.write_end, ticket.to_bytes(8, "little"))
+                os.write(queue.tickets.fd, ticket.to_bytes(8, "little"))
             written += 1
     with contextlib.suppress(tp.TensorPipeError):
         children.abandon(ends)

@@ -106,6 +106,38 @@ print(room.f_blocks * room.f_frsize, int(queue.get(timeout=10).sum()), os.listdi
 """
 
 
+MANY_QUEUES = """
+import os, resource, torch
+from tensorpipe_ipc.tensor_queue import Queue
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+first = Queue()  # which brings the arena
+first.put(0)
+before, queues = descriptors(), []
+for maxsize in (0, 10, 6400):
+    queue = Queue(maxsize)
+    queue.put(torch.ones(3))
+    queues.append(queue)
+    assert queue.get(timeout=0.01).sum() == 3
+    assert descriptors() <= before + 4 * len(queues), (maxsize, descriptors() - before)
+queues += [Queue(number % 2) for number in range(150)]
+assert descriptors() <= before + 4 * len(queues)
+for number, queue in enumerate(queues):
+    queue.put(number)
+assert [queue.get() for queue in queues] == list(range(len(queues)))
+del queue, queues
+assert descriptors() <= before
+print("few enough")
+"""
+
+
+def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process() -> None:
+    """multiprocessing's costs 2; a limit of 1,024 is what a process usually has."""
+    done = ran("-c", MANY_QUEUES)
+    assert (done.status, done.out) == (0, "few enough\n"), done.err
+
+
 def test_100_mib_cross_where_dev_shm_has_64_kib() -> None:
     """A container's small /dev/shm does not matter: nothing is put there."""
     alone = ["unshare", "--mount", "--propagation", "private"]

@@ -264,10 +264,10 @@ class GetEnd(QueueEnd):
         self._spins += 1
         if self._spins > 8 and self._spins & 63 or self.words[self._watch]:
             return False
-        read, own_read, until = os.readv, self.tickets.own_read, monotonic() + self.spin
+        read, fd, until = os.readv, self._tickets_fd, monotonic() + self.spin
         while monotonic() < until:
             try:
-                read(own_read, buffers)
+                read(fd, buffers)
             except BlockingIOError:
                 continue
             self._spins = 0

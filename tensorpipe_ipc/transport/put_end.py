@@ -118,7 +118,7 @@ class PutEnd(QueueEnd):
         if self.tickets.spills:
             self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
         else:
-            os.writev(self._write_end, operation.ticket_buffers)  # P6
+            os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
         if self._has_tasks:
             tasks.settle_put(words, operation.tally, given=True)  # J2
         words[operation.credit] = 0  # P7
@@ -185,7 +185,7 @@ class PutEnd(QueueEnd):
             if self.tickets.spills:
                 self._give_or_spill(buffers, tickets)
             else:
-                os.writev(self._write_end, buffers)  # P6
+                os.writev(self._tickets_fd, buffers)  # P6
             for i in range(len(tickets)):
                 words[operation.credit + i] = 0  # P7
                 words[operation.ticket + i] = 0  # P8
@@ -306,7 +306,7 @@ class PutEnd(QueueEnd):
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         began = monotonic()
         try:
-            count = abs(credits.take(buffers, deadline, self._idle))
+            count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
         finally:
             self.waits += 1
             self.seconds_waited += monotonic() - began
@@ -367,7 +367,7 @@ class PutEnd(QueueEnd):
             backlog.popleft()
         if not backlog:
             try:
-                os.writev(self.tickets.own_write, buffers)  # P6
+                os.writev(self._tickets_fd, buffers)  # P6
                 return
             except BlockingIOError:
                 self.record.set(self.record.spilled)

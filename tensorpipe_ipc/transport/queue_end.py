@@ -24,6 +24,7 @@ import contextlib
 from collections import deque
 
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
+from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.tasks import Tasks
 from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe
@@ -33,6 +34,23 @@ __all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "QueueEnd"]
 
 FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header, but where these words of the header say
 METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
+
+
+class _Turn:
+    """A lock of a byte of the record, by the description that carries this process's row."""
+
+    __slots__ = ("_byte", "_rows")
+
+    def __init__(self, rows: Rows, byte: int) -> None:
+        self._rows, self._byte = rows, byte
+
+    def take(self) -> bool:
+        """See token_pipe.Turn."""
+        return self._rows.try_lock(self._byte, 1)
+
+    def leave(self) -> None:
+        """See token_pipe.Turn."""
+        self._rows.unlock(self._byte, 1)
 
 
 class QueueEnd:
@@ -56,7 +74,8 @@ class QueueEnd:
         self.record = QueueRecord(self.arena, number)
         self.maxsize, self._tag = self.record.maxsize, number & 0xFFFFFFFF
         self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
-        self._read_end, self._write_end = tickets.read_end, tickets.write_end
+        self._read_end, self._tickets_fd = tickets.read_end, tickets.fd
+        tickets.turn = _Turn(self.rows, self.record.turn)
         self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
         self.rows.after_fork(self._renew)
         self._forget()

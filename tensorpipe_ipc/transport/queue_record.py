@@ -14,7 +14,8 @@
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
 puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was used (transport/token_pipe.py); ``tasks``: the
 queue can be joined; ``pair``: it lies between two endpoints (for onlookers); ``claimed``: a connector has taken one that was
-there for whoever comes, for which it has the lock of the record's second byte.
+there for whoever comes, for which it has the lock of the record's second byte. That of the third is the turn of those
+who take from the spill log.
 
 **Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
 carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
@@ -80,6 +81,7 @@ class QueueRecord:
         block: the record's offset in the segment.
         maxsize: how many messages may be in the queue; 0: any number.
         has_tasks: whether the queue can be joined.
+        turn: the byte whose lock is the turn of those who take from the spill log.
         watch, spilled, shut, dropped, pair, claimed, laps: indexes of these words.
     """
 
@@ -91,7 +93,7 @@ class QueueRecord:
         self.has_tasks = bool(self.words[word + _TASKS])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
         self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
-        self.claimed = word + _CLAIMED
+        self.claimed, self.turn = word + _CLAIMED, self.block + 2
 
     @classmethod
     def create(cls, arena: Arena, maxsize: int, tasks: bool) -> tuple[QueueRecord, Life]:

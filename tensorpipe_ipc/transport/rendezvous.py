@@ -82,7 +82,7 @@ class PairQueue(SharedMemoryQueue):
         self.words[self.record.claimed] = os.getpid()
         if maxsize < self.maxsize:
             assert self.credits is not None
-            os.read(self.credits.read_end, 8 * (self.maxsize - maxsize))
+            os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
             self.record.narrow(maxsize)
             self.maxsize = maxsize
         return True
@@ -183,7 +183,7 @@ def make(maxsize: int) -> PairQueue:
     if queue.tickets.spills or queue.credits.spills:
         queue.close()
         raise SharedMemoryError(errno.ENOSPC, "no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")
-    segment, tickets, credits = queue.arena.segment.descriptor, queue.tickets.read_end, queue.credits.read_end
+    segment, tickets, credits = queue.arena.segment.descriptor, queue.tickets.fd, queue.credits.fd
     queue.offer = QueueOffer(
         1 + int.from_bytes(os.urandom(7), "little"),
         queue.number,
@@ -226,9 +226,9 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         memory = _opened(process, offer.segment, os.O_RDWR, stat.S_ISREG)
         opened.callback(os.close, memory)
         undertaker = undertaker_of(Segment.known(memory))
-        tickets = _pipe(process, offer.tickets)
+        tickets = _pipe(process, offer.tickets, blocking=True)
         opened.callback(tickets.close)
-        credits = _pipe(process, offer.credits)
+        credits = _pipe(process, offer.credits, blocking=False)
         opened.callback(credits.close)
         undertaker.attach()
         record, life = QueueRecord.reach(undertaker.arena, offer.number)
@@ -244,15 +244,12 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         return queue
 
 
-def _pipe(process: int, offered: tuple[int, int]) -> TokenPipe:
-    ends: list[int] = []
+def _pipe(process: int, offered: tuple[int, int], *, blocking: bool) -> TokenPipe:
+    found = _opened(process, offered, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
     try:
-        for flags in (os.O_RDONLY, os.O_WRONLY):  # in this order: to open a pipe for writing, somebody must read it
-            ends.append(_opened(process, offered, flags | os.O_NONBLOCK, stat.S_ISFIFO))
-        return TokenPipe.reach(*ends)
+        return TokenPipe.reach(found, blocking=blocking)
     except BaseException:
-        for end in ends:
-            os.close(end)
+        os.close(found)
         raise
 
 

@@ -62,7 +62,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         undertaker.bury_left()
         record, life = QueueRecord.create(undertaker.arena, maxsize, tasks)
         tickets = TokenPipe.create(maxsize or None)
-        credits = TokenPipe.create(maxsize) if maxsize else None
+        credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
         queue = cls(undertaker, record.number, tickets, credits, life)
         queue._issue_credits()
         return queue

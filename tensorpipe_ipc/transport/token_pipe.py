@@ -7,15 +7,20 @@ pipe's mutex, in one system call that no signal can cut in two. So at every mome
 word of some row, and who has taken it is on record. An exception that a signal handler raises finds it there too: the
 return value of ``os.read`` would be lost.
 
-**Non-blocking** flags belong to an open file description, and are set only on those that this process opened itself.
+**Descriptors.** A pipe costs two: ``fd`` reads and writes and never blocks; ``read_end`` is for the plain wait in a
+blocking ``readv``. Credits are never waited for so, and have ``fd`` alone. (``RWF_NOWAIT`` would save ``read_end``, but
+Linux 6.18 refuses it for a pipe that was opened again through /proc, and one opened for both is only had so.) Each flag
+belongs to an open file description, which processes share; so each of these two is used in one way by all of them.
 
-**Capacity.** A 64 KiB pipe is 16 pages of 512 tokens. The page at the head may be nearly empty, and the tail of a
-page is wasted when a batch does not fit into it. Batches of at most 64 tokens waste less than 64 of each page's 512,
-so that 15 x 449 = 6,735 tokens always fit. ``CAPACITY`` is what we rely on.
+**Capacity.** A pipe of 16 pages of 4 KiB has 512 tokens a page. The page at the head may be nearly empty, and the tail
+of a page is wasted when a batch does not fit into it. Batches of at most 64 tokens waste less than 64 of each page's 512,
+so that 15 x 449 = 6,735 tokens always fit. ``CAPACITY`` is what we rely on where the pipe has 16 pages, of whatever size.
+A pipe of fewer holds what ``_capacity`` says: none, if it has one page. A queue that may have more in it gets a log.
 
 **The spill log**, for queues without a bound (or with a larger one): a memfd to which tokens are appended when the
 pipe is full, and from which consumers ``readv`` through one shared file offset: the kernel moves it under a mutex, so
-each token is taken once, into a word, like from the pipe. Order per giver is kept by three rules:
+each token is taken once, into a word, like from the pipe. ``pwritev`` with ``RWF_APPEND`` appends, under the inode's lock,
+and leaves that offset alone: one descriptor does both. Order per giver is kept by three rules:
 
 1. A giver whose last spilled token has not been taken spills the next too (the caller knows it: ``spill``).
 2. A taker looks at the log only when the pipe is empty, *and saw the token at the log's head before it saw the pipe
@@ -27,7 +32,7 @@ each token is taken once, into a word, like from the pipe. Order per giver is ke
 
 Rule 3 is needed: one shared offset "read after the pipe is empty" alone lets a taker that is stopped between the two
 looks overtake a pipe filled meanwhile. But a taker that ends with an early token loses it. So takers exclude each other
-between the looks, by an OFD lock on the log, which the kernel drops when they die: who has it gets the head that it saw.
+between the looks, by a lock that the kernel drops when they die (``turn``): who has it gets the head that it saw.
 Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early.
 
 A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
@@ -37,10 +42,12 @@ of its wake-up: the kernel hands the token over or wakes the next. A bell eventf
 every wait (two more system calls, 1 us).
 
 **Waking.** A token wakes one of those who sleep in ``readv``, and the kernel lets none of them be killed between its
-wake-up and the taking: it takes, and then dies. But who was woken out of epoll may be killed before its ``readv``. With
-EPOLLEXCLUSIVE, which wakes one waiter instead of all, it would take the wake-up with it, and those who sleep in ``readv``
-have no slices in which to notice. (The kill campaign saw that: two tokens in the pipe, two takers asleep.) So waits with a
-timeout share wake-ups with nobody, unless whoever waits for this pipe does so in slices, as for credits (``idle``).
+wake-up and the taking: it takes, and then dies. But a taker that was woken out of a poll may be killed before its ``readv``.
+With EPOLLEXCLUSIVE, which wakes one waiter instead of all, it would take the wake-up with it, and those who sleep in
+``readv`` have no slices in which to notice. (The kill campaign saw that: two tokens in the pipe, two takers asleep.) So waits
+with a timeout poll, and share wake-ups with nobody. Where all who wait do so in slices, as for credits, one is woken for each
+token (``exclusive``). The epoll which that takes is registered for the length of the wait and used again by the process's
+next wait, for whichever pipe: it costs a descriptor for each thread that waits, and none for a queue.
 """
 
 from __future__ import annotations
@@ -57,20 +64,20 @@ import select
 import sys
 import termios
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, Protocol
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.ofd_locks import lock, unlock
 
-__all__ = ["BELL", "CAPACITY", "SLICE", "Buffers", "TokenPipe"]
+__all__ = ["BELL", "CAPACITY", "SLICE", "Buffers", "TokenPipe", "Turn"]
 
 BELL = 1
-CAPACITY = 6400  # tokens, see above
+CAPACITY = 6400  # tokens that always fit into a pipe of 16 pages, see above
 SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the death, and probing takes time too
 
-_PIPE_BYTES = 1 << 16
+_PAGES = 16  # of a pipe, as Linux makes them by default
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
 _BELL = BELL.to_bytes(8, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
@@ -80,31 +87,41 @@ _PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memor
 Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view of one or more words
 
 
+class Turn(Protocol):
+    """Who takes from the log: a lock between processes, which the kernel drops with its holder."""
+
+    def take(self) -> bool:
+        """Whether it was to be had."""
+
+    def leave(self) -> None:
+        """Let others have it."""
+
+
 class TokenPipe:
     """One pipe, and perhaps a spill log. Inherited by fork; pickled to a child while that is being spawned.
 
     Attributes:
-        read_end, write_end: shared, blocking. Every process keeps both open, so there is no end of file and no EPIPE.
-        own_write: the same, opened by this process, non-blocking.
+        fd: the pipe, to read and to write, non-blocking.
+        read_end: the pipe, to read, blocking; -1 for a pipe on which nobody waits so. Every process has ``fd`` open for both,
+            so there is no end of file and no EPIPE.
         spills: whether there is a log.
+        turn: of those who take from the log; None: nobody minds their order.
     """
 
-    def __init__(self, read_end: int, write_end: int, log_read: int = -1, log_append: int = -1) -> None:
-        self.read_end, self.write_end = read_end, write_end
-        self._log_read, self._log_append = log_read, log_append
-        self.spills = log_read >= 0
+    def __init__(self, fd: int, log: int = -1, read_end: int = -1) -> None:
+        self.fd, self._log, self.read_end = fd, log, read_end
+        self.spills = log >= 0
+        self.turn: Turn | None = None
         self._punched = 0
-        self._turn = -1  # the log again, by a description of this process's own, once it takes from it
-        self._epoll: select.epoll | None = None
-        self.own_read = _open_own(read_end, os.O_RDONLY | os.O_NONBLOCK)
-        self.own_write = _open_own(write_end, os.O_WRONLY | os.O_NONBLOCK)
+        self._epolls: _Epolls | None = None
 
     @classmethod
-    def create(cls, tokens: int | None) -> TokenPipe:
+    def create(cls, tokens: int | None, *, blocking: bool = True) -> TokenPipe:
         """A new one, with a log if need be.
 
         Args:
             tokens: how many may be in it at once; None: any number.
+            blocking: whether takers wait in a plain blocking ``readv``.
 
         Raises:
             SharedMemoryError: no descriptor is left.
@@ -113,30 +130,42 @@ class TokenPipe:
         try:
             opened += os.pipe2(os.O_CLOEXEC)
             # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(opened[1], _F_SETPIPE_SZ, _PIPE_BYTES)
-            enough = fcntl.fcntl(opened[1], _F_GETPIPE_SZ) >= _PIPE_BYTES
-            if tokens is None or tokens > CAPACITY or not enough:
+            if fcntl.fcntl(opened[1], _F_GETPIPE_SZ) != _PAGES * mmap.PAGESIZE:
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(opened[1], _F_SETPIPE_SZ, _PAGES * mmap.PAGESIZE)
+            opened.append(_open_own(opened[1], os.O_RDWR | os.O_NONBLOCK))
+            if tokens is None or tokens > _capacity(opened[1]):
                 log = os.memfd_create("tensorpipe_ipc spill log", os.MFD_CLOEXEC)
                 try:
-                    # Opened anew for reading: only a description made by open() has a locked file offset.
-                    opened.append(_open_own(log, os.O_RDONLY))
-                    opened.append(_open_own(log, os.O_RDWR | os.O_APPEND))
+                    # Opened anew: only a description made by open() has a locked file offset.
+                    opened.append(_open_own(log, os.O_RDWR))
                 finally:
                     os.close(log)
             ends, opened = opened, []  # from here on they are the pipe's, whatever happens
-            return cls(*ends)
+            pipe = cls(ends[2], *ends[3:])
+            os.close(ends[1])
+            if blocking:
+                pipe.read_end = ends[0]
+            else:
+                os.close(ends[0])
+            return pipe
         except OSError as failed:
             for each in opened:
                 os.close(each)
             raise SharedMemoryError(failed.errno, f"no pipe for a queue: {failed.strerror}") from failed
 
     @classmethod
-    def reach(cls, read_end: int, write_end: int) -> TokenPipe:
-        """That of another process, which has no log; both ends were opened here, and may be non-blocking."""
-        for end in (read_end, write_end):
-            os.set_blocking(end, True)
-        return cls(read_end, write_end)
+    def reach(cls, fd: int, *, blocking: bool = True) -> TokenPipe:
+        """That of another process, which has no log.
+
+        Args:
+            fd: the pipe, opened here, O_RDWR and non-blocking.
+            blocking: whether takers wait in a plain blocking ``readv``.
+
+        Raises:
+            OSError: no descriptor is left. ``fd`` stays the caller's.
+        """
+        return cls(fd, read_end=_open_own(fd, os.O_RDONLY) if blocking else -1)
 
     # ---- taking ----
 
@@ -148,40 +177,33 @@ class TokenPipe:
         """
         try:
             if not self.spills:
-                return os.readv(self.own_read, buffers) >> 3
+                return os.readv(self.fd, buffers) >> 3
             return self._take_or_spilled(buffers)
         except BlockingIOError:
             return 0
 
     def _take_or_spilled(self, buffers: Buffers) -> int:
         if not self._head():
-            return os.readv(self.own_read, buffers) >> 3
+            return os.readv(self.fd, buffers) >> 3
         with contextlib.suppress(BlockingIOError):
-            return os.readv(self.own_read, buffers) >> 3
+            return os.readv(self.fd, buffers) >> 3
         has_turn = self._take_turn()
         try:
             return self._take_spilled(buffers)
         finally:
-            if has_turn:
-                unlock(self._turn, 0, 1)
+            if has_turn and self.turn is not None:
+                self.turn.leave()
 
     def _head(self) -> bytes:
         """The token at the log's head; b"" if it is empty."""
-        return os.pread(self._log_read, 8, os.lseek(self._log_read, 0, os.SEEK_CUR))
+        return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
 
     def _take_turn(self) -> bool:
-        """Whether no other process takes from the log now, until the lock is let go of. False where that is not known."""
-        if self._turn < 0:
-            try:
-                opened = _open_own(self._log_append, os.O_RDWR)
-            except OSError:  # no descriptor is left
-                return False
-            if self._turn < 0:
-                self._turn = opened
-            else:  # another thread was faster
-                os.close(opened)
+        """Whether no other process takes from the log now, until the turn is left. False where that is not known."""
+        if self.turn is None:
+            return False
         until = 0.0
-        while not lock(self._turn, 0, 1):
+        while not self.turn.take():
             now = time.monotonic()
             until = until or now + _TURN
             if now > until:
@@ -192,10 +214,10 @@ class TokenPipe:
     def _take_spilled(self, buffers: Buffers) -> int:
         head = self._head()
         with contextlib.suppress(BlockingIOError):
-            return os.readv(self.own_read, buffers) >> 3
+            return os.readv(self.fd, buffers) >> 3
         if not head:  # others have taken it
             return 0
-        taken = os.readv(self._log_read, buffers) >> 3
+        taken = os.readv(self._log, buffers) >> 3
         self._punch()
         # One look for a whole batch: what stood behind the head that was seen was spilled at that time, or later.
         in_order = buffers[0][:8] == head and (taken == 1 or not self.unread())
@@ -204,77 +226,91 @@ class TokenPipe:
     def take_piped(self, buffers: Buffers) -> int:
         """Take what is in the pipe, and leave the log alone. How many."""
         try:
-            return os.readv(self.own_read, buffers) >> 3
+            return os.readv(self.fd, buffers) >> 3
         except BlockingIOError:
             return 0
 
-    def take(self, buffers: Buffers, deadline: float | None, idle: Callable[[], None] | None = None) -> int:
+    def take(
+        self,
+        buffers: Buffers,
+        deadline: float | None,
+        idle: Callable[[], object] | None = None,
+        *,
+        exclusive: bool = False,
+    ) -> int:
         """Wait for tokens and take them; 0 when the deadline has passed.
 
         Args:
             deadline: on ``time.monotonic``'s clock; None: none.
-            idle: called after each slice in which nothing came. Given by all who wait for this pipe, or by none.
+            idle: called after each slice in which nothing came.
+            exclusive: have each token wake one of those who wait: where all of them wait in this way.
         """
-        while True:
-            taken = self.take_nowait(buffers)
-            if taken:
-                return taken
-            pause = SLICE
-            if deadline is not None:
-                pause = min(pause, deadline - time.monotonic())
+        taken = self.take_nowait(buffers)
+        if taken or deadline is not None and deadline <= time.monotonic():
+            return taken
+        waiting = self._exclusive() if exclusive else _Shared(self.fd)
+        try:
+            while True:
+                pause = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
                 if pause <= 0:
                     return 0
-            if not self._waiting(exclusive=idle is not None).poll(pause) and idle is not None:
-                idle()
+                if not waiting.poll(pause) and idle is not None:
+                    idle()
+                taken = self.take_nowait(buffers)
+                if taken:
+                    return taken
+        finally:
+            waiting.end()
 
-    def _waiting(self, *, exclusive: bool) -> select.epoll:
-        epoll = self._epoll
-        if epoll is None:
-            epoll = select.epoll()
-            epoll.register(self.own_read, select.EPOLLIN | (select.EPOLLEXCLUSIVE if exclusive else 0))
-            self._epoll = epoll
-        return epoll
+    def _exclusive(self) -> _Exclusive | _Shared:
+        if self._epolls is None:
+            self._epolls = _epolls.get(os.getpid()) or _epolls.setdefault(os.getpid(), _Epolls())
+        try:
+            return _Exclusive(self.fd, self._epolls.spare)
+        except OSError:  # no descriptor is left
+            return _Shared(self.fd)
 
     def fileno(self) -> int:
         """Readable while the pipe holds anything, a bell included."""
-        return self.own_read
+        return self.fd
 
     def unread(self) -> int:
         """How many tokens (and bells) the pipe holds now, not counting the log."""
         count = array.array("i", [0])
-        fcntl.ioctl(self.own_read, termios.FIONREAD, count)
+        fcntl.ioctl(self.fd, termios.FIONREAD, count)
         return count[0] >> 3
 
     def spilled(self) -> int:
         """How many tokens wait in the log."""
         if not self.spills:
             return 0
-        return max(0, os.fstat(self._log_read).st_size - os.lseek(self._log_read, 0, os.SEEK_CUR)) >> 3
+        return max(0, os.fstat(self._log).st_size - os.lseek(self._log, 0, os.SEEK_CUR)) >> 3
 
     # ---- giving ----
 
     def give(self, buffers: Buffers) -> None:
-        """Give the tokens in ``buffers``, all at once: at most 64, and none of them zero.
+        """Give the tokens in ``buffers``, all at once: at most 64, and none of them zero. Never waits.
 
-        Waits only for a pipe without a log, and there only if more than ``CAPACITY`` tokens are in it.
+        Raises:
+            BlockingIOError: there are more in a pipe without a log than it was made for, which only a stranger can have
+                put there. None of them was given.
         """
-        if not self.spills:
-            os.writev(self.write_end, buffers)
-            return
         try:
-            os.writev(self.own_write, buffers)
+            os.writev(self.fd, buffers)
         except BlockingIOError:
+            if not self.spills:
+                raise
             self.spill(buffers)
 
     def spill(self, buffers: Buffers) -> None:
         """Give the tokens to the log at once (rule 1)."""
-        os.writev(self._log_append, buffers)
+        os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
         self.ring()
 
     def ring(self) -> None:
         """Wake one taker, if any is asleep."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self.own_write, _BELL)
+            os.write(self.fd, _BELL)
 
     # ---- for the undertaker ----
 
@@ -298,41 +334,35 @@ class TokenPipe:
         return frozenset(memoryview(content + self._spilled_content()).cast("Q"))
 
     def _copied(self, scratch_read: int, scratch_write: int) -> bytes:
-        size = fcntl.fcntl(self.own_read, _F_GETPIPE_SZ)
+        size = fcntl.fcntl(self.fd, _F_GETPIPE_SZ)
         if fcntl.fcntl(scratch_write, _F_GETPIPE_SZ) < size:
             fcntl.fcntl(scratch_write, _F_SETPIPE_SZ, size)  # refused: a part of the pipe proves nothing
-        return os.read(scratch_read, size) if _tee(self.own_read, scratch_write, size) else b""
+        return os.read(scratch_read, size) if _tee(self.fd, scratch_write, size) else b""
 
     def _spilled_content(self) -> bytes:
         if not self.spills:
             return b""
-        start = os.lseek(self._log_read, 0, os.SEEK_CUR)
-        return os.pread(self._log_read, self.spilled() << 3, start)
+        start = os.lseek(self._log, 0, os.SEEK_CUR)
+        return os.pread(self._log, self.spilled() << 3, start)
 
     def _punch(self) -> None:
         """Give back the memory of what everybody has read of the log, once in a while."""
-        offset = os.lseek(self._log_read, 0, os.SEEK_CUR) & -mmap.PAGESIZE
+        offset = os.lseek(self._log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
         if offset - self._punched >= _PUNCH_STEP:
             start, self._punched = self._punched, offset
-            with mmap.mmap(self._log_append, offset - start, prot=mmap.PROT_WRITE, offset=start) as read:
+            with mmap.mmap(self._log, offset - start, prot=mmap.PROT_WRITE, offset=start) as read:
                 read.madvise(mmap.MADV_REMOVE)
 
     # ---- lifetime ----
 
     def renew(self) -> None:
-        """In a forked child: an epoll and a lock of its own. The parent's would share one list of waiters, and the lock."""
-        self._epoll = None
-        turn, self._turn = self._turn, -1
-        if turn >= 0:
-            os.close(turn)
+        """In a forked child: its waits share nothing with the parent's."""
+        self._epolls = None
 
     def close(self) -> None:
         """Close this process's descriptors."""
-        epoll, self._epoll = self._epoll, None
-        if epoll is not None:
-            epoll.close()
-        names = ("read_end", "write_end", "_log_read", "_log_append", "_turn", "own_read", "own_write")
-        for name in names:
+        self._epolls = None
+        for name in ("fd", "read_end", "_log"):
             descriptor = getattr(self, name, -1)
             setattr(self, name, -1)
             if descriptor >= 0:
@@ -345,12 +375,62 @@ class TokenPipe:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        shared = (self.read_end, self.write_end, self._log_read, self._log_append)
+        shared = (self.fd, self._log, self.read_end)
         return _rebuild, tuple(reduction.DupFd(each) if each >= 0 else None for each in shared)
 
 
 def _rebuild(*duplicates: Any) -> TokenPipe:
     return TokenPipe(*(-1 if each is None else each.detach() for each in duplicates))
+
+
+def _capacity(descriptor: int) -> int:
+    """How many tokens always fit into a pipe."""
+    pages = fcntl.fcntl(descriptor, _F_GETPIPE_SZ) // mmap.PAGESIZE
+    return CAPACITY if pages >= _PAGES else max(0, pages - 1) * (mmap.PAGESIZE // 8 - 63)
+
+
+class _Shared:
+    """A wait for a pipe of which each token wakes all."""
+
+    def __init__(self, fd: int) -> None:
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._poll.poll(seconds * 1000))
+
+    def end(self) -> None:
+        pass
+
+
+class _Exclusive:
+    """A wait of which each token wakes one."""
+
+    def __init__(self, fd: int, spare: list[select.epoll]) -> None:
+        self._fd, self._spare = fd, spare
+        try:
+            self._epoll = spare.pop()
+        except IndexError:
+            self._epoll = select.epoll()
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._epoll.poll(seconds))
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):  # the pipe was closed meanwhile; then this epoll goes, too
+            self._epoll.unregister(self._fd)
+            self._spare.append(self._epoll)
+
+
+class _Epolls:
+    """Those that no wait of this process uses now. They go with the last pipe that was waited for so."""
+
+    def __init__(self) -> None:
+        self.spare: list[select.epoll] = []
+
+
+_epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary()  # by process
 
 
 def _open_own(descriptor: int, flags: int) -> int:

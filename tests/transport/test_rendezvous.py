@@ -583,7 +583,7 @@ def test_a_ticket_that_names_no_block(ticket: int) -> None:
     """Its producer is let go: nothing of its queue can be believed. The consumer goes on with others."""
     consumer, producer, queue = _pair()
     with consumer, producer:
-        os.write(queue.tickets.write_end, ticket.to_bytes(8, "little"))
+        os.write(queue.tickets.fd, ticket.to_bytes(8, "little"))
         with pytest.raises((tp.Empty, tp.EndOfStream)):
             consumer.get(0.2)
         assert consumer.statistics().rejected >= 1

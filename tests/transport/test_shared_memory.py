@@ -81,7 +81,7 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
     piped = count - queue.tickets.spilled()
     assert numbers(queue, piped) == list(range(piped))  # by others: this one believes the pipe to be full of them
     operation = queue._operation(GET) if size == 1 else queue._batch(GET)
-    assert os.readv(queue.tickets._log_read, operation.ticket_buffers) == 8 * size
+    assert os.readv(queue.tickets._log, operation.ticket_buffers) == 8 * size
     operation.kept, operation.before = [], 500
     queue._set_aside(operation)
     assert numbers(queue, count - piped) == list(range(piped, count))
@@ -210,7 +210,7 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(undertaker, pay
     told, tell = os.pipe()
 
     def take_and_stop():
-        queue.credits.write_end = os.open("/dev/null", os.O_WRONLY)  # the ticket is taken, its credit is never given
+        queue.credits.fd = os.open("/dev/null", os.O_WRONLY)  # the ticket is taken, its credit is never given
         queue._let_go = lambda _: (os.write(tell, b"x"), signal.pause())
         queue.get()
 

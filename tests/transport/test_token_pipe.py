@@ -8,8 +8,9 @@ import signal
 import time
 
 import pytest
-from crash_points import in_child, reap
+from crash_points import LIMIT, in_child, reap
 
+from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport.token_pipe import BELL, CAPACITY, TokenPipe
 
@@ -74,7 +75,7 @@ def test_capacity_holds_whatever_the_batches(words):
                 count = min(choose.choice(list(sizes)), CAPACITY - given)
                 for i in range(count):
                     words.values[FIRST + i] = 7
-                assert os.writev(pipe.own_write, words.buffers(FIRST, count)) == 8 * count  # non-blocking: it must fit
+                assert os.writev(pipe.fd, words.buffers(FIRST, count)) == 8 * count  # non-blocking: it must fit
                 given += count
             for _ in range(choose.randrange(1, 700)):
                 given -= len(take(pipe, words))
@@ -108,8 +109,8 @@ def test_the_logs_memory_is_given_back_as_it_is_read(words):
         pipe.spill(words.buffers(FIRST, 64))
         while take(pipe, words, 64):
             pass
-    assert os.fstat(pipe._log_append).st_size == 2000 * 64 * 8
-    assert os.fstat(pipe._log_append).st_blocks * 512 <= 1 << 18
+    assert os.fstat(pipe._log).st_size == 2000 * 64 * 8
+    assert os.fstat(pipe._log).st_blocks * 512 <= 1 << 18
     pipe.close()
 
 
@@ -124,7 +125,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
 
     def stopped(descriptor, buffers):
         looks.append(descriptor)
-        if looks == [pipe.own_read] * 2:  # the second look, which is between the two that matter
+        if looks == [pipe.fd] * 2:  # the second look, which is between the two that matter
             with pytest.raises(BlockingIOError):  # what it sees: the pipe is empty
                 readv(descriptor, buffers)
             assert take(pipe, words) == [10]
@@ -144,7 +145,8 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
 
 def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(words, monkeypatch):
     """Who is between its looks keeps others from theirs, for a moment; and its own token is not early."""
-    pipe = TokenPipe.create(None)
+    pipe, turns = TokenPipe.create(None), os.memfd_create("turns")
+    pipe.turn = FileTurn(turns)
     words.values[FIRST] = 10
     pipe.spill(words.buffers(FIRST))
     assert take(pipe, words) == [BELL]
@@ -152,7 +154,7 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
-            pipe.renew()
+            pipe.turn = FileTurn(turns)
             assert pipe._take_turn()
             os.write(ready[1], b"x")
             os.read(go[0], 1)
@@ -165,9 +167,22 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
     os.write(go[1], b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert pipe._take_turn()  # the kernel let go of the dead child's
-    for descriptor in (*ready, *go):
+    for descriptor in (*ready, *go, turns, pipe.turn.descriptor):
         os.close(descriptor)
     pipe.close()
+
+
+class FileTurn:
+    """A lock of a file's first byte, by a description of this process's own."""
+
+    def __init__(self, file):
+        self.descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+
+    def take(self):
+        return ofd_locks.lock(self.descriptor, 0, 1)
+
+    def leave(self):
+        ofd_locks.unlock(self.descriptor, 0, 1)
 
 
 def test_a_wait_ends_at_its_deadline_or_at_once(pipe, words):
@@ -180,11 +195,72 @@ def test_a_wait_ends_at_its_deadline_or_at_once(pipe, words):
     assert pipe.take(words.buffers(FIRST + 1), None) == 1
 
 
-def test_only_own_descriptions_are_non_blocking(pipe):
+def test_one_descriptor_never_blocks_and_the_other_does(pipe):
+    assert not os.get_blocking(pipe.fd)
     assert os.get_blocking(pipe.read_end)
-    assert os.get_blocking(pipe.write_end)
-    assert not os.get_blocking(pipe.own_read)
-    assert not os.get_blocking(pipe.own_write)
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("tokens", "blocking", "count"), [(CAPACITY, True, 2), (CAPACITY, False, 1), (None, True, 3)])
+def test_a_pipe_costs_few_descriptors(words, tokens, blocking, count):
+    before = descriptors()
+    pipe = TokenPipe.create(tokens, blocking=blocking)
+    give(pipe, words, 11)
+    take(pipe, words)
+    pipe.take(words.buffers(FIRST), time.monotonic() + 0.01)
+    assert descriptors() == before + count
+    pipe.close()
+    assert descriptors() == before
+
+
+def test_waits_that_share_wake_ups_cost_a_descriptor_together(words):
+    before = descriptors()
+    pipes = [TokenPipe.create(CAPACITY, blocking=False) for _ in range(5)]
+    for pipe in pipes:
+        assert not pipe.take(words.buffers(FIRST), time.monotonic() + 0.01, exclusive=True)
+    assert descriptors() == before + 6
+    for pipe in pipes:
+        pipe.close()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 16])
+def test_a_pipe_of_few_pages_never_makes_a_giver_wait(words, pages):
+    """A user who has used up his budget of pipes (fs.pipe-user-pages-soft) gets small ones; what they cannot hold spills."""
+    pipe = TokenPipe.create(2 * CAPACITY, blocking=False)
+    fcntl.fcntl(pipe.fd, 1031, pages * 4096)  # F_SETPIPE_SZ
+    tokens = list(range(10, 10 + 2 * CAPACITY))
+    for first in range(0, len(tokens), 50):
+        give(pipe, words, *tokens[first : first + 50])
+    got = []
+    while len(got) < len(tokens):
+        got += [token for token in take(pipe, words, 64) if token != BELL]
+    assert sorted(got) == tokens
+    pipe.close()
+
+
+def test_writers_of_the_log_do_not_move_its_readers_place(words):
+    """Appends of several processes are whole, and each token is taken once, in the order of its giver."""
+    pipe, count = TokenPipe.create(None), 500
+
+    def giver(number):
+        for i in range(count):
+            words.values[FIRST + 10 * number] = (number + 1) << 32 | i + 10
+            words.values[FIRST + 10 * number + 1] = (number + 1) << 32 | i + 10 + count
+            pipe.spill(words.buffers(FIRST + 10 * number, 2))
+
+    children = [in_child(lambda number=number: giver(number)) for number in range(3)]
+    got, deadline = [], time.monotonic() + LIMIT
+    while len(got) < 6 * count and time.monotonic() < deadline:
+        got += [token for token in take(pipe, words, 7) if token != BELL]
+    assert [reap(child) for child in children] == [0, 0, 0]
+    for number in (1, 2, 3):
+        own = [token & 0xFFFFFFFF for token in got if token >> 32 == number]
+        assert own == [token for i in range(10, 10 + count) for token in (i, i + count)]
+    pipe.close()
 
 
 def test_a_snapshot_takes_nothing(pipe, words):
@@ -198,7 +274,7 @@ def test_a_snapshot_takes_nothing(pipe, words):
 
 def test_a_snapshot_of_a_longer_pipe_is_not_a_part(words):
     pipe = TokenPipe.create(CAPACITY)
-    fcntl.fcntl(pipe.own_write, 1031, 1 << 18)  # F_SETPIPE_SZ
+    fcntl.fcntl(pipe.fd, 1031, 1 << 18)  # F_SETPIPE_SZ
     for first in range(64, 64 * 400, 64):
         give(pipe, words, *range(first, first + 64))
     assert pipe.snapshot() == frozenset(range(64, 64 * 400))
