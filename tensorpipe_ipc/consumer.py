@@ -33,6 +33,7 @@ from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
+from tensorpipe_ipc.transport.role import how_to_accept
 from tensorpipe_ipc.transport.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
@@ -95,7 +96,8 @@ class Consumer:
             endpoint: ``ipc:///path`` (in a folder that is there), ``tcp://host:port`` (loopback, unless there are keys),
                 ``inproc://name``, or a bare name.
             bind: whether this side has the address.
-            accept: names of the serializers that producers may use; None for all that are registered here.
+            accept: names of the serializers that producers may use. None: "raw", "numpy", and what is registered here;
+                "torch_save" only where it is named.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
                 are copied straight from shared memory, which is held until that is done.
             copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
@@ -294,7 +296,9 @@ class Consumer:
     def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
         schema = schema_of(header.schema)
         if not self._link.accepts(schema.serializer):
-            raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
+            raise ProtocolError(
+                f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
+            )
         payloads, nbytes = header.payloads(frames), schema.nbytes
         if header.restored:
             schema = schema_of(schema.restored())
@@ -337,7 +341,9 @@ class Consumer:
             )
         schema = schema_of(read)
         if not self._link.accepts(schema.serializer):
-            raise ProtocolError(f"serializer {schema.serializer!r} is not accepted here")
+            raise ProtocolError(
+                f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
+            )
         return how, schema, values, serializer_named(schema.serializer)
 
     def _raise_or_reject(self, error: Exception, peer: Peer) -> None:

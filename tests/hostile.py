@@ -87,7 +87,7 @@ def zoo_under_audit(
     sys.addaudithook(lambda event, arguments: seen.append(event) if is_on and event in watched else None)
     came = 0
     with (
-        tp.Consumer(endpoint, shared_memory=shared_memory) as consumer,
+        tp.Consumer(endpoint, accept=[serializer], shared_memory=shared_memory) as consumer,
         tp.Producer(consumer.endpoint, serializer=serializer, shared_memory=shared_memory, linger=0) as producer,
     ):
         meet = children.in_thread(lambda: producer.put(torch.ones(1), children.PATIENCE))

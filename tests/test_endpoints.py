@@ -39,7 +39,7 @@ def test_the_zoo_is_tried_with_every_serializer() -> None:
 @pytest.mark.parametrize("serializer", SERIALIZERS)
 def test_the_zoo_between_two_processes(endpoint: str, serializer: str) -> None:
     """Every kind of tree comes out of a socket bit for bit, or the serializer refuses it by name."""
-    with tp.Consumer(endpoint) as consumer, Child() as child:
+    with tp.Consumer(endpoint, accept=[serializer]) as consumer, Child() as child:
         child.call(children.open_producer, consumer.endpoint, serializer=serializer)
         child.begin(children.put_zoo, serializer)
         refused = _see_the_zoo_arrive(consumer, serializer)
@@ -50,7 +50,10 @@ def test_the_zoo_between_two_processes(endpoint: str, serializer: str) -> None:
 def test_the_zoo_between_two_threads(serializer: str) -> None:
     """Within a process, through inproc, the same."""
     ends = children.Ends()
-    with tp.Consumer("inproc://zoo") as consumer, tp.Producer("inproc://zoo", serializer=serializer) as ends.producer:
+    with (
+        tp.Consumer("inproc://zoo", accept=[serializer]) as consumer,
+        tp.Producer("inproc://zoo", serializer=serializer) as ends.producer,
+    ):
         putting = in_thread(lambda: children.put_zoo(ends, serializer))
         refused = _see_the_zoo_arrive(consumer, serializer)
         assert putting() == refused

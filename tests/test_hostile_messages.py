@@ -10,6 +10,7 @@ from typing import Any
 
 import children
 import exchange
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from raw_ends import RawEnd, hello
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.wire.header import Kind, pack
 from tensorpipe_ipc.wire.spec import Op
 
@@ -69,6 +71,34 @@ def test_whatever_reading_a_message_raises_the_next_one_comes(
         assert said.rejected == 1
         assert raises.__name__ in said.last_rejection
         assert "(from producer pid" in said.last_rejection
+
+
+# -- what is shown of a peer
+
+
+def test_what_a_peer_says_of_itself_moves_no_terminal() -> None:
+    """Escapes in a host's name, a serializer's or a reason come out as question marks in every text that repeats them."""
+    escape = "\x1b]0;owned\x07\u202e\n"
+    with tp.Consumer("shown", shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", identity=msgspec.structs.replace(identity(), host=f"host{escape}")))
+        children.wait_until(lambda: _served(consumer))
+        with pytest.raises(tp.Empty) as empty:
+            consumer.get(0)
+        texts = [str(empty.value), *consumer.statistics().peers]
+    with tp.Consumer("shown", shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", serializer=f"raw{escape}"))
+        texts.append(_rejected(consumer))
+    assert all("host?" in text for text in texts[:2])
+    assert all(text.isprintable() for text in texts), texts
+
+
+@pytest.mark.parametrize("started", [float("nan"), float("inf"), -float("inf")])
+def test_who_started_at_no_time_is_not_let_in(started: float) -> None:
+    """A start time that equals nothing, not even itself, would hide its process."""
+    with tp.Consumer("shown", shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", identity=msgspec.structs.replace(identity(), started=started)))
+        assert "no time" in _rejected(consumer)
+        assert consumer.statistics().peers == ()
 
 
 # -- made up by hand

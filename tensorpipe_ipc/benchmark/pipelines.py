@@ -286,6 +286,7 @@ class _MadeEndpoint:
         consumer = Consumer(
             where,
             bind=binds,
+            accept=[asked.serializer],
             device=asked.device,
             copy=asked.copy,
             maxsize=self._maxsize,

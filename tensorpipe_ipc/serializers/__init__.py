@@ -15,10 +15,18 @@ from tensorpipe_ipc.serializers.numpy_array import NumpyArray
 from tensorpipe_ipc.serializers.raw import Raw
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 
-__all__ = ["Serializer", "register_serializer", "serializer_named", "serializer_names"]
+__all__ = [
+    "ONLY_BY_NAME",
+    "Serializer",
+    "accepted_by_default",
+    "register_serializer",
+    "serializer_named",
+    "serializer_names",
+]
 
 _BUILT_IN: tuple[Serializer, ...] = (Raw(), NumpyArray(), TorchSave())
 _SERIALIZERS: dict[str, Serializer] = {serializer.name: serializer for serializer in _BUILT_IN}
+ONLY_BY_NAME = (TorchSave.name,)  # what a consumer accepts only if it says so
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -63,3 +71,11 @@ def serializer_named(name: str) -> Serializer:
 def serializer_names() -> tuple[str, ...]:
     """The names of all serializers of this process, sorted."""
     return tuple(sorted(_SERIALIZERS))
+
+
+def accepted_by_default() -> tuple[str, ...]:
+    """Return the names that a consumer accepts unless it names its own: ``raw``, ``numpy``, and what was registered here.
+
+    ``torch_save`` is read by torch's unpickler, which is an allow-list and no safe format: it is accepted by name only.
+    """
+    return tuple(name for name in serializer_names() if name not in ONLY_BY_NAME)

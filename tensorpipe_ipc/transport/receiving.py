@@ -10,7 +10,7 @@ from typing import Any
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.serializers import serializer_names
+from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
@@ -224,10 +224,10 @@ class ReceiveLink(Link):
 
     def accepts(self, serializer: str) -> bool:
         """Whether messages made by that serializer are taken here."""
-        return self._accept is None or serializer in self._accept
+        return serializer not in ONLY_BY_NAME if self._accept is None else serializer in self._accept
 
     def _accepted(self) -> tuple[str, ...]:
-        return serializer_names() if self._accept is None else self._accept
+        return accepted_by_default() if self._accept is None else self._accept
 
     def taken(self, peer: Peer, header: Header) -> None:
         """Tell the producer that its message was taken: it may send another. Those that it skipped are counted as lost.

@@ -8,7 +8,7 @@ from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.wire.header import Header, Hello
 
-__all__ = ["Role", "misfit"]
+__all__ = ["Role", "how_to_accept", "misfit"]
 
 
 class Role:
@@ -58,6 +58,11 @@ class Role:
         raise ProtocolError(f"CREDIT {sequence} for a {self.role} (from {peer})")
 
 
+def how_to_accept(serializer: str) -> str:
+    """Say how a consumer accepts a serializer."""
+    return f"to take it, open the consumer with accept={list(dict.fromkeys(['raw', serializer]))}"
+
+
 def misfit(ours: Hello, theirs: Hello) -> str:
     """Why two ends do not go together; "" if they do."""
     if theirs.role == ours.role or theirs.role not in ("producer", "consumer"):
@@ -66,6 +71,7 @@ def misfit(ours: Hello, theirs: Hello) -> str:
     if producer.serializer not in consumer.accepts:
         return (
             f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
-            f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'})"
+            f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'}); "
+            + how_to_accept(producer.serializer)
         )
     return ""

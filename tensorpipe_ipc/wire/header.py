@@ -21,16 +21,18 @@ Little-endian::
 * GOODBYE: ``sequence`` is the last that was sent. No body.
 
 A control message is short, and what is not is not read. So what one end repeats of another, which may say anything, is cut:
-the host's name and why there is no shared memory as they come in, a refusal's reason as it goes out.
+the host's name and why there is no shared memory as they come in, a refusal's reason as it goes out. Of
+each text that comes in, what a terminal would obey becomes a question mark.
 
 The version stands for the whole format: the prefix, the schema, the spec, the metas. Golden bytes in the tests hold it.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -57,6 +59,7 @@ __all__ = [
     "pack_piece",
     "pack_refusal",
     "piece_of",
+    "shown",
     "unpack",
     "unpack_control",
 ]
@@ -293,16 +296,30 @@ def unpack_control(header: Header, kind: type[Control]) -> Control:
         ProtocolError: it is none: a field missing, unknown, or of the wrong type.
     """
     try:
-        body: Control = _without_excess(_DECODERS[kind].decode(header.schema))
+        body: Control = _DECODERS[kind].decode(header.schema)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a {Kind.NAMES[header.kind]} that cannot be read: {error}") from None
-    return body
+    return cast(Control, _without_excess(body))
 
 
 def _without_excess(body: Any) -> Any:
-    if not isinstance(body, Hello):
-        return body
+    if isinstance(body, Refusal):
+        return Refusal(shown(body.reason))
     who, terms = body.identity, body.shared_memory
+    if not math.isfinite(who.started):
+        raise ProtocolError(f"an end that says it started at {who.started}, which is no time")
     if terms is not None:
-        terms = replace(terms, why_not=cut(terms.why_not))
-    return replace(body, identity=replace(who, host=cut(who.host, _MAX_HOST)), shared_memory=terms)
+        terms = replace(terms, why_not=cut(shown(terms.why_not)))
+    return replace(
+        body,
+        role=shown(body.role),
+        identity=replace(who, host=cut(shown(who.host), _MAX_HOST), boot=shown(who.boot)),
+        serializer=shown(body.serializer),
+        accepts=tuple(map(shown, body.accepts)),
+        shared_memory=terms,
+    )
+
+
+def shown(text: str) -> str:
+    """Return a text that may be shown on a terminal: whatever is no printable character is a question mark."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

@@ -73,7 +73,10 @@ def _run(job: Job, report: Any) -> None:
     from tensorpipe_ipc.cli.demo.report import progress
 
     ledger = Ledger(job)
-    with Consumer(job.results, maxsize=WINDOW) as consumer, Pipeline(job, consumer) as pipeline:
+    with (
+        Consumer(job.results, accept=[job.serializer], maxsize=WINDOW) as consumer,
+        Pipeline(job, consumer) as pipeline,
+    ):
         pids = ", ".join(f"{child.name} (pid {child.pid})" for child in pipeline.children)
         report.say(f"{pids}, main (pid {os.getpid()}); serializer {job.serializer}")
         report.say(f"over {consumer.endpoint}")

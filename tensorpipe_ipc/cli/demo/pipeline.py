@@ -164,7 +164,7 @@ def _read(job: Job, address: Connection) -> None:
 
 def _work(job: Job, told: Connection) -> None:
     with (
-        Consumer(job.frames, maxsize=WINDOW) as frames,
+        Consumer(job.frames, accept=[job.serializer], maxsize=WINDOW) as frames,
         Producer(job.results, serializer=job.serializer, maxsize=WINDOW, linger=0) as results,
     ):
         told.send(frames.endpoint)
