@@ -292,7 +292,8 @@ class Queue:
     def shutdown(self, immediate: bool = False) -> None:
         """Refuse further puts, in every process, and gets once the queue is empty. Who waits is woken.
 
-        As ``queue.Queue.shutdown`` of Python 3.13. A put that is under way meanwhile may still succeed.
+        As ``queue.Queue.shutdown`` of Python 3.13. Once this returns no put succeeds, but for that of a process which was
+        stopped (SIGSTOP) in the microseconds between its last look and its ticket.
 
         Args:
             immediate: drop what is in the queue (its tasks count as done), so that gets are refused at once.
@@ -360,7 +361,7 @@ class JoinableQueue(Queue):
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()
-        self._queue.tasks.wait(self._queue.undertaker.look)
+        self._queue.tasks.wait(self._queue.tidy)
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:

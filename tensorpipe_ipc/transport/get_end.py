@@ -32,7 +32,7 @@ from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
-from tensorpipe_ipc.transport.token_pipe import BELL, Buffers
+from tensorpipe_ipc.transport.token_pipe import LAST_BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "is_a_signals", "lease_from"]
@@ -101,6 +101,7 @@ class GetEnd(QueueEnd):
             SharedMemoryError: LEASE was asked for, and this process has as much under lease as it may. The message is
                 the next that this process gets.
         """
+        deadline = timeout and monotonic() + timeout
         while True:
             try:
                 if self._ready or self._aside or self._left:
@@ -108,12 +109,16 @@ class GetEnd(QueueEnd):
                     message = self._get_aside(decode, lease_from)
                     if message is not _NOTHING:
                         return message
-                return self._get(timeout, decode, lease_from)
+                return self._get(deadline, decode, lease_from)
             except _Again:
                 continue
 
-    def _get(self, timeout: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
-        """G1 to G7, in one function, so that one handler sees every exception together with all that is known."""
+    def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
+
+        Args:
+            deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
+        """
         operation: Operation | None
         try:
             operation = self._getting.pop()
@@ -124,13 +129,14 @@ class GetEnd(QueueEnd):
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
-            elif timeout is None and not words[self._watch]:
+            elif deadline is None and not words[self._watch]:
                 os.readv(self._read_end, operation.ticket_buffers)  # G1
-            elif words[self._watch] or timeout == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
+            elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
                 # Where there is no log yet, one call has looked, and not three.
-                self._wait(operation, operation.ticket_buffers, timeout, decode)
+                self._wait(operation, operation.ticket_buffers, deadline, decode)
             ticket = words[operation.ticket]
-            if ticket == BELL:
+            if ticket <= LAST_BELL:
+                self._hear(ticket)
                 words[operation.ticket] = 0
                 raise _Again
             word = self._word_of(ticket)
@@ -174,13 +180,13 @@ class GetEnd(QueueEnd):
         Raises:
             As ``get`` does.
         """
+        deadline = timeout and monotonic() + timeout
         while True:
-            if self._has_tasks or most == 1:
-                return [self.get(timeout, decode, lease_from)]
-            if self.holds_back:
-                return self._get_held_back(most, timeout, decode, lease_from)
+            if self._has_tasks or most == 1 or self.holds_back:
+                left = deadline and max(0, deadline - monotonic())
+                return self._get_held_back(most, left, decode, lease_from)
             try:
-                return self._get_many(min(most, BATCH), timeout, decode, lease_from)
+                return self._get_many(min(most, BATCH), deadline, decode, lease_from)
             except _Again:
                 continue
 
@@ -197,19 +203,19 @@ class GetEnd(QueueEnd):
             raise
         return messages
 
-    def _get_many(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
+    def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
         operation: Operation | None = self._batch(GET)
         assert operation is not None
         messages = list[Any]()
         try:
             words = self.words
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
-            if timeout is None and not words[self._watch]:
+            if deadline is None and not words[self._watch]:
                 count = os.readv(self._read_end, buffers) >> 3  # G1
             else:
-                count = self._wait(operation, buffers, timeout, decode)
+                count = self._wait(operation, buffers, deadline, decode)
             tickets = words[operation.ticket : operation.ticket + count].tolist()
-            if BELL in tickets:
+            if min(tickets) <= LAST_BELL:
                 raise _Again  # each is served by itself
             blocks = [self._word_of(ticket) for ticket in tickets]
             if self.credits is not None:
@@ -240,21 +246,23 @@ class GetEnd(QueueEnd):
             self._take_up()
             raise
 
-    def _wait(self, operation: Operation, buffers: Buffers, timeout: float | None, decode: Decode) -> int:
-        if timeout == _PIPED:
+    def _wait(self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode) -> int:
+        if deadline == _PIPED:
             taken = self.tickets.take_piped(buffers)
-            if self.words[operation.ticket] == BELL:
-                self._pass_on(self.tickets)
         elif self.words[self.record.shut]:
             taken = self._take_after_shutdown(operation, buffers, decode)
         else:
-            taken = self.tickets.take(buffers, None if timeout is None else monotonic() + timeout)
+            taken = self.tickets.take(buffers, deadline, self._look_for_the_end)
         if taken < 0:  # early: what is in the pipe goes first
             operation.before = self.tickets.unread()
             raise _Again
         if not taken:
-            raise Empty(f"no message within {timeout} seconds")
+            raise Empty("no message came in time")
         return taken
+
+    def _look_for_the_end(self) -> None:
+        if self.words[self.record.shut]:
+            raise _Again
 
     def _spin(self, buffers: Buffers) -> bool:
         """Look for a ticket again and again before going to sleep, which saves both sides the wake-up.
@@ -275,18 +283,25 @@ class GetEnd(QueueEnd):
         return False
 
     def _take_after_shutdown(self, operation: Operation, buffers: Buffers, decode: Decode) -> int:
-        """What is left, but no bell: the last one to find nothing passes it on, so that all who wait see the end."""
-        words = self.words
+        """What is left, but no bell. The last ones to find nothing ring again, so that all who wait see the end."""
+        words, first, last_look = self.words, operation.ticket, False
         while decode is _drop or not words[self.record.dropped]:
             taken = self.tickets.take_nowait(buffers)
-            if not taken:
+            if not taken and last_look:
                 break
-            if words[operation.ticket] != BELL:
-                return taken
-            words[operation.ticket] = 0
-            if any(words[operation.ticket + 1 : operation.ticket + abs(taken)]):
+            if not taken:
+                self.undertaker.settle_puts(self.number)
+                last_look = True
+                continue
+            bells = words[first : first + abs(taken)].tolist()
+            if max(bells) > LAST_BELL:
+                if bells[0] > LAST_BELL:
+                    return taken
                 raise _Again  # each is served by itself
-        self._pass_on(self.tickets)
+            for i, bell in enumerate(bells):
+                self._hear(bell)
+                words[first + i] = 0
+        self.undertaker.wake(self._ends, self.number)
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def _word_of(self, ticket: int) -> int:
@@ -333,8 +348,8 @@ class GetEnd(QueueEnd):
             return True
         for i in range(operation.size):
             message = kept[i] if i < len(kept) else _NOTHING
-            if words[operation.ticket + i] == BELL:
-                self._pass_on(self.tickets)
+            if 0 < words[operation.ticket + i] <= LAST_BELL:
+                self._hear(words[operation.ticket + i])
                 words[operation.ticket + i] = 0
             elif words[operation.ticket + i] or message is not _NOTHING:
                 left.append(_Aside(operation, i, message))
@@ -495,5 +510,5 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
     """What a shutdown makes of a message."""
 
 
-_PIPED = -1.0  # a timeout: not at all, and from the pipe only, as something later in the log must not overtake
+_PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
 _NOTHING, _DROPPED = object(), object()

@@ -72,6 +72,7 @@ class PutEnd(QueueEnd):
         Raises:
             Full: there was no room in time. The text says who holds what.
             SharedMemoryError: the message is larger than the arena's capacity, or the machine has no memory for it.
+            ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
         if self._left:
             self._take_up()
@@ -82,8 +83,6 @@ class PutEnd(QueueEnd):
         block = kind = 0
         try:
             words, credit = self.words, 0
-            if words[self._watch]:
-                self._refuse_if_shut()
             deadline = None if timeout is None else monotonic() + timeout
             if self.credits is not None:
                 credit = self._take_credit(operation, deadline)  # P1, P2
@@ -112,6 +111,8 @@ class PutEnd(QueueEnd):
     def _queue(self, operation: Operation, word: int, generation: int) -> None:
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
         words = self.words
+        if words[self._watch]:
+            self._refuse_if_shut()  # now that the word says so: see "A shutdown" in undertaker.py
         if self._has_tasks:
             tasks.count_put(words, operation.tally)  # J1
         words[word] = generation << GENERATION_AT | self.arena.queued  # P5
@@ -154,8 +155,6 @@ class PutEnd(QueueEnd):
             return 1
         if self._left:
             self._take_up()
-        if self.words[self._watch]:
-            self._refuse_if_shut()
         deadline = None if timeout is None else monotonic() + timeout
         operation = self._batch(PUT)
         words, blocks, count = self.words, list[tuple[int, int]](), len(messages)
@@ -179,6 +178,8 @@ class PutEnd(QueueEnd):
                 self.arena.in_flight(block, kind)
                 words[operation.ticket + i] = tickets[i]  # P4
             unnamed = []
+            if words[self._watch]:
+                self._refuse_if_shut()
             for ticket in tickets:
                 words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
             buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
@@ -295,8 +296,6 @@ class PutEnd(QueueEnd):
                 for i in range(count):
                     words[first + i] = taken[i] if i < len(taken) else 0
                 count = len(taken)
-                self._pass_on(credits)
-                self._refuse_if_shut()
             for i in range(first, first + count):
                 credit = words[i]
                 words[self._laps + (credit & SLOTS)] = credit >> SLOT_BITS
@@ -312,6 +311,7 @@ class PutEnd(QueueEnd):
             self.seconds_waited += monotonic() - began
             self._tell_waits()
         if not count:
+            self._refuse_if_shut()
             raise Full(self._why_full("has no free place"))
         return count
 
@@ -375,6 +375,7 @@ class PutEnd(QueueEnd):
         self.tickets.spill(buffers)  # P6
 
     def _idle(self) -> None:
+        self._refuse_if_shut()
         self.undertaker.look()
         self._take_up()
 

@@ -27,7 +27,7 @@ from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.tasks import Tasks
-from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe
+from tensorpipe_ipc.transport.token_pipe import BELL, BELLS, DROP, SHUT, TokenPipe
 from tensorpipe_ipc.transport.undertaker import Ends, Undertaker
 
 __all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "QueueEnd"]
@@ -133,9 +133,10 @@ class QueueEnd:
         if not self.words[self._watch]:
             return self.tickets.unread()
         tokens = self.tickets.snapshot()
-        return self.tickets.unread() + self.tickets.spilled() if tokens is None else len(tokens - {BELL})
+        return self.tickets.unread() + self.tickets.spilled() if tokens is None else len(tokens - BELLS)
 
-    def _pass_on(self, pipe: TokenPipe) -> None:
-        """A bell that says that the queue was shut down, for the next who waits. (Others say: look at the log.)"""
-        if self.words[self.record.shut]:
-            pipe.ring()
+    def _hear(self, bell: int) -> None:
+        """Do what a bell says, which was taken. (``BELL`` says: look at the log.)"""
+        words, record = self.words, self.record
+        if bell != BELL and not (words[record.shut] and (bell == SHUT or words[record.dropped])):
+            self.undertaker.shut(self._ends, self.number, drop=bell == DROP)

@@ -77,18 +77,22 @@ class SharedMemoryQueue(PutEnd, GetEnd):
                 self.credits.give([octets[start : start + 512]])
 
     def shut_down(self, *, drop: bool) -> None:
-        """Refuse puts from now on, in every process, and gets once nothing is left. A put under way may still succeed.
+        """Refuse puts from now on, in every process, and gets once nothing is left.
 
         Args:
             drop: drop what waits, so that gets are refused at once.
         """
-        self.record.set(self.record.shut)
+        self.undertaker.attach()
+        self.undertaker.shut(self._ends, self.number, drop=drop)
+        self.undertaker.settle_puts(self.number)
         if drop:
-            self.record.set(self.record.dropped)
             self.drop_all()
-        self.tickets.ring()
-        if self.credits is not None:
-            self.credits.ring()
+
+    def tidy(self) -> None:
+        """Finish what the dead began, a shutdown that was to drop what waits included."""
+        self.undertaker.look()
+        if self.words[self.record.dropped]:
+            self.drop_all()
 
     def done(self, direction: int) -> tuple[int, int]:
         """Messages and bytes of payload that this process has put, or got."""

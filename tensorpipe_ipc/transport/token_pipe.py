@@ -1,6 +1,6 @@
 """Tokens of 8 bytes through a kernel pipe: order, atomicity and wake-ups come from the kernel, and so survive any kill.
 
-A token is a number other than 0 and ``BELL`` (tickets and credits: transport/shared_memory.py). It is given from, and
+A token is a number above ``LAST_BELL`` (tickets and credits: transport/shared_memory.py). It is given from, and
 taken into, a word of the acting process's own row in shared memory (memory/row.py), by ``writev`` and ``readv`` on
 that very word. The kernel copies a token into the taker's word and only then removes it from the pipe, under the
 pipe's mutex, in one system call that no signal can cut in two. So at every moment a token stands in the pipe or in a
@@ -36,7 +36,7 @@ between the looks, by a lock that the kernel drops when they die (``turn``): who
 Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early.
 
 A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
-``BELL`` also wakes takers for a shutdown: they look at the queue's flags, and pass it on. So a taker without a
+``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Undertaker.shut``). So a taker without a
 timeout waits in a plain blocking ``readv``, which is the fastest wait, and the one that a killed neighbour cannot rob
 of its wake-up: the kernel hands the token over or wakes the next. A bell eventfd beside the pipe would need epoll for
 every wait (two more system calls, 1 us).
@@ -71,16 +71,18 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
-__all__ = ["BELL", "CAPACITY", "SLICE", "Buffers", "TokenPipe", "Turn"]
+__all__ = ["BELL", "BELLS", "CAPACITY", "DROP", "LAST_BELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
 
-BELL = 1
+BELL, SHUT, DROP = 1, 2, 3  # what wakes takers and is no token: look at the log; the queue is shut down; and emptied
+LAST_BELL = 3
+BELLS = frozenset((BELL, SHUT, DROP))
 CAPACITY = 6400  # tokens that always fit into a pipe of 16 pages, see above
 SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the death, and probing takes time too
 
 _PAGES = 16  # of a pipe, as Linux makes them by default
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
-_BELL = BELL.to_bytes(8, "little" if memoryview(b"\1\0").cast("H")[0] == 1 else "big")
+_AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
 _PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memory back
 
@@ -307,10 +309,11 @@ class TokenPipe:
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
         self.ring()
 
-    def ring(self) -> None:
-        """Wake one taker, if any is asleep."""
+    def ring(self, bell: int = BELL, count: int = 1) -> None:
+        """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self.fd, _BELL)
+            for done in range(0, count, _AT_ONCE):
+                os.write(self.fd, bell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
 
     # ---- for the undertaker ----
 

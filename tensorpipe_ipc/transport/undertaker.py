@@ -61,6 +61,19 @@ copy into a page that has just been swapped out can fail half-way through a batc
 take or give all their tokens together. What is argued above is argued of each triple of words by itself. Where queues can
 be joined, a tally stands beside the words: transport/tasks.py.
 
+**A shutdown** is begun by bells in the pipe of tickets (``SHUT``; ``DROP`` where what waits is dropped): as many as there are
+words into which a living process may be reading, and some for those that come. Then ``dropped`` and ``shut`` are set, then
+the bells are given again. Whoever takes such a bell does all of this, unless it is done. So a shutdown that is cut short
+by a kill was either not begun, or each sleeper has a bell of its own, and no bell that a killed or stopped process took is
+missed by another. A bell in a dead row's word is heard by the undertaker. Who finds nothing more rings for all once more.
+All other waits look at ``shut`` in each slice, and a get looks before it waits.
+
+A put looks at ``shut`` when T is set and the block not yet QUEUED, between P4 and P5. So a put that has not seen it has its
+T on record before ``shut`` was stored: ``settle_puts`` waits for these words, for a time, before a shutdown returns, and before
+a get says that nothing is left. (The store of T and the look are not ordered by a fence. The looks at the words come after
+several system calls, and a store stays in a processor's buffer for less than one.) Only a process that is stopped between
+P4 and P6 gives its ticket later; it is got by whoever still gets, and where ``dropped`` is set ``join`` drops it.
+
 **Then the sweep**: what the dead row wrote or held becomes FREE (memory/arena.py). Not the blocks that a word names
 which we cannot judge, as we do not have its queue: that row stays unfinished for somebody who has. If nobody has it
 (transport/queue_record.py, "Life"), the queue is gone with its tokens, and so is the doubt: words that name it are
@@ -75,6 +88,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing import context
@@ -100,12 +114,14 @@ from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, Operation, Record, r
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, QueueRecord, number_of
-from tensorpipe_ipc.transport.token_pipe import BELL, TokenPipe
+from tensorpipe_ipc.transport.token_pipe import BELL, DROP, LAST_BELL, SHUT, SLICE, TokenPipe
 
 __all__ = ["NEXT_LAP", "Ends", "InDoubt", "Undertaker", "block_of", "default_undertaker", "snapshot", "undertaker_of"]
 
 NEXT_LAP = 1 << SLOT_BITS
 _FINGERPRINT = (1 << 40) - 1
+_SPARE_BELLS, _MOST_BELLS = 8, 4096  # for those who begin to wait meanwhile; a pipe holds no more
+_PATIENCE = 0.5  # seconds
 
 
 class Ends(NamedTuple):
@@ -283,8 +299,11 @@ class Undertaker:
     def _finish_get(self, ends: Ends, queue: int, row: int, record: Record) -> None:
         words = self.words
         ticket = words[record.ticket]
-        if ticket == BELL:
-            ends.tickets.ring()
+        if 0 < ticket <= LAST_BELL:
+            if ticket == BELL:
+                ends.tickets.ring()
+            else:
+                self.shut(ends, queue, drop=ticket == DROP)
         elif ticket and (words[record.given] or ticket not in snapshot(ends.tickets)):
             self._lose(ends, queue, row, record)
             if ends.record.has_tasks:
@@ -315,6 +334,46 @@ class Undertaker:
     def lost(self) -> int:
         """How many messages were lost with consumers that had taken them, since the segment exists."""
         return sum(self.words[row_word(row) + LOST] >> 40 for row in self.rows.used())
+
+    # ---- a shutdown ----
+
+    def shut(self, ends: Ends, queue: int, *, drop: bool) -> None:
+        """Have a queue be shut down, and all who wait for its tickets woken. Any number of times, by anybody."""
+        words, record = self.words, ends.record
+        self.wake(ends, queue, drop=drop)
+        if drop:
+            words[record.dropped] = 1
+        record.set(record.shut)
+        self.wake(ends, queue, drop=drop)
+
+    def wake(self, ends: Ends, queue: int, *, drop: bool = False) -> None:
+        """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one."""
+        rows = self.rows
+        waiting = sum(
+            record.size for row in rows.used() if rows.is_alive(row) for record in rows.records(row, queue, GET)
+        )
+        is_dropped = drop or self.words[ends.record.dropped]
+        ends.tickets.ring(DROP if is_dropped else SHUT, min(_SPARE_BELLS + waiting, _MOST_BELLS))
+
+    def settle_puts(self, queue: int) -> None:
+        """Wait until puts that are about to give their tickets have done so, or have seen that the queue is shut.
+
+        Only those of a process that is stopped, or that hardly gets to run, take longer than ``_PATIENCE``.
+        """
+        until, pause = time.monotonic() + _PATIENCE, 0.0001
+        pending = dict(self._tickets_named(queue))
+        while pending and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, SLICE)
+            self.look()
+            pending = {word: ticket for word, ticket in pending.items() if self.words[word] == ticket}
+
+    def _tickets_named(self, queue: int) -> Iterator[tuple[int, int]]:
+        for row in self.rows.used():
+            for record in self.rows.records(row, queue, PUT):
+                for word in range(record.ticket, record.ticket + record.size):
+                    if self.words[word]:
+                        yield word, self.words[word]
 
     # ---- queues that are gone ----
 

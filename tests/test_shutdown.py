@@ -1,0 +1,224 @@
+"""A shutdown is told to all who wait, whoever is killed or stopped meanwhile; and no put slips past it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from crash_points import dies_at, in_child, reap
+from wholeness import points, stride
+
+from tensorpipe_ipc.errors import Empty, Full, ShutDown
+from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+
+LIMIT = 20  # seconds
+SOON = 0.1  # seconds: a shutdown that was not begun within these is begun anew
+
+Wait = Callable[[Queue], object]
+GETS: dict[str, Wait] = {
+    "get": lambda there: there.get(),
+    "get in time": lambda there: there.get(timeout=LIMIT),
+    "get_many": lambda there: there.get_many(64),
+    "get_many in time": lambda there: there.get_many(64, LIMIT),
+}
+
+
+def refused(there: Queue, wait: Wait) -> None:
+    """A wait that is to end in ShutDown."""
+    with pytest.raises(ShutDown):
+        wait(there)
+
+
+def asleep(pid: int) -> bool:
+    """Whether a process sleeps, and so waits for what it is to be told."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as status:
+        return status.read().rpartition(")")[2].split()[0] == "S"
+
+
+@contextlib.contextmanager
+def waiters(there: Queue, actions: list[Callable[[], object]]) -> Iterator[list[int]]:
+    """Forked processes that wait in these actions, and are killed at the end if they still live."""
+    pids = [in_child(action) for action in actions]
+    try:
+        for pid in pids:
+            while not asleep(pid):
+                os.sched_yield()
+        yield pids
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("wait", GETS)
+def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
+    wait: str, end: signal.Signals, immediate: bool
+) -> None:
+    """Each has a bell of its own, so it is no matter what becomes of another's."""
+    there = Queue()
+
+    def struck() -> None:
+        there._queue._hear = lambda bell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
+        GETS[wait](there)
+
+    lucky = [lambda: refused(there, GETS[wait])] * 6
+    with waiters(there, [struck, *lucky[:3], struck, *lucky[3:]]) as pids:
+        there.shutdown(immediate)
+        assert [reap(pid) for number, pid in enumerate(pids) if number % 4] == [0] * 6
+
+
+def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits() -> None:
+    """Also where nobody does anything with the queue any more."""
+    ended, tell = os.pipe()
+    begun = 0
+
+    def waits(there: Queue, wait: str) -> None:
+        refused(there, GETS[wait])
+        os.write(tell, b".")
+
+    def killed(point: int) -> bool:
+        nonlocal begun
+        there = Queue()
+        there._queue.undertaker.attach()
+        chosen = ("get", "get", "get_many")
+        with waiters(there, [lambda wait=wait: waits(there, wait) for wait in chosen]) as pids:  # type: ignore[misc]
+            was_killed = dies_at(point, there.shutdown, there._queue.undertaker.attach)
+            if select.select([ended], [], [], SOON)[0]:
+                begun += 1
+            else:
+                there.shutdown()
+            assert [reap(pid) for pid in pids] == [0, 0, 0]
+        os.read(ended, len(pids))
+        return was_killed
+
+    for _ in points(killed, stride=stride(29)):
+        pass
+    assert begun
+    os.close(ended)
+    os.close(tell)
+
+
+@pytest.mark.parametrize("immediate", [False, True])
+@pytest.mark.parametrize("count", [1, 8])
+def test_blocked_puts_are_refused_and_put_nothing(immediate: bool, count: int) -> None:
+    """As in Python 3.13: also where an immediate shutdown makes room; and join has nothing to wait for."""
+    there = JoinableQueue(1)
+    there.put(0)
+    put: list[Wait] = [lambda there: there.put(1), lambda there: there.put(1, timeout=LIMIT)]
+    put += [lambda there: there.put_many([1, 2, 3]), lambda there: there.put(torch.ones(1 << 20), move=True)]
+    with waiters(there, [lambda wait=wait: refused(there, wait) for wait in (put * 2)[:count]]) as pids:  # type: ignore[misc]
+        there.shutdown(immediate)
+        assert [reap(pid) for pid in pids] == [0] * count
+    if not immediate:
+        assert there.get() == 0
+        there.task_done()
+    there.join()
+    refused(there, lambda there: there.get())
+    assert there.qsize() == 0
+    assert there.statistics().lost == 0
+
+
+def test_no_put_succeeds_once_shutdown_has_returned() -> None:
+    """What the puts that succeeded had put is got, all of it."""
+    for _ in range(5):
+        there = Queue()
+        told, tell = os.pipe()
+
+        def put(there: Queue = there, tell: int = tell) -> None:
+            with contextlib.suppress(ShutDown):
+                for number in range(1_000_000):
+                    there.put(number)
+                    os.write(tell, b".")
+
+        with waiters_of(put) as pid:
+            for _ in range(20):
+                os.read(told, 1)
+            there.shutdown()
+            got = 0
+            with contextlib.suppress(ShutDown):
+                while True:
+                    assert there.get(timeout=LIMIT) == got
+                    got += 1
+            assert reap(pid) == 0
+        os.close(tell)
+        noted = 20
+        while part := os.read(told, 1 << 16):
+            noted += len(part)
+        assert got == noted
+        os.close(told)
+
+
+@contextlib.contextmanager
+def waiters_of(action: Callable[[], object]) -> Iterator[int]:
+    pid = in_child(action)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def test_a_put_that_is_stopped_before_its_last_look_is_refused_after_the_shutdown() -> None:
+    """Its message is not in the queue, and the shutdown did not wait for it."""
+    there = JoinableQueue()
+    inner = there._queue
+
+    def put() -> None:
+        refuse = inner._refuse_if_shut
+        inner.words[inner._watch] = 1  # so that it looks
+        inner._refuse_if_shut = lambda: (os.kill(os.getpid(), signal.SIGSTOP), refuse())[1]  # type: ignore[method-assign]
+        refused(there, lambda there: there.put(1))
+
+    with waiters_of(put) as pid:
+        os.waitpid(pid, os.WUNTRACED)
+        there.shutdown(immediate=True)
+        there.join()
+        os.kill(pid, signal.SIGCONT)
+        assert reap(pid) == 0
+    there.join()
+    assert there.qsize() == 0
+
+
+def test_tasks_that_were_taken_are_still_to_be_done_after_an_immediate_shutdown() -> None:
+    """As in Python 3.13: what was dropped counts as done, and nothing else."""
+    tasks = JoinableQueue()
+    tasks.put_many(range(5))
+    tasks.get()
+    tasks.shutdown(immediate=True)
+    waiter = threading.Thread(target=tasks.join)
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    tasks.task_done()
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+    with pytest.raises(ValueError, match="too many times"):
+        tasks.task_done()
+
+
+def test_a_full_queue_that_is_shut_down_says_shut_down_and_not_full() -> None:
+    """And an empty one not Empty."""
+    there = Queue(1)
+    there.put(0)
+    with pytest.raises(Full):
+        there.put_nowait(1)
+    there.shutdown()
+    refused(there, lambda there: there.put_nowait(1))
+    assert there.get() == 0
+    refused(there, lambda there: there.get_nowait())
+    refused(there, lambda there: there.get(timeout=0.01))
+    assert not isinstance(ShutDown(), (Full, Empty, queue.Empty))
+    assert select.select([there], [], [], LIMIT)[0], "get would not wait, so the descriptor is to say so"
