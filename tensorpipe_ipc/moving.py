@@ -62,7 +62,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     strided = [leaf for leaf in flat.leaves if leaf.layout is torch.strided and leaf.device.type == "cpu"]
     large = max(strided, key=lambda leaf: leaf.nbytes, default=None)
     held = None if large is None else leases.find(large.untyped_storage().data_ptr())
-    if held is None or not leases.may_leave(held) or (offered and held.anchor.word not in leases.offered):
+    if held is None or not leases.may_leave(held.anchor) or (offered and held.anchor.word not in leases.offered):
         return None
     ours = [leaf for leaf in strided if held.has(leaf.untyped_storage().data_ptr())]
     if not _can_be_emptied(flat, ours) or not _counts():

@@ -107,9 +107,16 @@ class Queue:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
-        held = self._codec.handed_over(obj, offered=offered) if move or offered else None
-        if held is None or not self._queue.put_held(*held, _seconds(block, timeout)):
-            self._queue.put(*self._codec.encode(obj), _seconds(block, timeout))
+        held, seconds = (
+            self._codec.handed_over(obj, offered=offered) if move or offered else None,
+            _seconds(block, timeout),
+        )
+        if held is not None:
+            began = time.monotonic()
+            if self._queue.put_held(*held, seconds):
+                return
+            seconds = seconds and max(0, seconds - (time.monotonic() - began))
+        self._queue.put(*self._codec.encode(obj), seconds)
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.

@@ -52,7 +52,7 @@ FLOORS = {
 DOORS = {
     "zmq": {f"transport/{file}.py" for file in ("zmq_sockets", "zmq_contexts", "handshakes", "curve")},
     "psutil": {"process.py", "tracking.py"},
-    "mmap": {"memory/segment.py", "transport/token_pipe.py"},
+    "mmap": {"memory/segment.py", "memory/apart.py", "transport/token_pipe.py"},
     "rich": {"cli/"},
     "sklearn": {"cli/"},
     "PIL": {"cli/"},

@@ -12,10 +12,17 @@ A block may also be held from the start, for tensors that are made in it (``hold
 *handed over* to a queue, where no other tensor lies on them: then their tensors here are emptied (``Handover``).
 
 **Forks.** A child inherits the tensors, and may read them long after the parent let go. So a process that forks while
-it has leases leaves a *witness*: a read lock on a byte of its row, through an open file description of its own that
-only the child keeps. Leases older than the fork are then kept by the row, dead or alive, until nobody holds that
-byte's lock. (A pipe, whose other end the child holds, would tell the parent only. Should the parent die, its
-undertaker has to know, too.)"""
+it has leases leaves a *witness* (rows.py). A lease that was made before fork f + 1 and let go after fork l is *kept*: its
+block stays HELD until none of the witnesses f + 1 to l is there. That is asked at once, and then ten times a second at
+most, when leases are made and let go, when a get waits, and whenever memory is short. Of a dead process all that it held is
+kept while any of its witnesses is there: which of them could read what is not on record.
+
+And a child's writes must not reach the parent's tensors. So in the child the pages that they lie on become private
+(apart.py). Nothing else lies on these pages, as a block that tensors lie on has pages of its own: it is a page at least. (A
+smaller message is copied into such a block where a lease is wanted.) Its header may lie there, too, so the child may see
+an old state of it, and can never change it. It never has to. The block is HELD by the parent's row as long as the child's
+witness is there, dead or alive. Nobody owns it, gets it, or sweeps it away meanwhile, the child included, to which the lock
+of its witness is another's. Blocks that are not HELD yet when the process forks are nobody's tensors, and stay shared."""
 
 from __future__ import annotations
 
@@ -24,18 +31,24 @@ import platform
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tensorpipe_ipc.memory.arena import HELD, HOLDER, NBYTES, WRITING, Arena
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.apart import set_apart
+from tensorpipe_ipc.memory.arena import HEADER, HELD, HOLDER, NBYTES, WRITING, Arena, kind_of
+from tensorpipe_ipc.memory.segment import PAGE
 
-__all__ = ["Handover", "Held", "Leases", "Octets"]
+__all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
 
 Octets = npt.NDArray[np.uint8]
 
 # x86 never lets a load pass a later store; elsewhere the reads of a block must be kept before the store that frees it.
+LEAST = PAGE - HEADER  # bytes to allocate at least for a block that tensors are to lie on
+_PAUSE = 0.1  # seconds between two looks whether those who may read what is kept are gone
 _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -52,63 +65,112 @@ class Leases:
         self.octets = arena.segment.octets
         self._address = self.octets.ctypes.data
         self._memory = arena.segment.memory
-        arena.rows.after_fork(self._forget)
-        arena.rows.witness_when(self._any)
+        self._inherited: list[tuple[int, int]] = []  # what a child that is being forked has of it: start, nbytes
+        self.leaving: dict[int, Handover] = {}  # by the word: being put at this moment
+        arena.rows.after_fork(self._in_child)
+        arena.rows.before_fork(self._before_fork)
         self._forget()
+
+    def _before_fork(self) -> bool:
+        live = list(self.live.values())
+        self._inherited = [
+            (each.start, len(array)) for each in live if (array := each()) is not None and self._is_held(each)
+        ]
+        return bool(live)
+
+    def _is_held(self, anchor: _Anchor) -> bool:
+        return self.words[anchor.word] == anchor.held
+
+    def _in_child(self) -> None:
+        leaving, self.leaving = list(self.leaving.values()), {}
+        for handover in leaving:  # a signal's handler has forked in the middle of a put
+            handover.empty()
+        self._forget()
+        set_apart(self.arena.segment, self._inherited)
 
     def _forget(self) -> None:
         _holding.discard(self)
         self.process = os.getpid()
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
         self._starts: dict[int, _Anchor] = {}  # by where in the segment it begins
-        self.kept: list[tuple[int, int]] = []  # released, but a fork's child may still read
+        self.kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
+        self._look_again = 0.0
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
-        self._room, self._patience = self.budget, 0
-
-    def _any(self) -> bool:
-        return bool(self.live)
+        self._room = self.budget
 
     def lease(self, block: int, start: int, nbytes: int) -> Octets | None:
         """The bytes of a block as an array whose death frees the block, once its state is HELD by this process.
 
-        The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing.
+        The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing. If ``live``
+        does not know the block, the array is a copy in a block of its own, and the caller frees the other one.
 
         Returns:
-            None where the budget is used up. Then a copy is due.
+            None where the budget is used up, or there is no room for such a copy. Then memory of one's own is due.
         """
-        if self._room < nbytes and not self._recount(nbytes):
+        if self.kept:
+            self.look_at_kept()
+        if self._room < nbytes:
             return None
-        self._room -= nbytes
+        if start - block + nbytes <= PAGE >> 1:  # as blocks are allocated, others lie on its page
+            return self._lease_of_copy(start, nbytes)
         return self._anchored(block, start, nbytes, nbytes)
+
+    def _lease_of_copy(self, start: int, nbytes: int) -> Octets | None:
+        try:
+            block = self.arena.allocate(max(nbytes, LEAST))
+        except SharedMemoryError:
+            return None
+        if not block:
+            return None
+        array = self.hold(block, kind_of(max(nbytes, LEAST)), block + HEADER, nbytes, charge=nbytes)
+        array[:] = self.octets[start : start + nbytes]
+        return array
 
     def _anchored(self, block: int, start: int, nbytes: int, charge: int) -> Octets:
         # Not a slice of octets: NumPy has a view of a view refer to the first array, so what is made on a slice, even
         # through a memoryview, would keep octets, and let the slice die. An array on the mapping itself is kept.
         array: Octets = np.ndarray(nbytes, np.uint8, self._memory, start)
         anchor = _Anchor(array, _release)
-        anchor.leases, anchor.word, anchor.nbytes = self, block >> 3, charge
+        anchor.leases, anchor.word, anchor.nbytes, anchor.start = self, block >> 3, charge, start
         anchor.held = (self.words[block >> 3] | HOLDER) ^ HOLDER | self.arena.held
-        anchor.process, anchor.forks = self.process, self.arena.rows.forks
-        self.live[block >> 3] = self._starts[start] = anchor
-        anchor.start = start
-        _holding.add(self)
+        rows = self.arena.rows
+        with rows.no_fork:
+            if rows.spare < 0:
+                rows.reserve_witness()
+            anchor.process, anchor.forks = self.process, rows.forks
+            self._starts[start] = anchor
+            self._add(anchor)
         return array
 
-    def hold(self, block: int, kind: int, start: int, nbytes: int) -> Octets:
-        """The same for a block that this process has just allocated; it is HELD from now on. Never refused: what the
-        process made itself does not count towards the budget.
+    def _add(self, anchor: _Anchor) -> None:
+        _holding.add(self)
+        self.live[anchor.word] = anchor
+        self._room -= anchor.nbytes  # at once with what is before it: no call is in between
+
+    def drop(self, anchor: _Anchor) -> None:
+        """Count an anchor as live no more, if it is."""
+        if self.live.get(anchor.word) is anchor:
+            del self.live[anchor.word]
+            self._room += anchor.nbytes  # as above
+            self.offered.discard(anchor.word)
+
+    def hold(self, block: int, kind: int, start: int, nbytes: int, *, charge: int = 0) -> Octets:
+        """The same for a block that this process has just allocated; it is HELD from now on. Never refused.
 
         Args:
             kind: of the block.
+            charge: how much of the budget it takes: nothing of what the process made itself.
         """
         word = block >> 3
         try:
             self.arena.in_flight(block, kind)  # whoever frees it, its owner will find it
-            array = self._anchored(block, start, nbytes, 0)
+            array = self._anchored(block, start, nbytes, charge)
             self.words[word + NBYTES] = nbytes
             self.words[word] = self.live[word].held
         except BaseException:
-            self.live.pop(word, None)
+            anchor = self.live.get(word)
+            if anchor is not None:
+                self.drop(anchor)
             if self.words[word] & HOLDER == self.arena.writing:
                 self.arena.discard(block, kind)
             raise
@@ -132,20 +194,10 @@ class Leases:
                 return Held(anchor, array.ctypes.data, len(array))
         return None
 
-    def may_leave(self, held: Held) -> bool:
-        """Whether no child of a fork may read the block."""
+    def may_leave(self, anchor: _Anchor) -> bool:
+        """Return whether no child of a fork may read the block."""
         rows = self.arena.rows
-        return held.anchor.forks == rows.forks or not rows.has_witness(rows.index)
-
-    def _recount(self, nbytes: int) -> bool:
-        """Look what is still live; but not each time: the more there is, the rarer."""
-        self._patience -= 1
-        if self._patience > 0:
-            return False
-        live = list(self.live.values())
-        self._patience = len(live) // 8
-        self._room = self.budget - sum(anchor.nbytes for anchor in live)
-        return self._room >= nbytes
+        return anchor.forks == rows.forks or not rows.is_witnessed(anchor.forks + 1, rows.forks)
 
     def settle(self) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
@@ -153,14 +205,28 @@ class Leases:
         for anchor in list(self.live.values()):
             if anchor() is None:
                 _release(anchor)
-        if self.kept and not self.arena.rows.has_witness(self.arena.rows.index):
-            kept, self.kept = self.kept, []
-            for word, held in kept:
-                if self.words[word] == held:
-                    self.words[word] = held & ~HOLDER
+        self.look_at_kept(at_once=True)
+
+    def look_at_kept(self, *, at_once: bool = False) -> None:
+        """Free what is kept for children of forks that are gone. Without ``at_once`` it looks ten times a second at most."""
+        now = monotonic()
+        if not at_once and now < self._look_again:
+            return
+        self._look_again = now + _PAUSE
+        answers: dict[tuple[int, int], bool] = {}
+        for word, (held, first, last) in list(self.kept.items()):
+            if (first, last) not in answers:
+                answers[first, last] = self.arena.rows.is_witnessed(first, last)
+            if not answers[first, last] and self.kept.get(word, _NOT)[0] == held:
+                del self.kept[word]  # from here on no call, and so no other thread and no exception, is in between
+                self.words[word] = held & ~HOLDER
 
 
 _holding: set[Leases] = set()  # those with anything live, so that they, their rows and locks last as long
+
+
+_Kept = tuple[int, int, int]  # the block's state; the first and the last fork whose children may read it
+_NOT: _Kept = (0, 0, 0)
 
 
 class Held(NamedTuple):
@@ -183,16 +249,17 @@ class Handover:
         start, nbytes: where in the segment what the receiver is to hold begins, and how long it is.
         address: of the same in this process.
         held: the block's state while this process holds it.
+        empty: takes the memory from all tensors that lie on it.
     """
 
-    __slots__ = ("_anchor", "_array", "_empty", "address", "held", "nbytes", "start", "word")
+    __slots__ = ("_anchor", "_array", "address", "empty", "held", "nbytes", "start", "word")
 
     def __init__(self, held: Held, empty: Callable[[], None]) -> None:
         """
         Args:
             empty: takes the memory from all tensors that lie on it; may be called more than once.
         """
-        self._anchor, self._array, self._empty = held.anchor, held.anchor(), empty
+        self._anchor, self._array, self.empty = held.anchor, held.anchor(), empty
         self.address, self.nbytes = held.address, held.nbytes
         self.word, self.held = held.anchor.word, held.anchor.held
         self.start = held.address - held.anchor.leases._address
@@ -202,10 +269,14 @@ class Handover:
         """Whose it is: a queue takes it if its own are these."""
         return self._anchor.leases
 
+    def may_leave(self) -> bool:
+        """Return whether no child of a fork may read the block, at this moment: ask while there is no fork (``no_fork``)."""
+        return self.leases.may_leave(self._anchor)
+
     def begin(self) -> None:
         """From now on the block may be the receiver's, which may be this process, too."""
-        self._anchor.leases.live.pop(self.word, None)
-        self._anchor.leases.offered.discard(self.word)
+        self.leases.leaving[self.word] = self
+        self.leases.drop(self._anchor)
 
     def settle(self) -> None:
         """The end of a put, when its ticket is known to have been given, or not to have been and never to be.
@@ -215,12 +286,14 @@ class Handover:
         """
         leases = self._anchor.leases
         if leases.words[self.word] in (self.held, self.held ^ HELD ^ WRITING):
-            leases.live[self.word] = self._anchor
-            _holding.add(leases)
+            if leases.live.get(self.word) is not self._anchor:
+                leases._add(self._anchor)
             leases.words[self.word] = self.held
         else:
-            self._empty()
+            self.empty()
             _let_go(leases)
+        if leases.leaving.get(self.word) is self:
+            del leases.leaving[self.word]
 
 
 def _let_go(leases: Leases) -> None:
@@ -242,22 +315,26 @@ class _Anchor(weakref.ref[Any]):
 
 
 def _release(anchor: _Anchor) -> None:
-    leases = anchor.leases
+    leases, word, held = anchor.leases, anchor.word, anchor.held
     if anchor.process != leases.process:
         return  # a forked child's copy: the block is the parent's
     if leases._starts.get(anchor.start) is anchor:
         del leases._starts[anchor.start]
-    if leases.live.get(anchor.word) is anchor:
-        del leases.live[anchor.word]
-        leases.offered.discard(anchor.word)
-        _let_go(leases)
-    if anchor.forks != leases.arena.rows.forks:
-        leases.kept.append((anchor.word, anchor.held))
-        return
     if not _STORES_ARE_ORDERED:
         fence = allocate_lock()  # a lock of its own: nothing to wait for, even inside another release
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64
             fence.acquire()
             fence.release()
-    if leases.words[anchor.word] == anchor.held:
-        leases.words[anchor.word] = anchor.held & ~HOLDER
+    if leases.live.get(word) is anchor:  # from here on no call, and so no other thread and no exception, is in between
+        del leases.live[word]
+        leases._room += anchor.nbytes
+        forks = leases.arena.rows.forks
+        if leases.words[word] == held:
+            if anchor.forks == forks:
+                leases.words[word] = held & ~HOLDER
+            else:
+                leases.kept[word] = held, anchor.forks + 1, forks
+    leases.offered.discard(word)
+    if leases.kept:
+        leases.look_at_kept()
+    _let_go(leases)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tensorpipe_ipc.memory.arena import HEADER, kind_of
-from tensorpipe_ipc.memory.leases import Leases, Octets
+from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
 __all__ = ["TensorSpec", "block_bytes", "build", "made", "specs_of"]
@@ -75,13 +75,14 @@ def _map(node: Any, make: Callable[[TensorSpec], Any]) -> Any:
 def block_bytes(specs: list[TensorSpec]) -> int:
     """What to allocate for tensors; 0 where none has an item."""
     nbytes = _places(specs)[1]
-    return ROOM + nbytes if nbytes else 0
+    return max(ROOM + nbytes, LEAST) if nbytes else 0
 
 
 def made(specs: list[TensorSpec], leases: Leases | None, block: int) -> list[torch.Tensor]:
     """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts; 0: in none."""
     places, nbytes = _places(specs)
-    array = leases.hold(block, kind_of(ROOM + nbytes), block + HEADER + ROOM, nbytes) if leases and block else None
+    kind = kind_of(block_bytes(specs))
+    array = leases.hold(block, kind, block + HEADER + ROOM, nbytes) if leases and block else None
     return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
 
 

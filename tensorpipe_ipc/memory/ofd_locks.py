@@ -32,9 +32,9 @@ def unlock(descriptor: int, start: int, length: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
-def is_locked(descriptor: int, byte: int) -> bool:
-    """Whether somebody has a lock on a byte, through another open file description than this, which may be read-only."""
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+def is_locked(descriptor: int, start: int, length: int = 1) -> bool:
+    """Return whether any of some bytes is locked through another open file description than this, which may be read-only."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 

@@ -7,7 +7,7 @@
     ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ [512] ┼─ 0 ──┤
       incarnation    of each           single operations:    batch operations:     counters of each       answers
       pid, start     operation         credit ticket given   credit[64]            operation: messages
-      lost …                           tally                 ticket[64] given[64]  nbytes waits µs waited
+      lost, unwitnessed                tally                 ticket[64] given[64]  nbytes waits µs waited
 
 What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
 for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
@@ -15,7 +15,8 @@ the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue 
 it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
-*Answers* say to whom of those who offer device blocks what: see on_device.py.
+*Answers* say to whom of those who offer device blocks what: see on_device.py. *Unwitnessed* is 1 once a child was forked
+for which no descriptor was left: rows.py.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ __all__ = [
     "ROWS_END",
     "SINGLES",
     "STARTED",
+    "UNWITNESSED",
     "WAITS",
+    "WITNESSES",
     "Operation",
     "Record",
     "answer_word",
@@ -61,7 +64,8 @@ _ROW_BYTES = 1 << 18
 ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 
 # words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST = range(5)
+INCARNATION, PID, STARTED, NAMESPACE, LOST, UNWITNESSED = range(6)
+WITNESSES = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
 PURPOSES = 16
 SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
 BATCHES = 64

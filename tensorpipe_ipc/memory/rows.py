@@ -21,17 +21,34 @@ raises the incarnation, by one store. All of it may be cut short by a kill at an
 what is not finished says so.
 
 After a fork the child has no row. It attaches anew at its first use.
+
+**Witnesses.** A child inherits the tensors that lie on its parent's leases, and may read them long after the parent let go,
+or died. So a process that forks while it has any leaves a witness: fork number k read-locks byte ``1 + k % WITNESSES`` of
+the row, through an open file description of its own. The parent closes that after the fork. The child keeps it as long
+as it has the segment mapped, most often until it ends, and its own children inherit it. So *byte k is locked as long as any
+process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at once, whether or
+not the row's process lives (``has_witness``).
+
+The descriptor is opened ahead, when the first lease is made, so that a process that has none left can fork all the same.
+Where there is none even so, nobody can tell when that child ends. Then what it may read is never used again: the process
+keeps it, ``unwitnessed`` in the row says so to those who come after it, and a warning to the user.
+
+**A fork waits** while another thread attaches (the child would inherit a descriptor that nobody there knows, and with it
+the parent's row), makes a lease, or hands one over to a queue: ``no_fork``, held for microseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
@@ -45,6 +62,8 @@ from tensorpipe_ipc.memory.row import (
     PURPOSES,
     SINGLES,
     STARTED,
+    UNWITNESSED,
+    WITNESSES,
     Operation,
     Record,
     clear_counters,
@@ -72,18 +91,24 @@ class Rows:
     Attributes:
         index: of the own row; -1 while not attached.
         incarnation: how often that row has been attached to, this process included.
-        forks: how many of this process's forks left a witness.
+        forks: how many times this process has forked while it had leases.
+        spare: the descriptor of the next fork's witness; -1: not open.
+        no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
     """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.words = segment.words
+        self.no_fork = _forking
         self._forget()
-        self._after_fork: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._witness_when: list[weakref.WeakMethod[Callable[[], bool]]] = []
-        self._witness = -1
+        # By the object whose methods they are: they go when it goes.
+        self._before_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
+        self._after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
     def _forget(self) -> None:
+        self.spare = -1
+        self._unwitnessed = 0  # the last fork without a witness
+        self._leaves_witness = False
         self.index = -1
         self.incarnation = 0
         self.forks = 0
@@ -160,55 +185,91 @@ class Rows:
         taken(row)
         self.index = row  # last: other threads look at it without waiting, and go on if it is there
 
-    def after_fork(self, method: Callable[[], None]) -> None:
-        """Have a bound method called in a forked child, once the row is dropped. It is not kept alive."""
-        self._after_fork.append(weakref.WeakMethod(method))
+    # ---- forks ----
 
-    def witness_when(self, method: Callable[[], bool]) -> None:
-        """Have a fork leave a witness when a bound method says so. It is not kept alive."""
-        self._witness_when.append(weakref.WeakMethod(method))
+    def after_fork(self, method: Callable[[], None]) -> None:
+        """Have a bound method called in a forked child, once the row is dropped. One for an object, which is not kept alive."""
+        self._after_fork[method.__self__] = method.__func__  # type: ignore[attr-defined]
+
+    def before_fork(self, method: Callable[[], bool]) -> None:
+        """Have a bound method called before a fork, which says whether a witness is due. One for an object, not kept alive."""
+        self._before_fork[method.__self__] = method.__func__  # type: ignore[attr-defined]
+
+    def reserve_witness(self) -> None:
+        """Open the descriptor of the next fork's witness, if one is left."""
+        if self.spare < 0 <= self._descriptor:
+            with contextlib.suppress(SharedMemoryError):
+                self.spare = self._open()
+
+    def has_witness(self, row: int) -> bool:
+        """Return whether any child lives that a row's process forked while it had leases; or may live."""
+        return bool(self.words[row_word(row) + UNWITNESSED]) or self._is_locked(row_byte(row) + 1, WITNESSES)
+
+    def is_witnessed(self, first: int, last: int) -> bool:
+        """Return whether any child of this process's own forks ``first`` to ``last`` lives, or may live."""
+        if first > last:
+            return False
+        if self._unwitnessed >= first:
+            return True
+        begin, length = first % WITNESSES, last - first + 1
+        if begin + length > WITNESSES:  # they go round: it may be one of others, too
+            begin, length = 0, WITNESSES
+        return self._is_locked(row_byte(self.index) + 1 + begin, length)
 
     def _leave_witness(self) -> None:
-        """Before a fork: a read lock on the byte after the row's own, for the child and its children to keep."""
-        methods = (reference() for reference in self._witness_when)
-        if self._descriptor >= 0 and any(method() for method in methods if method is not None):
-            self._witness = self._open()
-            ofd_locks.read_lock(self._witness, row_byte(self.index) + 1)
+        """Before a fork."""
+        due = [method(owner) for owner, method in list(self._before_fork.items())]
+        self._leaves_witness = self._descriptor >= 0 and any(due)
+        if not self._leaves_witness:
+            return
+        self.reserve_witness()
+        self.forks += 1  # the child's, too: forks of others wait
+        if self.spare >= 0:
+            ofd_locks.read_lock(self.spare, row_byte(self.index) + 1 + self.forks % WITNESSES)
+        else:
+            self._unwitnessed = self.forks
+            self.words[row_word(self.index) + UNWITNESSED] = 1
 
     def _close_witness(self) -> None:
         """After a fork, in the parent."""
-        if self._witness >= 0:
-            self.forks += 1
-            os.close(self._witness)
-            self._witness = -1
-
-    def has_witness(self, row: int) -> bool:
-        """Whether a child that was forked while the row's process had leases is still there."""
-        return self._is_locked(row_byte(row) + 1)
+        if not self._leaves_witness:
+            return
+        if self.spare < 0:
+            warnings.warn(
+                "a process was forked, and no descriptor was left by which to see when it ends (ulimit -n): shared memory "
+                "that tensors of this process lie on now is not used again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        witness, self.spare = self.spare, -1
+        os.close(witness)
+        self.reserve_witness()
 
     def _drop_in_child(self) -> None:
+        if self.spare >= 0 and self._leaves_witness:  # it stands for this process, and all that come from it
+            weakref.finalize(self.segment.memory, os.close, self.spare).atexit = False
+        elif self.spare >= 0:
+            os.close(self.spare)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._forget()
 
-    def _tell_child(self) -> None:
-        for reference in self._after_fork:
-            method = reference()
-            if method is not None:
-                method()
-
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
         with _forking, self._mutex:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+            self._close()
             self._forget()
+
+    def _close(self) -> None:
+        for descriptor in (self._descriptor, self.spare):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
             with contextlib.suppress(AttributeError, OSError):
-                if self._descriptor >= 0:
-                    os.close(self._descriptor)
+                self._close()
 
     # ---- who is dead ----
 
@@ -249,8 +310,8 @@ class Rows:
         """Whether somebody holds the row's lock. An undertaker at work in it counts."""
         return row == self.index or self._is_locked(row_byte(row))
 
-    def _is_locked(self, byte: int) -> bool:
-        return ofd_locks.is_locked(self._descriptor, byte)
+    def _is_locked(self, start: int, length: int = 1) -> bool:
+        return ofd_locks.is_locked(self._descriptor, start, length)
 
     def holder(self, row: int) -> int:
         """Row and incarnation as they stand in the state of a block that the row's process writes or holds."""
@@ -340,9 +401,7 @@ def _indexes(values: list[int], wanted: int) -> list[int]:
     return found
 
 
-# A fork must not fall between the moments when a descriptor is opened and when it is known here: the child would keep
-# it, and with it the parent's row alive. So forks wait while somebody attaches.
-_forking = threading.RLock()
+_forking = threading.RLock()  # see "A fork waits"
 _attached: weakref.WeakSet[Rows] = weakref.WeakSet()
 _hooked: list[bool] = []
 
@@ -358,21 +417,30 @@ def _register(rows: Rows) -> None:
 
 def _before_fork() -> None:
     _forking.acquire()
-    for rows in list(_attached):
-        rows._leave_witness()
+    _call_all([rows._leave_witness for rows in list(_attached)])
 
 
 def _after_fork_in_parent() -> None:
-    for rows in list(_attached):
-        rows._close_witness()
-    _forking.release()
+    try:
+        _call_all([rows._close_witness for rows in list(_attached)])
+    finally:
+        _forking.release()
 
 
 def _after_fork_in_child() -> None:
-    global _forking
-    _forking = threading.RLock()
+    _forking.release()  # this thread has it here, too, and no other is left
     attached = list(_attached)
+    hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
     for rows in attached:
-        rows._drop_in_child()
-    for rows in attached:  # whatever one of these raises, no row is mistaken for the child's
-        rows._tell_child()
+        hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
+    _call_all(hooks)
+
+
+def _call_all(hooks: list[Callable[[], None]]) -> None:
+    """Call each, whatever one of them raises: Python writes the first such error to stderr, and the fork goes on."""
+    for index, hook in enumerate(hooks):
+        try:
+            hook()
+        except BaseException:
+            _call_all(hooks[index + 1 :])
+            raise

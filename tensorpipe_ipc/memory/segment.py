@@ -52,7 +52,7 @@ __all__ = [
     "segment_at",
 ]
 
-PAGE = 4096
+PAGE = mmap.PAGESIZE
 DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 128 TiB
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 

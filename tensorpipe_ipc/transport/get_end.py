@@ -129,7 +129,7 @@ class GetEnd(QueueEnd):
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
-            elif deadline is None and not words[self._watch]:
+            elif deadline is None and not words[self._watch] and not self.leases.kept:
                 os.readv(self._read_end, operation.ticket_buffers)  # G1
             elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
                 # Where there is no log yet, one call has looked, and not three.
@@ -210,7 +210,7 @@ class GetEnd(QueueEnd):
         try:
             words = self.words
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
-            if deadline is None and not words[self._watch]:
+            if deadline is None and not words[self._watch] and not self.leases.kept:
                 count = os.readv(self._read_end, buffers) >> 3  # G1
             else:
                 count = self._wait(operation, buffers, deadline, decode)
@@ -263,6 +263,7 @@ class GetEnd(QueueEnd):
     def _look_for_the_end(self) -> None:
         if self.words[self.record.shut]:
             raise _Again
+        self.leases.look_at_kept()
 
     def _spin(self, buffers: Buffers) -> bool:
         """Look for a ticket again and again before going to sleep, which saves both sides the wake-up.

@@ -212,7 +212,8 @@ class PutEnd(QueueEnd):
             timeout: as for put.
 
         Returns:
-            Whether it was done; if not, the block has no room for the metadata.
+            Whether it was done. If not, the block has no room for the metadata, or a child that was forked meanwhile has its
+            tensors, too.
 
         Raises:
             Full: there was no room in time. The text says who holds what.
@@ -226,6 +227,7 @@ class PutEnd(QueueEnd):
             operation = self._putting.pop()
         except IndexError:
             operation = self._operation(PUT)
+        within = False
         try:
             words, credit = self.words, 0
             if words[self._watch]:
@@ -233,28 +235,49 @@ class PutEnd(QueueEnd):
             deadline = None if timeout is None else monotonic() + timeout
             if self.credits is not None:
                 credit = self._take_credit(operation, deadline)  # P1, P2
-            word, length = handover.word, len(metadata)
-            self._handovers[operation.ticket] = handover
-            handover.begin()
-            words[word + CREDIT] = credit  # P3
-            words[word + NBYTES] = handover.nbytes
-            words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
-            words[word + METADATA_AT], words[word + PAYLOAD_AT] = at - (word << 3), handover.start - (word << 3)
-            self.memory[at : at + length] = metadata
-            generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
-            words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
-            self._queue(operation, word, generation)
-            self._settle_handover(operation)
+            with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
+                within = True
+                try:
+                    may_leave = handover.may_leave()
+                    if may_leave:
+                        self._hand_over(operation, handover, metadata, at, credit)
+                    within = False
+                except BaseException:
+                    operation.kept = []
+                    self._left.append(operation)
+                    self._take_up()
+                    raise
         except BaseException:
-            operation.kept = []
-            self._left.append(operation)
-            self._take_up()
+            if not within:
+                operation.kept = []
+                self._left.append(operation)
+                self._take_up()
             raise
+        if not may_leave:
+            operation.kept = []
+            self._left.append(operation)  # which gives its credit back
+            self._take_up()
+            return False
         operation.messages += 1
         operation.nbytes += handover.nbytes
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         self._putting.append(operation)
         return True
+
+    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
+        """P3 to P8 of a held block, and the emptying of its tensors."""
+        words, word, length = self.words, handover.word, len(metadata)
+        self._handovers[operation.ticket] = handover
+        handover.begin()
+        words[word + CREDIT] = credit  # P3
+        words[word + NBYTES] = handover.nbytes
+        words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
+        words[word + METADATA_AT], words[word + PAYLOAD_AT] = at - (word << 3), handover.start - (word << 3)
+        self.memory[at : at + length] = metadata
+        generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
+        words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
+        self._queue(operation, word, generation)
+        self._settle_handover(operation)
 
     def _settle_handover(self, operation: Operation) -> bool:
         """Whether the operation, which is over or undone, was of a held block."""

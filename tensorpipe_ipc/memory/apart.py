@@ -1,0 +1,68 @@
+"""Pages of a segment that a forked child sees as its own: what it writes there, nobody else sees.
+
+A private mapping (mmap(2), MAP_PRIVATE) over the same addresses: so the tensors that the child inherited lie on it, and
+nothing is copied before it is written. Until the child writes a page, it sees there what its parent writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import warnings
+from collections.abc import Iterable
+
+from tensorpipe_ipc.memory.segment import Segment
+
+__all__ = ["set_apart"]
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def set_apart(segment: Segment, runs: Iterable[tuple[int, int]]) -> None:
+    """Make runs of bytes of a segment this process's own. All pages that they touch are, so nothing else may lie there.
+
+    Args:
+        runs: where in the segment each begins, and its bytes.
+    """
+    base, refused = segment.octets.ctypes.data, 0
+    for start, stop in _pages(runs):
+        made = _mmap()(
+            base + start,
+            stop - start,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE,
+            segment.descriptor,
+            start,
+        )
+        if made == _FAILED:
+            refused = ctypes.get_errno()
+    if refused:
+        warnings.warn(
+            f"what this forked process writes to tensors that its parent received may reach the parent: {os.strerror(refused)} "
+            "(raise vm.max_map_count, or fork with fewer of them alive)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The whole pages that runs touch, joined where they follow each other."""
+    found: list[tuple[int, int]] = []
+    for start, nbytes in sorted(runs):
+        first, stop = start & -mmap.PAGESIZE, -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return found
+
+
+@functools.cache
+def _mmap() -> ctypes._NamedFuncPointer:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    return function

@@ -1,0 +1,468 @@
+"""Forks while tensors lie on shared memory: nobody writes under anybody's tensor, and what was let go comes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from arenas import CAPACITY, blocks_in_use
+from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+
+from tensorpipe_ipc.errors import SharedMemoryError
+
+SIZE = 100_000  # items
+LIMIT = 20
+
+
+class Gate:
+    """A pipe by which one process lets another go on."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        """Until it is open. Bounded by the alarm of each child."""
+        assert os.read(self._read, 1)
+
+    def open(self) -> None:
+        """For one who waits."""
+        os.write(self._write, b"x")
+
+    def close(self) -> None:
+        """Nobody uses it any more."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+@pytest.fixture
+def gates() -> Iterator[list[Gate]]:
+    """Five gates."""
+    made = [Gate() for _ in range(5)]
+    yield made
+    for gate in made:
+        gate.close()
+
+
+def leased(ctx: Any, value: float = 7.0, size: int = SIZE, **how: Any) -> torch.Tensor:
+    """A tensor that was got from a queue."""
+    there = ctx.Queue()
+    there.put(torch.full((size,), value))
+    return there.get(**how)  # type: ignore[no-any-return]
+
+
+def use_memory(ctx: Any) -> None:
+    """Write to blocks of all kinds that are free."""
+    there = ctx.Queue()
+    for size in (10, SIZE, SIZE, SIZE):
+        there.put(torch.full((size,), 100.0))
+        kept = there.get()
+    del kept
+
+
+@pytest.mark.parametrize("uses_queues", [False, True], ids=["only forks", "uses queues"])
+def test_a_fork_of_a_fork_reads_what_its_grandparent_let_go(ctx: Any, gates: list[Gate], uses_queues: bool) -> None:
+    """The child in between has ended by then, and had forked another one before."""
+    box, (ready, go, *_) = [leased(ctx)], gates
+
+    def grandchild() -> None:
+        ready.open()
+        go.wait()
+        assert box[0].unique().tolist() == [7.0]
+
+    def child() -> None:
+        if uses_queues:
+            use_memory(ctx)
+        assert reap(in_child(lambda: None)) == 0
+        in_child(lambda: os._exit(0) if in_child(grandchild) else None)
+
+    assert reap(in_child(child)) == 0
+    ready.wait()
+    box.clear()
+    for _ in range(3):
+        assert blocks_in_use(ctx) == {"held": 1}
+        use_memory(ctx)
+    go.open()
+    wait_until(lambda: blocks_in_use(ctx) == {})
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Poll for what another process does."""
+    deadline = time.monotonic() + LIMIT
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("last", ["child", "parent"])
+def test_a_move_that_waits_for_room_leaves_a_child_forked_meanwhile_its_own(
+    ctx: Any, gates: list[Gate], last: str
+) -> None:
+    """Neither what the child writes nor what the receiver writes is seen by the other."""
+    there, sent, (wrote, go, *_) = ctx.Queue(1), ctx.empty(SIZE).fill_(1), gates
+    there.put("full")
+    thread = threading.Thread(target=there.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT})
+    thread.start()
+    wait_until(lambda: there.statistics().waits == 0 and thread_sleeps(thread))
+
+    def child() -> None:
+        go.wait()
+        assert sent.unique().tolist() == [1.0]
+        sent.fill_(7)
+        wrote.open()
+        go.wait()
+        assert sent.unique().tolist() == [7.0]
+
+    pid = in_child(child)
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    got = there.get(timeout=LIMIT)
+    go.open()
+    wrote.wait()
+    assert got.unique().tolist() == [1.0]
+    got.fill_(3)
+    del got
+    use_memory(ctx)
+    go.open()
+    assert reap(pid) == 0
+    assert sent.unique().tolist() == [1.0]  # it was copied, and stayed
+    there.put(sent, move=True)
+    assert sent.shape == (0,)
+    assert there.get().unique().tolist() == [1.0]
+
+
+def thread_sleeps(thread: threading.Thread) -> bool:
+    """Whether a thread waits in the kernel."""
+    with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "S"
+
+
+def test_a_move_keeps_its_timeout_where_a_fork_makes_it_a_copy(ctx: Any, gates: list[Gate]) -> None:
+    """The room that it had found is another's then, and the time that is left counts."""
+    there, sent, (go, *_) = ctx.Queue(1), ctx.empty(SIZE).fill_(1), gates
+    there.put("full")
+    outcome: list[Any] = []
+
+    def put() -> None:
+        began = time.monotonic()
+        try:
+            there.put(sent, move=True, timeout=0.6)
+            outcome.append("put")
+        except Exception as error:
+            outcome.append(type(error).__name__)
+        outcome.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    wait_until(lambda: thread_sleeps(thread))
+    pid = in_child(go.wait)
+    thread.join(LIMIT)
+    go.open()
+    assert reap(pid) == 0
+    assert outcome[0] == "Full"
+    assert outcome[1] < 0.6 + 0.4
+    assert there.get() == "full"
+    there.put(sent, move=True, timeout=0)
+    assert there.get(timeout=0).sum() == SIZE
+
+
+RECEIVED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "a lease": leased,
+    "a small lease": lambda ctx: leased(ctx, size=10, copy=False),
+    "a lease of 20 KiB": lambda ctx: leased(ctx, size=5000, copy=False),
+    "a lease of many": lambda ctx: leased_many(ctx)[1],
+    "made in the arena": lambda ctx: ctx.empty(SIZE).fill_(7),
+    "made small in the arena": lambda ctx: ctx.empty(3).fill_(7),
+    "lent": lambda ctx: ctx.Queue().loan((SIZE,)).__enter__().fill_(7),
+    "forwarded": lambda ctx: forwarded(ctx),
+    "with history": lambda ctx: leased(ctx).requires_grad_(),
+}
+
+
+def leased_many(ctx: Any) -> list[torch.Tensor]:
+    """Small leases that came together."""
+    there = ctx.Queue()
+    there.put_many([torch.full((20,), 7.0)] * 3)
+    return there.get_many(3, copy=False)  # type: ignore[no-any-return]
+
+
+def forwarded(ctx: Any) -> torch.Tensor:
+    """What came by reference."""
+    there = ctx.Queue()
+    there.put(leased(ctx), move=True)
+    return there.get()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("name", RECEIVED)
+def test_what_a_child_writes_does_not_reach_its_parent(ctx: Any, name: str, depth: int) -> None:
+    """It has the values that were there when it was forked, and then its own; so has each child of a child."""
+    tensor = RECEIVED[name](ctx)
+
+    def child(left: int) -> None:
+        value = 7.0 if left == depth else 10.0 * (left + 1)
+        assert tensor.detach().unique().tolist() == [value]
+        tensor.detach().fill_(10 * left)
+        use_memory(ctx)
+        if left > 1:
+            assert reap(in_child(lambda: child(left - 1))) == 0
+        assert tensor.detach().unique().tolist() == [10.0 * left]
+        if tensor.requires_grad:
+            (tensor * tensor).sum().backward()
+            assert tensor.grad is not None
+            assert tensor.grad.unique().tolist() == [20.0 * left]
+
+    pid = in_child(lambda: child(depth))
+    assert reap(pid) == 0
+    assert tensor.detach().unique().tolist() == [7.0]
+    use_memory(ctx)
+    assert tensor.detach().unique().tolist() == [7.0]
+    tensor = torch.empty(0)
+    assert blocks_in_use(ctx) == {}
+
+
+def test_a_child_that_wrote_to_inherited_tensors_still_works_with_the_memory_around_them(ctx: Any) -> None:
+    """Leases of all sizes lie between blocks that the child uses: it gets, puts, moves and makes, and so does its parent."""
+    there, back = ctx.Queue(), ctx.Queue()
+    sizes = [10, 100, 1000, 5000, 10_000, SIZE] * 5
+    for size in sizes:
+        there.put(torch.full((size,), 7.0))
+    held = [there.get(copy=False) for _ in sizes]
+    for size in sizes:
+        there.put(torch.full((size,), float(size)))
+
+    def child() -> None:
+        for tensor in held:
+            tensor.zero_()
+        for size in sizes:
+            got = there.get(timeout=LIMIT, copy=False)
+            assert got.unique().tolist() == [float(size)]
+            back.put(got.add_(1), move=True)
+            back.put(ctx.empty(size).fill_(size + 2), move=True)
+        assert all(tensor.sum() == 0 for tensor in held)
+
+    pid = in_child(child)
+    for size in sizes:
+        for more in (1, 2):
+            assert back.get(timeout=LIMIT).unique().tolist() == [size + more]
+    assert all(tensor.unique().tolist() == [7.0] for tensor in held)
+    assert reap(pid) == 0
+    held.clear()
+    ctx.tensorpipe_undertaker().look()
+    assert blocks_in_use(ctx) == {}
+
+
+def test_a_child_that_buries_its_killed_parent_leaves_it_what_the_child_reads(ctx: Any, gates: list[Gate]) -> None:
+    """The dead parent's leases are the child's to read, and are nobody's when the child has ended."""
+    ready, go, *_ = gates
+
+    def parent() -> None:
+        tensor = leased(ctx)
+
+        def child() -> None:
+            go.wait()
+            tensor[0] = 8
+            for _ in range(3):
+                ctx.tensorpipe_undertaker().look(inherit=True)
+                use_memory(ctx)
+            assert (tensor[0], tensor[1:].unique().tolist()) == (8, [7.0])
+
+        in_child(child)
+        ready.open()
+        signal.pause()
+
+    pid = in_child(parent)
+    ready.wait()
+    os.kill(pid, signal.SIGKILL)
+    reap(pid)
+    ctx.tensorpipe_undertaker().look(inherit=True)
+    use_memory(ctx)
+    assert blocks_in_use(ctx) == {"held": 1}
+    go.open()
+    wait_until(lambda: bool(ctx.tensorpipe_undertaker().look()) or blocks_in_use(ctx) == {})
+    assert blocks_in_use(ctx) == {}
+
+
+def test_a_long_lived_child_keeps_what_it_can_read_and_no_more(ctx: Any, gates: list[Gate]) -> None:
+    """A lease that was made after it was forked, and let go after another fork, comes back when that one's child is gone."""
+    go, short, *_ = gates
+    old = [leased(ctx)]
+    pid = in_child(go.wait)
+    young = [leased(ctx, 3.0)]
+    other = in_child(short.wait)
+    young.clear()
+    assert blocks_in_use(ctx) == {"held": 2}
+    short.open()
+    reap(other)
+    assert blocks_in_use(ctx) == {"held": 1}
+    old.clear()
+    assert blocks_in_use(ctx) == {"held": 1}
+    go.open()
+    reap(pid)
+    assert blocks_in_use(ctx) == {}
+
+
+def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_memory(ctx: Any) -> None:
+    """What children of an epoch before kept is used again, though memory is never short."""
+    there, batches, resident = ctx.Queue(), list[torch.Tensor](), list[int]()
+    for _ in range(12):
+        workers = [in_child(lambda: there.put(torch.ones(SIZE))) for _ in range(2)]
+        batches.append(there.get(timeout=LIMIT))
+        batches.append(there.get(timeout=LIMIT))
+        for worker in workers:
+            reap(worker)
+        assert all(batch.sum() == SIZE for batch in batches)
+        del batches[:-1]  # the last is alive when the next epoch's are forked
+        time.sleep(0.11)  # so seldom does it look
+        resident.append(there.statistics().resident)
+    assert max(resident[6:]) <= max(resident[:4])
+    batches.clear()
+
+
+def test_a_get_that_waits_gives_back_what_children_kept(ctx: Any, gates: list[Gate]) -> None:
+    """Else others would find no room for as long as nothing comes."""
+    there, data, (helped, go, *_) = ctx.Queue(), ctx.Queue(), gates
+    leases = ctx.tensorpipe_undertaker().leases
+    leases.budget = leases._room = CAPACITY
+
+    def produce() -> None:
+        large = torch.ones(CAPACITY - (8 << 20), dtype=torch.uint8)
+        data.put(large)
+        helped.wait()
+        data.put("waits, so that the next one has to find room")
+        go.open()
+        data.put(large, timeout=LIMIT / 2)
+        there.put("done")
+
+    pid = in_child(produce)
+    got = data.get(copy=False, timeout=LIMIT)
+    helper = in_child(go.wait)
+    del got
+    helped.open()
+    assert there.get() == "done"
+    assert reap(pid) == reap(helper) == 0
+
+
+NO_DESCRIPTOR = """
+import os, resource, sys, torch, warnings
+import tensorpipe_ipc as tp
+
+warnings.simplefilter("always")
+torch.set_num_threads(1)
+ctx = tp.get_context("fork")
+there = ctx.Queue()
+first = sys.argv[1] == "later"
+def lease():
+    there.put(torch.full((100_000,), 7.0))
+    return there.get()
+if first:
+    box = [lease()]
+read, write = os.pipe()
+full = os.dup(0)
+os.close(full)
+resource.setrlimit(resource.RLIMIT_NOFILE, (full, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+if not first:
+    box = [lease()]
+pid = os.fork()
+if not pid:
+    os.read(read, 1)
+    os._exit(box[0].unique().tolist() != [7.0])
+with warnings.catch_warnings(record=True) as more:
+    warnings.simplefilter("always")
+    other = os.fork()
+    if not other:
+        os._exit(0)
+    os.waitpid(other, 0)
+box.clear()
+for _ in range(5):
+    there.put(torch.zeros(100_000))
+    there.get()
+os.write(write, b"x")
+print("child:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "held:", len(there.statistics().holders))
+"""
+
+
+@pytest.mark.parametrize("used_up", ["later", "before"])
+def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up: str) -> None:
+    """By a descriptor that was opened with the first lease; without it, the lease is kept for good, and a warning says so."""
+    done = subprocess.run([sys.executable, "-c", NO_DESCRIPTOR, used_up], capture_output=True, text=True, timeout=60)
+    assert "child: 0" in done.stdout, done.stderr
+    assert done.stderr.count("no descriptor was left by which to see when it ends") == (used_up == "before")
+    assert "Exception" not in done.stderr
+
+
+def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:
+    """Many leases were, and were let go after one too many was refused."""
+    there = ctx.Queue()
+    leases = ctx.tensorpipe_undertaker().leases
+    leases.budget = leases._room = 2000 * 400
+    for _ in range(2001):
+        there.put(torch.ones(100))
+    held = [there.get(copy=False) for _ in range(2000)]
+    for _ in range(2):
+        with pytest.raises(SharedMemoryError, match="under lease"):
+            there.get(copy=False)
+    held.clear()
+    assert there.get(copy=False).sum() == 100
+    assert blocks_in_use(ctx) == {}
+
+
+def test_nothing_grows_with_the_queues_that_were_ever_made(ctx: Any) -> None:
+    """Not even what is to be done after a fork."""
+
+    def make(count: int) -> int:
+        for _ in range(count):
+            there = ctx.Queue(3)
+            there.put(1)
+            there.get()
+            there._queue.close()
+        del there
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    make(20)
+    before = make(20)
+    assert make(200) - before < 100
+
+
+def test_a_fork_in_a_signals_handler_in_the_middle_of_a_move_has_no_part_of_it(ctx: Any) -> None:
+    """Wherever it falls: the child's tensor is whole and its own, or empty, as the tensor is its receiver's."""
+    there, point, outcomes = ctx.Queue(), 1, set[int]()
+    there.put(ctx.empty(SIZE).fill_(1), move=True)
+    there.get()
+    while True:
+        left, size = forked_in_a_move(ctx, there, point)
+        outcomes.add(size)
+        assert blocks_in_use(ctx) == {}
+        if left > 0:
+            break
+        point += 11
+    assert outcomes == {0, SIZE}
+
+
+def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:
+    """How many steps were left to go, and the size of the tensor in the end."""
+    sent, pids = ctx.empty(SIZE).fill_(point), list[int]()
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            return
+        value = sent.unique().tolist()
+        sent.fill_(-1)
+        os._exit(value not in ([], [float(point)]))
+
+    left = run_traced(lambda: there.put(sent, move=True), point, fork, SIGNAL_CHECKS, before=False)
+    got = there.get(timeout=LIMIT)
+    assert [reap(pid) for pid in pids] in ([], [0])
+    assert got.unique().tolist() == [float(point)]
+    return left, len(sent)
