@@ -232,6 +232,8 @@ class Producer:
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that was put has been taken.
 
+        Over tcp a connection that breaks may swallow a consumer's word of that. It repeats it in its next ``get``.
+
         Args:
             timeout: seconds; None for as long as it takes.
 

@@ -386,3 +386,16 @@ def test_no_warning_without_need() -> None:
         consumer, producer = tp.Consumer("silent"), tp.Producer("silent")
         consumer.close()
         producer.close()
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_a_consumer_that_closes_after_the_last_message_has_taken_it(producer_binds: bool) -> None:
+    """In frames over ipc, its last credit and its goodbye come, though its connection has ended before anybody looks."""
+    producer = tp.Producer("taken", bind=producer_binds, shared_memory="off", linger=0)
+    with producer, tp.Consumer("taken", bind=not producer_binds, shared_memory="off") as consumer:
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        consumer.close()
+        producer.flush(PATIENCE)
+        assert producer.statistics().lost == 0

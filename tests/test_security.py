@@ -128,6 +128,7 @@ def test_right_keys(binder: str, endpoint: str, keys: Path) -> None:
     bound = binders(keys, "other", "friend")
     with two_ends(binder, bound, connectors(keys), endpoint) as (producer, consumer):
         assert len(list(exchanged(producer, consumer))) < 500
+        producer.flush(PATIENCE)
         assert "handshake" not in producer.statistics().transport
         assert producer.statistics().rejected == consumer.statistics().rejected == 0
 

@@ -73,7 +73,7 @@ class Handshakes:
                 self._note(*_EVENT.unpack(event))
         if self._is_over:
             if time.monotonic() - self._tried >= _AGAIN:
-                self._connect_anew()
+                self.connect_anew()
             elif self._alarm is not None:
                 self._alarm.set(_AGAIN)
 
@@ -107,9 +107,11 @@ class Handshakes:
         with suppress(zmq.ZMQError):  # it has let go of it by itself
             self._socket.disconnect(self._address)
 
-    def _connect_anew(self) -> None:
+    def connect_anew(self) -> None:
+        """Hang up, and try again. What was to be sent by the connection is dropped."""
         self._hang_up()
         self._socket.connect(self._address)
+        self.connection = 0
         self._is_over = False
         if self._alarm is not None:
             self._alarm.set(0)

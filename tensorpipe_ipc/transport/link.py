@@ -332,7 +332,6 @@ class Link(Meeting):
             self.shares(peer)
 
     def _leaves(self, peer: Peer, how: str) -> None:
-        self.settle()
         if peer.routing in self.peers:
             self.transport()  # it is told as it last was
             peer.leave(how)

@@ -23,8 +23,6 @@ class Peer:
     Attributes:
         routing: its routing id.
         hello: what it said of itself.
-        number: what a producer calls it in its credit pipe.
-        credit_fd: the producer's credit pipe, opened by a consumer; -1 if it has none.
         sent: sequence of the last message sent to it (by a producer).
         taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
         heard: when something last came from it, by time.monotonic().
@@ -53,7 +51,6 @@ class Peer:
         "away_at",
         "began",
         "by_file",
-        "credit_fd",
         "dead_at",
         "heard",
         "hello",
@@ -61,7 +58,6 @@ class Peer:
         "left",
         "left_at",
         "missed",
-        "number",
         "queue",
         "room",
         "round",
@@ -77,8 +73,6 @@ class Peer:
     def __init__(self, routing: bytes, hello: Hello) -> None:
         self.routing = routing
         self.hello = hello
-        self.number = 0
-        self.credit_fd = -1
         self.sent = 0
         self.taken = 0
         self.heard = time.monotonic()

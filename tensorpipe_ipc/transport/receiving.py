@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from typing import Any
@@ -12,7 +11,6 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
-from tensorpipe_ipc.transport.credit_pipe import open_credit_pipe, write_credit
 from tensorpipe_ipc.transport.get_end import Decode
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
@@ -234,15 +232,11 @@ class ReceiveLink(Link):
 
         An exception may come at any point of it: then the message comes again, and is taken again.
         """
-        self._give_credit(peer, header.sequence)
+        self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
         skipped, peer.taken = header.sequence - peer.taken - 1, header.sequence
         self.lost += skipped
         peer.assembly, peer.asked_at = None, 0.0
         self.socket.received()
-
-    def _give_credit(self, peer: Peer, sequence: int) -> None:
-        if peer.credit_fd < 0 or not write_credit(peer.credit_fd, peer.number, sequence):
-            self._say(peer.routing, pack(Kind.CREDIT, sequence))
 
     def expects(self, peer: Peer, header: Header) -> bool:
         """See Link. Ones that were taken before are dropped; what comes after a gap is, too, if the gap can be filled."""
@@ -307,33 +301,21 @@ class ReceiveLink(Link):
     def met(self, peer: Peer) -> None:
         """See Link."""
         peer.began = peer.taken = max(peer.hello.sequence, self._known.pop(peer.hello.end, 0))
-        if peer.hello.credit_pipe is not None:
-            peer.number = peer.hello.credit_pipe[2]
-            peer.credit_fd = open_credit_pipe(peer.identity, peer.hello.credit_pipe)
 
     def close(self, linger: float) -> None:
-        """Close the socket, and let go of the queues and of the producers' credit pipes."""
+        """Close the socket, and let go of the queues."""
         for peer in list(self._sharing.values()):
             self.unshare(peer)
         self.disconnect(linger)
-        for peer in self.peers.values():
-            self._let_go(peer)
-
-    def _let_go(self, peer: Peer) -> None:
-        fd, peer.credit_fd = peer.credit_fd, -1  # first: an exception in between must not have it closed twice
-        if fd >= 0:
-            os.close(fd)
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
         self.met_any = self.met_any or peer.settled
-        if peer.hello.credit_pipe is not None:  # by another connection it may call us by another number
-            peer.number = peer.hello.credit_pipe[2]
         if sequence > peer.taken:
             # One that sends again will not send those: the end that was here before had them, or they were given up.
             self.lost += sequence - peer.taken if peer.taken > peer.began or not peer.resends else 0
             peer.taken, peer.assembly = sequence, None
-            self._give_credit(peer, sequence)
+            self._say(peer.routing, pack(Kind.CREDIT, sequence))
         if peer.hello.round > peer.served:  # a new connection of the other end's
             peer.served = peer.hello.round
             peer.round += self.socket.binds
@@ -341,7 +323,6 @@ class ReceiveLink(Link):
     def parted(self, peer: Peer) -> None:
         """See Link."""
         self.met_any = self.met_any or peer.left != "was refused"
-        self._let_go(peer)
         peer.assembly = None
         if peer.left == "vanished" and peer.resends and peer.hello.end:
             self._known[peer.hello.end] = peer.taken

@@ -33,9 +33,6 @@ class Role:
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """A HELLO or WELCOME said which message the peer last sent, or took."""
 
-    def settle(self) -> None:
-        """A peer is about to be struck off the list: take note of what it did before."""
-
     def parted(self, peer: Peer) -> None:
         """The peer is gone."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport.credit_pipe import CreditPipe
 from tensorpipe_ipc.transport.link import Link
 from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
@@ -62,14 +60,12 @@ class SendLink(Link):
         self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
         self._reckoned = 0  # in flight, at most
         self._turns = 0  # how often several peers were chosen from
-        self._numbers = 0
         self._unacknowledged = Unacknowledged()
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
         super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
         try:
-            self._credit_pipe = CreditPipe()
             self.expect()
         except BaseException:
             self.disconnect(0)
@@ -81,14 +77,12 @@ class SendLink(Link):
             sent = peer.taken if self.keeps else peer.sent
         else:
             sent = 0 if self.socket.binds else self._sent
-        offer = self._credit_pipe.offer(peer.number if peer is not None else 1)
         return Hello(
             self.role,
             identity(),
             self.window,
             serializer=self._serializer,
             sequence=sent,
-            credit_pipe=offer,
             shared_memory=self.arrangement.terms(peer),
             end=self.end,
             round=max(1, self.socket.connection) if self.keeps else 0,
@@ -105,11 +99,10 @@ class SendLink(Link):
         return bool(self._sharing)
 
     def drain(self) -> None:
-        """See Link. The pipe's credit too."""
+        """See Link."""
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
         super().drain()
-        self._read_credit()
 
     def needs_credit(self) -> bool:
         """Whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
@@ -117,33 +110,20 @@ class SendLink(Link):
 
     def wait(self, timeout: float) -> None:
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
-        if not self.peers:
+        if not self._sharing:
             self.pump(timeout)
-        elif self._sharing:
-            if not self.socket.is_silent() or self._hear_of_room(timeout):
-                self.drain()
-            else:
-                self.look_around()
-        elif self.socket.wait(timeout, self._credit_pipe.fd):
+            self.drain()
+        elif not self.socket.is_silent() or self._hear_of_room(timeout):
             self.drain()
         else:
             self.look_around()
 
     def close(self, linger: float) -> None:
-        """Close the socket and the pipe, and let go of the queues."""
+        """Close the socket, and let go of the queues."""
         self._framed = self.in_flight
         for peer in list(self._sharing.values()):
             self.unshare(peer)
         self.disconnect(linger)
-        self._credit_pipe.close()
-
-    def _read_credit(self) -> None:
-        records = self._credit_pipe.read() if self._framed else ()
-        for number, low in records:
-            for peer in self.peers.values():
-                if peer.number == number:
-                    peer.heard = time.monotonic()
-                    self.credited(peer, peer.sent - ((peer.sent - low) & 0xFFFFFFFF))
 
     def choose(self) -> Peer | None:
         """The consumer that has least to do, if it has room; of several, the one that waited longest."""
@@ -230,7 +210,9 @@ class SendLink(Link):
         except Unreachable:
             peer.sent -= 1
             self._framed -= 1
-            self._leaves(peer, "vanished")
+            self.drain()  # what it took before it left counts as taken
+            if self.peers.get(peer.routing) is peer:
+                self._leaves(peer, "vanished")
             return False
         self._sent = peer.sent
         return True
@@ -335,10 +317,8 @@ class SendLink(Link):
 
     def met(self, peer: Peer) -> None:
         """See Link."""
-        self._numbers += 1
         self._turns += 1
         peer.turn = self._turns
-        peer.number = self._numbers if self.socket.binds else 1
         # It counts on where the last connection ended, which the other end may not have noticed.
         peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
         if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
@@ -360,10 +340,6 @@ class SendLink(Link):
             peer.taken = sequence
         while peer.kept and peer.kept[0].sequence <= peer.taken:
             self._unacknowledged.let_go(peer.kept.popleft())
-
-    def settle(self) -> None:
-        """See Link. What a consumer took before it left counts as taken."""
-        self._read_credit()
 
     def parted(self, peer: Peer) -> None:
         """See Link."""
@@ -388,8 +364,6 @@ class SendLink(Link):
         """See Link."""
         assert peer.queue is not None
         assert peer.queue.credits is not None
-        if not self._sharing:
-            self.socket.watch(self._credit_pipe.fd)
         fd = peer.queue.credits.fileno()
         # Told of each credit that comes: with several consumers there may be some, and still no room in all.
         self.socket.watch(fd, edge=True)

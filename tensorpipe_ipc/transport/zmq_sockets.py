@@ -3,10 +3,11 @@
 A binder has a ROUTER, a connector a DEALER. High-water marks are off: what may be in flight is counted by credits, so
 nothing waits in ZeroMQ beyond them.
 
-* A DEALER that sends has IMMEDIATE on: it has a pipe only while it is connected, so POLLOUT says whether it is, and
-  nothing that was meant for a binder that died reaches the one after it. When the connection ends, libzmq drops with
-  the pipe what had come in and was not read yet. So a DEALER that receives has it off, keeps what came, and learns
-  from a monitor whether it is connected.
+* A DEALER over ipc or tcp learns from a monitor whether it is connected. With IMMEDIATE off it keeps what came by a
+  connection that ended (a last credit, a goodbye), and what was to go by it. Over ipc one that sends then begins anew with an
+  empty pipe: nothing that was meant for a binder that died reaches the one after it. Over tcp that would end the process
+  (libzmq asserts that a connection which was disconnected gets no heartbeat), and what was sent is sent again in any case: so
+  there, and over inproc, one that sends has IMMEDIATE on, and libzmq drops both with the connection.
 * A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -70,7 +72,7 @@ class FrameSocket:
         address: where; with the port that was chosen, if any was to do.
         binds: whether this end has the address.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
-            Without a monitor they all are number 1.
+            Over inproc, where there is no monitor, they all are number 1.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
     """
 
@@ -106,6 +108,7 @@ class FrameSocket:
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
         self._is_shown = False  # whether anybody has asked for fileno
         self._frames: list[Any] = []  # of the message that is being received
+        self._saved: deque[list[Any]] = deque()  # messages that came by a connection that ended
         self._torn = False  # whether that was cut short
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
@@ -114,8 +117,8 @@ class FrameSocket:
         self._handshakes: Handshakes | None = None
         self._gate: Gate | None = None
         self._gate_fd = -1
-        # One that sends needs it on tcp: it must know of every new connection, for what the last one swallowed.
-        self._monitored = not bind and address.scheme != "inproc" and (receives or address.scheme == "tcp")
+        self._monitored = not bind and address.scheme != "inproc"
+        self._keeps = not bind and address.scheme == "ipc" and not receives  # what came, when a connection ends
         self._context = acquire(own=bind and security is not None)
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
@@ -147,7 +150,7 @@ class FrameSocket:
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             if self.binds
-            else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
+            else {zmq.IMMEDIATE: int(not (self._keeps or self._monitored and self._receives))}
         )
         if not self.binds:
             options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
@@ -200,7 +203,7 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         for tracker in self.lend(peer, frames, large=lend and self._lends):
-            _until_read(tracker)
+            self._wait_until_read(tracker)
 
     def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True) -> list[Any]:
         """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
@@ -215,6 +218,8 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         self._is_silent = False
+        if self._monitored and not self.is_connected():
+            raise Unreachable
         if self._has_keys:
             frames = in_fragments(frames)
         send, last = self._socket.send, len(frames) - 1
@@ -238,9 +243,17 @@ class FrameSocket:
             raise
         return trackers
 
+    def _wait_until_read(self, tracker: Any) -> None:
+        """Wait until ZeroMQ has let go of what was lent. Slices, so that a signal's handler can run."""
+        for event in tracker.events:
+            while not event.wait(SLICE):
+                self._hear_handshakes()  # where the connection has ended, nobody will read it
+
     def send_small(self, peer: bytes, frame: bytes) -> bool:
         """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
         self._is_silent = False
+        if self._monitored and not self.is_connected():
+            return False
         try:
             if self.binds:
                 self._socket.send(peer, _MORE)
@@ -274,6 +287,8 @@ class FrameSocket:
         self._is_silent = False
         if self._torn:
             self._mend()
+        if not self._frames and self._saved:
+            self._frames = self._saved.popleft()
         frames = self._frames
         if not frames:
             if self._gate is not None:
@@ -322,15 +337,8 @@ class FrameSocket:
         """Whether ``receive`` would find something now."""
         if self._gate is not None:
             self._gate.answer()
-        self._is_silent = not (self._frames or self._events() & _POLLIN)
+        self._is_silent = not (self._frames or self._saved or self._events() & _POLLIN)
         return not self._is_silent
-
-    def wait(self, timeout: float, fd: int) -> bool:
-        """Wait up to ``timeout`` seconds, at most a slice, until a message or something on ``fd`` can be read."""
-        polled: list[tuple[Any, int]] = [(self._socket, _POLLIN), (fd, _POLLIN)]
-        if self._gate is not None:
-            polled.append((self._gate.socket, _POLLIN))
-        return bool(zmq.zmq_poll(polled, max(1, int(min(timeout, SLICE) * 1000))))
 
     def is_connected(self, timeout: float = 0) -> bool:
         """Whether a connector has its binder on the line, within ``timeout`` seconds."""
@@ -340,7 +348,6 @@ class FrameSocket:
                 self._handshakes.monitor.poll(max(1, int(timeout * 1000)))
             self._hear_handshakes()
         else:
-            self._hear_handshakes()
             if timeout > 0:
                 self._socket.poll(max(1, int(timeout * 1000)), _POLLOUT)
             self._events()
@@ -349,8 +356,20 @@ class FrameSocket:
     def _hear_handshakes(self) -> None:
         if self._handshakes is not None:
             self._handshakes.hear()
-            if self._monitored:
-                self.connection = self._handshakes.connection
+            ended = self.connection not in (0, self._handshakes.connection)
+            if ended and self._keeps:
+                self._begin_anew(self._handshakes)
+            self.connection = self._handshakes.connection
+
+    def _begin_anew(self, handshakes: Handshakes) -> None:
+        """Save what came by a connection that ended, and drop what was to go by it."""
+        try:
+            while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+                self._saved.append(self._socket.recv_multipart(_LAST, copy=False))
+        except BaseException:  # a signal's handler raised
+            self.torn_at = time.monotonic()
+            raise
+        handshakes.connect_anew()
 
     def trouble(self) -> str:
         """Why a connector does not get in; "" as long as nothing is known to be in the way."""
@@ -445,13 +464,6 @@ class FrameSocket:
         if self._gate is not None:
             self._gate.close()
         self._socket.close(linger=int(linger * 1000))
-
-
-def _until_read(tracker: Any) -> None:
-    """Wait until ZeroMQ has read what was lent. Slices, so that a signal's handler can run."""
-    for event in tracker.events:
-        while not event.wait(SLICE):
-            pass
 
 
 def library() -> tuple[str, str, bool]:

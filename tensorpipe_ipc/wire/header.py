@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 MAGIC = b"TPIC"
-VERSION = 5
+VERSION = 6
 MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few dimensions each
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
 MAX_NAMES = 2640  # of the serializers that a consumer accepts: 40 of the longest; all else takes less than what is left
@@ -124,7 +124,6 @@ class Piece(NamedTuple):
 
 _AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
-_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class QueueOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +173,6 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         accepts: names of the serializers that the consumer takes; empty from a producer.
         sequence: from a consumer, of the last message that it took; from a producer, of the last that it sent to this peer,
             or, where it sends again what a connection swallowed, of the last that it would not send again.
-        credit_pipe: from a producer, where a consumer on its host may write credit (see ``transport.credit_pipe``).
         shared_memory: its terms, unless it wants none.
         end: a random number that no other end has: one process may have many, one after the other, at one address.
         round: from a producer that sends again what a connection swallowed, by which of its connections it says so, from 1
@@ -187,7 +185,6 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     serializer: str = ""
     accepts: tuple[str, ...] = ()
     sequence: _AtLeast0 = 0
-    credit_pipe: tuple[_AtLeast0, _AtLeast0, _U32] | None = None
     shared_memory: SharedMemoryTerms | None = None
     end: _AtLeast0 = 0
     round: _AtLeast0 = 0

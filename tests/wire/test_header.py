@@ -24,7 +24,7 @@ from tensorpipe_ipc.wire.header import (
 )
 
 ME = Identity("h", "b", 1, 2, 3.0)
-HELLO = Hello("producer", ME, 8, "raw", sequence=5, credit_pipe=(4, 70000, 1), end=7, round=2)
+HELLO = Hello("producer", ME, 8, "raw", sequence=5, end=7, round=2)
 # A change to any of these is a change of the format: it must change header.VERSION in the same commit.
 GOLDEN_CONTROL = [
     (
@@ -33,10 +33,10 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "05 01 0000 0000000000000000 a1000000 00000000",
-                b"\x8a\xa4role\xa8producer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
+                "06 01 0000 0000000000000000 8d000000 00000000",
+                b"\x89\xa4role\xa8producer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x08\xaaserializer\xa3raw\xa7accepts\x90",
-                b"\xa8sequence\x05\xabcredit_pipe\x93\x04\xce\x00\x01\x11\x70\x01",
+                b"\xa8sequence\x05",
                 b"\xadshared_memory\xc0\xa3end\x07\xa5round\x02",
             ]
         ),
@@ -47,10 +47,10 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "05 02 0000 0000000000000000 a1000000 00000000",
-                b"\x8a\xa4role\xa8consumer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
+                "06 02 0000 0000000000000000 94000000 00000000",
+                b"\x89\xa4role\xa8consumer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x40\xaaserializer\xa0\xa7accepts\x92\xa3raw\xa5numpy",
-                b"\xa8sequence\0\xabcredit_pipe\xc0",
+                b"\xa8sequence\0",
                 b"\xadshared_memory\xc0\xa3end\0\xa5round\0",
             ]
         ),
@@ -58,18 +58,18 @@ GOLDEN_CONTROL = [
     (
         Kind.REFUSED,
         Refusal("no"),
-        join([b"TPIC", "05 03 0000 0000000000000000 0b000000 00000000", b"\x81\xa6reason\xa2no"]),
+        join([b"TPIC", "06 03 0000 0000000000000000 0b000000 00000000", b"\x81\xa6reason\xa2no"]),
     ),
 ]
 GOLDEN_PLAIN = [
-    (Kind.CREDIT, 258, b"", b"", join([b"TPIC", "05 05 0000 0201000000000000 00000000 00000000"])),
-    (Kind.GOODBYE, 259, b"", b"", join([b"TPIC", "05 06 0000 0301000000000000 00000000 00000000"])),
-    (Kind.DATA, 1, b"ab", b"c", join([b"TPIC", "05 04 0000 0100000000000000 02000000 01000000", b"abc"])),
+    (Kind.CREDIT, 258, b"", b"", join([b"TPIC", "06 05 0000 0201000000000000 00000000 00000000"])),
+    (Kind.GOODBYE, 259, b"", b"", join([b"TPIC", "06 06 0000 0301000000000000 00000000 00000000"])),
+    (Kind.DATA, 1, b"ab", b"c", join([b"TPIC", "06 04 0000 0100000000000000 02000000 01000000", b"abc"])),
 ]
 
 
 def prefix(
-    magic: bytes = b"TPIC", version: int = 5, kind: int = 4, zero: int = 0, lengths: tuple[int, int] = (0, 0)
+    magic: bytes = b"TPIC", version: int = 6, kind: int = 4, zero: int = 0, lengths: tuple[int, int] = (0, 0)
 ) -> memoryview:
     return memoryview(struct.pack("<4sBBHQII", magic, version, kind, zero, 1, *lengths) + bytes(sum(lengths)))
 
@@ -77,7 +77,7 @@ def prefix(
 @pytest.mark.parametrize(("kind", "body", "golden"), GOLDEN_CONTROL)
 def test_control_messages_are_these_bytes(kind: int, body: Hello | Refusal, golden: bytes) -> None:
     """Each control message with a body has these bytes, and these bytes are that message."""
-    assert header.VERSION == 5
+    assert header.VERSION == 6
     assert header.pack_control(kind, body) == golden
     head = header.unpack(memoryview(golden))
     assert head.kind == kind
@@ -96,7 +96,7 @@ def test_a_piece_is_these_bytes() -> None:
     golden = join(
         [
             b"TPIC",
-            "05 07 0000 0200000000000000 1a000000 00000000",
+            "06 07 0000 0200000000000000 1a000000 00000000",
             "0001000000000000 0000020000000000 0000040000000000 0a 0b",
         ]
     )
@@ -155,10 +155,10 @@ def test_each_rule_has_two_sides(inside: memoryview, outside: memoryview, says: 
     assert type(raised.value) is ProtocolError
 
 
-@pytest.mark.parametrize("version", [0, 4, 6, 255])
+@pytest.mark.parametrize("version", [0, 5, 7, 255])
 def test_another_version_is_named_with_ours(version: int) -> None:
     """A header of another version says both, whatever else it holds."""
-    with pytest.raises(VersionMismatch, match=rf"version {version}, this process speaks version 5"):
+    with pytest.raises(VersionMismatch, match=rf"version {version}, this process speaks version 6"):
         header.unpack(prefix(version=version, kind=99, zero=3))
 
 
@@ -234,6 +234,6 @@ def test_the_longest_hello_can_be_read(name: str) -> None:
     offer = QueueOffer(most, most, most, (most, most), (most, most), (most, most))
     who = Identity("h" * 255, "b" * 36 + f" {1 << 32}", most, most, 0.5)
     terms = SharedMemoryTerms("require", most, offer, most, "w" * 512)
-    hello = Hello("consumer", who, most, "", names, most, (most, most, (1 << 32) - 1), terms, most, most)
+    hello = Hello("consumer", who, most, "", names, most, terms, most, most)
     said = header.pack_control(Kind.HELLO, hello)
     assert header.unpack_control(header.unpack(memoryview(said)), Hello) == hello
