@@ -81,13 +81,9 @@ class CallQueue(process._SafeQueue):
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
             self._send(item)
-        unread = self._results._queue.tickets.unread()
+        unread = self._results._queue.waiting()
         self._reads_results = unread >= UNREAD or (self._reads_results and unread > 0)
-        return (
-            self._reads_results
-            or self._has_no_memory is not None
-            or self._calls._queue.tickets.unread() >= self._maxsize
-        )
+        return self._reads_results or self._has_no_memory is not None or self._calls._queue.waiting() >= self._maxsize
 
     def close(self) -> None:
         """Put no more."""

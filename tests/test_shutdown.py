@@ -19,6 +19,7 @@ from tensorpipe_ipc.errors import Empty, Full, ShutDown
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 
 LIMIT = 20  # seconds
+LARGE = torch.ones(1 << 20)  # made here: the threads of OpenMP do not survive a fork
 SOON = 0.1  # seconds: a shutdown that was not begun within these is begun anew
 
 Wait = Callable[[Queue], object]
@@ -116,7 +117,7 @@ def test_blocked_puts_are_refused_and_put_nothing(immediate: bool, count: int) -
     there = JoinableQueue(1)
     there.put(0)
     put: list[Wait] = [lambda there: there.put(1), lambda there: there.put(1, timeout=LIMIT)]
-    put += [lambda there: there.put_many([1, 2, 3]), lambda there: there.put(torch.ones(1 << 20), move=True)]
+    put += [lambda there: there.put_many([1, 2, 3]), lambda there: there.put(LARGE, move=True)]
     with waiters(there, [lambda wait=wait: refused(there, wait) for wait in (put * 2)[:count]]) as pids:  # type: ignore[misc]
         there.shutdown(immediate)
         assert [reap(pid) for pid in pids] == [0] * count

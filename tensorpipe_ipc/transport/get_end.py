@@ -139,6 +139,8 @@ class GetEnd(QueueEnd):
                 self._hear(ticket)
                 words[operation.ticket] = 0
                 raise _Again
+            if words[self._watch]:
+                self._tell_of_more()
             word = self._word_of(ticket)
             if self.credits is not None:
                 words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
@@ -215,6 +217,8 @@ class GetEnd(QueueEnd):
             else:
                 count = self._wait(operation, buffers, deadline, decode)
             tickets = words[operation.ticket : operation.ticket + count].tolist()
+            if words[self._watch] and max(tickets) > LAST_BELL:
+                self._tell_of_more()
             if min(tickets) <= LAST_BELL:
                 raise _Again  # each is served by itself
             blocks = [self._word_of(ticket) for ticket in tickets]
@@ -252,7 +256,9 @@ class GetEnd(QueueEnd):
         elif self.words[self.record.shut]:
             taken = self._take_after_shutdown(operation, buffers, decode)
         else:
-            taken = self.tickets.take(buffers, deadline, self._look_for_the_end)
+            taken = self.tickets.take(
+                buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
+            )
         if taken < 0:  # early: what is in the pipe goes first
             operation.before = self.tickets.unread()
             raise _Again
@@ -264,6 +270,19 @@ class GetEnd(QueueEnd):
         if self.words[self.record.shut]:
             raise _Again
         self.leases.look_at_kept()
+
+    def _look_again(self) -> None:
+        if self.words[self.record.shut] or not self.words[self._watch]:
+            raise _Again
+
+    def _tell_of_more(self) -> None:
+        """After a taking, where the log was used: see to it that others, and ``fileno``, hear of what is left."""
+        tickets = self.tickets
+        if tickets.spills and tickets.tell_of_more():
+            if self._aside:
+                tickets.ring()
+            else:
+                self.record.unwatch(lambda: not tickets.spilled())
 
     def _spin(self, buffers: Buffers) -> bool:
         """Look for a ticket again and again before going to sleep, which saves both sides the wake-up.

@@ -396,6 +396,8 @@ class PutEnd(QueueEnd):
                 self.record.set(self.record.spilled)
         backlog.extend(tickets)
         self.tickets.spill(buffers)  # P6
+        words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
+        self.tickets.ring()
 
     def _idle(self) -> None:
         self._refuse_if_shut()

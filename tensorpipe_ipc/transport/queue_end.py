@@ -130,10 +130,15 @@ class QueueEnd:
 
     def qsize(self) -> int:
         """How many messages wait. Others may put and get meanwhile."""
-        if not self.words[self._watch]:
-            return self.tickets.unread()
+        words, waiting = self.words, self.tickets.unread()
+        if not (words[self.record.spilled] or words[self.record.shut]) or not (waiting or words[self._watch]):
+            return waiting
         tokens = self.tickets.snapshot()
-        return self.tickets.unread() + self.tickets.spilled() if tokens is None else len(tokens - BELLS)
+        return self.waiting() if tokens is None else len(tokens - BELLS)
+
+    def waiting(self) -> int:
+        """``qsize`` or a few more, without looking at each token."""
+        return self.tickets.unread() + (self.tickets.spilled() if self.words[self._watch] else 0)
 
     def _hear(self, bell: int) -> None:
         """Do what a bell says, which was taken. (``BELL`` says: look at the log.)"""

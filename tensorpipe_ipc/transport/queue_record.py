@@ -5,17 +5,24 @@
     the record, a KEPT block of the arena
     word 8        9           10          11       12          13        14       15        16
     ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ┼─ laps[maxsize] ─ the last lap in
-    one writer:     anybody, who stores 1              creator            creator  its lock  which each slot's credit was taken
+    one writer:     anybody                            creator            creator  its lock  which each slot's credit was taken
 
     the queue's number    55 ──────── 32 31 ───────── 0
                           │ generation  │ block >> 9  │
                           └─────────────┴─────────────┘
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
-puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was used (transport/token_pipe.py); ``tasks``: the
+puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used (transport/token_pipe.py); ``tasks``: the
 queue can be joined; ``pair``: it lies between two endpoints (for onlookers); ``claimed``: a connector has taken one that was
 there for whoever comes, for which it has the lock of the record's second byte. That of the third is the turn of those
 who take from the spill log.
+
+**The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
+So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds
+pipe and log empty, and the queue not shut down, clears ``watch``, looks at the log once more, and sets ``watch`` if there
+is something in it. If it saw nothing, the append came after that look, and the giver's second store after the clearing. Only a
+giver that is stopped or killed between append and store leaves a token unwatched, of a put that has not returned; the
+undertaker sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last, too.
 
 **Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
 carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
@@ -136,6 +143,14 @@ class QueueRecord:
         """Set one of the words that are to be watched."""
         self.words[word] = 1
         self.words[self.watch] = 1
+
+    def unwatch(self, is_empty: Callable[[], bool]) -> None:
+        """Have put and get look at the pipe alone again, now that the log is empty (see above)."""
+        words = self.words
+        if not words[self.shut]:
+            words[self.watch] = 0
+            if not is_empty() or words[self.shut]:
+                words[self.watch] = 1
 
     def narrow(self, maxsize: int) -> None:
         """Have it say another maxsize: so many credits have been left in the queue."""

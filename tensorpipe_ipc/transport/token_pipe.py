@@ -196,6 +196,19 @@ class TokenPipe:
             if has_turn and self.turn is not None:
                 self.turn.leave()
 
+    def tell_of_more(self) -> bool:
+        """After a taking: ring if the pipe is empty and the log is not, so that ``fileno`` goes on telling of it.
+
+        Returns:
+            Whether both were empty.
+        """
+        if self.unread():
+            return False
+        if self._head():
+            self.ring()
+            return False
+        return True
+
     def _head(self) -> bytes:
         """The token at the log's head; b"" if it is empty."""
         return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
@@ -273,7 +286,8 @@ class TokenPipe:
             return _Shared(self.fd)
 
     def fileno(self) -> int:
-        """Readable while the pipe holds anything, a bell included."""
+        """Readable while the pipe holds anything, a bell included. There is one while the log holds anything: its writer
+        rings, and so does whoever empties the pipe. (That a process is killed in between shows with the next put or get.)"""
         return self.fd
 
     def unread(self) -> int:
@@ -303,11 +317,11 @@ class TokenPipe:
             if not self.spills:
                 raise
             self.spill(buffers)
+            self.ring()
 
     def spill(self, buffers: Buffers) -> None:
-        """Give the tokens to the log at once (rule 1)."""
+        """Give the tokens to the log at once (rule 1). A ring is due."""
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
-        self.ring()
 
     def ring(self, bell: int = BELL, count: int = 1) -> None:
         """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep."""

@@ -260,6 +260,9 @@ class Undertaker:
         if ticket:
             if self._ticket_given(ends, queue, row, ticket):
                 words[record.credit] = 0
+                if ends.tickets.spilled():
+                    ends.record.set(ends.record.spilled)
+                    ends.tickets.ring()
             else:
                 ungiven = block_of(ticket)
                 words[ungiven >> 3] = self._ungiven(row, ticket)
@@ -345,6 +348,7 @@ class Undertaker:
             words[record.dropped] = 1
         record.set(record.shut)
         self.wake(ends, queue, drop=drop)
+        record.set(record.shut)  # a taker may have been about to clear ``watch``: queue_record.py
 
     def wake(self, ends: Ends, queue: int, *, drop: bool = False) -> None:
         """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one."""

@@ -49,6 +49,11 @@ def give(pipe, words, *tokens):
     pipe.give(words.buffers(FIRST, len(tokens)))
 
 
+def spill(pipe, buffers):
+    pipe.spill(buffers)
+    pipe.ring()
+
+
 def take(pipe, words, count=1):
     taken = abs(pipe.take_nowait(words.buffers(FIRST + 100, count)))
     return words.values[FIRST + 100 : FIRST + 100 + taken].tolist()
@@ -88,7 +93,7 @@ def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words):
     for token in range(10, 30_010):
         words.values[FIRST] = token
         if spilled:
-            pipe.spill(words.buffers(FIRST))
+            spill(pipe, words.buffers(FIRST))
         else:
             pipe.give(words.buffers(FIRST))
             spilled = pipe.spilled() > 0
@@ -106,7 +111,7 @@ def test_the_logs_memory_is_given_back_as_it_is_read(words):
     for i in range(64):
         words.values[FIRST + i] = 5
     for _ in range(2000):
-        pipe.spill(words.buffers(FIRST, 64))
+        spill(pipe, words.buffers(FIRST, 64))
         while take(pipe, words, 64):
             pass
     assert os.fstat(pipe._log).st_size == 2000 * 64 * 8
@@ -118,7 +123,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     """Rule 3: meanwhile others drain the log, fill the pipe, and spill again."""
     pipe = TokenPipe.create(None)
     words.values[FIRST] = 10
-    pipe.spill(words.buffers(FIRST))
+    spill(pipe, words.buffers(FIRST))
     assert take(pipe, words) == [BELL]
     readv = os.readv
     looks = []
@@ -131,7 +136,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
             assert take(pipe, words) == [10]
             give(pipe, words, 11)
             words.values[FIRST] = 12
-            pipe.spill(words.buffers(FIRST))
+            spill(pipe, words.buffers(FIRST))
             raise BlockingIOError
         return readv(descriptor, buffers)
 
@@ -148,7 +153,7 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
     pipe, turns = TokenPipe.create(None), os.memfd_create("turns")
     pipe.turn = FileTurn(turns)
     words.values[FIRST] = 10
-    pipe.spill(words.buffers(FIRST))
+    spill(pipe, words.buffers(FIRST))
     assert take(pipe, words) == [BELL]
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
@@ -250,7 +255,7 @@ def test_writers_of_the_log_do_not_move_its_readers_place(words):
         for i in range(count):
             words.values[FIRST + 10 * number] = (number + 1) << 32 | i + 10
             words.values[FIRST + 10 * number + 1] = (number + 1) << 32 | i + 10 + count
-            pipe.spill(words.buffers(FIRST + 10 * number, 2))
+            spill(pipe, words.buffers(FIRST + 10 * number, 2))
 
     children = [in_child(lambda number=number: giver(number)) for number in range(3)]
     got, deadline = [], time.monotonic() + LIMIT
@@ -310,7 +315,7 @@ def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, lo
     def giver(word, first):
         for token in range(first, first + count):
             words.values[word] = token
-            pipe.spill(words.buffers(word)) if log else pipe.give(words.buffers(word))
+            spill(pipe, words.buffers(word)) if log else pipe.give(words.buffers(word))
             words.values[word] = 0
 
     def collect():

@@ -1,0 +1,162 @@
+"""Queues of which more was put than a pipe holds: their descriptor tells of the rest, and later they are as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+
+import pytest
+from crash_points import in_child, reap
+
+from tensorpipe_ipc.errors import Empty, ShutDown
+from tensorpipe_ipc.tensor_queue import Queue
+
+LIMIT = 20  # seconds
+MANY = 20_000  # more than twice what a pipe holds
+
+
+def all_there(there: Queue, got: list[object]) -> None:
+    """Take what is there."""
+    with contextlib.suppress(Empty):
+        while True:
+            got.append(there.get_nowait())
+
+
+def by_select(there: Queue, got: list[object]) -> None:
+    while len(got) < MANY:
+        assert select.select([there], [], [], LIMIT)[0], f"silent after {len(got)}"
+        with contextlib.suppress(Empty):
+            got.append(there.get_nowait())
+
+
+def by_wait(there: Queue, got: list[object]) -> None:
+    reader = there._reader
+    while len(got) < MANY:
+        assert connection.wait([reader], LIMIT) == [reader], f"silent after {len(got)}"
+        with contextlib.suppress(Empty):
+            got += there.get_many(100, 0)
+
+
+def by_asyncio(there: Queue, got: list[object]) -> None:
+    async def collect() -> None:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def one() -> None:
+            with contextlib.suppress(Empty):
+                got.append(there.get_nowait())
+            if len(got) == MANY:
+                done.set()
+
+        loop.add_reader(there.fileno(), one)
+        try:
+            await asyncio.wait_for(done.wait(), LIMIT)
+        finally:
+            loop.remove_reader(there.fileno())
+
+    asyncio.run(collect())
+
+
+@pytest.mark.parametrize("collect", [by_select, by_wait, by_asyncio])
+@pytest.mark.parametrize("maxsize", [0, MANY])
+def test_the_descriptor_tells_of_every_message(maxsize: int, collect: Callable[[Queue, list[object]], None]) -> None:
+    """However many wait, who only asks the descriptor gets them all, in order."""
+    there = Queue(maxsize)
+    for number in range(MANY):
+        there.put(number)
+    got: list[object] = []
+    collect(there, got)
+    assert got == list(range(MANY))
+    all_there(there, got)
+    assert len(got) == MANY
+    assert not select.select([there], [], [], 0)[0]
+    assert there.empty()
+
+
+def switches(pid: int) -> int:
+    """How often a process has gone to sleep."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt"))
+
+
+def test_after_a_burst_a_waiting_get_sleeps_until_something_comes() -> None:
+    """As before the burst: it does not wake up every now and then to look at what is empty."""
+    there = Queue()
+    for number in range(MANY):
+        there.put(number)
+    got: list[object] = []
+    all_there(there, got)
+    assert len(got) == MANY
+
+    def one() -> None:
+        assert there.get() == "later"
+
+    pid = in_child(one)
+    time.sleep(0.2)  # what it does at first
+    before = switches(pid)
+    time.sleep(0.3)  # what is watched
+    assert switches(pid) == before
+    there.put("later")
+    assert reap(pid) == 0
+    assert (there.qsize(), there.empty()) == (0, True)
+
+
+@pytest.mark.parametrize("size", [0, 300])
+def test_bursts_and_droughts_again_and_again_lose_nothing_and_keep_the_order(size: int) -> None:
+    """Producers that fill a small pipe, consumers of each kind that drain it: each message comes once, in its order."""
+    there, rounds, count = Queue(), 5 if size else 20, 64 if size else 20
+    fcntl.fcntl(there.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    told, tell = os.pipe()
+    total = 2 * rounds * count * 30
+
+    def produce(name: int) -> None:
+        for start in range(0, rounds * count * 30, count * 30):
+            batch = [(name, number, b"." * size) for number in range(start, start + count * 30)]
+            there.put_many(batch) if size else [there.put(each) for each in batch]
+            if start % (5 * count) == 0:
+                time.sleep(0.001)  # so that it runs dry now and then
+
+    def consume(kind: int) -> None:
+        with contextlib.suppress(ShutDown):
+            consume_all(kind)
+
+    def consume_all(kind: int) -> None:
+        while True:
+            if kind == 0:
+                some = [there.get()]
+            elif kind == 1:
+                some = there.get_many(50)
+            else:
+                select.select([there], [], [])
+                some = []
+                all_there(there, some)
+            for each in some:
+                os.write(
+                    tell, kind.to_bytes(4, "little") + each[0].to_bytes(4, "little") + each[1].to_bytes(8, "little")
+                )
+
+    producers = [in_child(lambda name=name: produce(name)) for name in range(2)]  # type: ignore[misc]
+    consumers = [in_child(lambda kind=kind: consume(kind)) for kind in range(3)]  # type: ignore[misc]
+    seen: dict[tuple[int, int], list[int]] = {}
+    left = total
+    while left:
+        assert select.select([told], [], [], LIMIT)[0], f"{left} of {total} never came"
+        part = os.read(told, 16 * 4096)
+        for at in range(0, len(part), 16):
+            kind, name = int.from_bytes(part[at : at + 4], "little"), int.from_bytes(part[at + 4 : at + 8], "little")
+            seen.setdefault((kind, name), []).append(int.from_bytes(part[at + 8 : at + 16], "little"))
+            left -= 1
+    assert [reap(pid) for pid in producers] == [0, 0]
+    for name in range(2):
+        assert sorted(n for (_, of), found in seen.items() if of == name for n in found) == list(range(total // 2))
+    for found in seen.values():
+        assert found == sorted(found)
+    there.shutdown()
+    assert [reap(pid) for pid in consumers] == [0, 0, 0]
+    os.close(told)
+    os.close(tell)
