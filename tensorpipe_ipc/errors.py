@@ -99,8 +99,8 @@ class UnknownSerializer(TensorPipeError, LookupError):
     """No serializer of that name is registered in this process. The known ones are named."""
 
 
-class UnsupportedLeaf(TensorPipeError, TypeError):
-    """Something in the tree cannot be sent.
+class UnsupportedLeaf(TensorPipeError, TypeError, RuntimeError):
+    """Something in the tree cannot be sent. A RuntimeError, too: torch's queue raises that for a tensor with history.
 
     Attributes:
         path: where it stands, as one would write it in Python: ``batch['mask'][3]``.

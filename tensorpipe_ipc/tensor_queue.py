@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.codec import Codec
-from tensorpipe_ipc.errors import Closed, Full
+from tensorpipe_ipc.codec import Codec, Payload
+from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown
 from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
@@ -25,7 +25,6 @@ from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
-from tensorpipe_ipc.wire.layout import Block
 
 __all__ = ["JoinableQueue", "Queue"]
 
@@ -106,17 +105,22 @@ class Queue:
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
+        seconds, codec, apart = _seconds(block, timeout), self._codec, None
         offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
-        held, seconds = (
-            self._codec.handed_over(obj, offered=offered) if move or offered else None,
-            _seconds(block, timeout),
-        )
-        if held is not None:
-            began = time.monotonic()
-            if self._queue.put_held(*held, seconds):
-                return
-            seconds = seconds and max(0, seconds - (time.monotonic() - began))
-        self._queue.put(*self._codec.encode(obj), seconds)
+        if move or offered:
+            apart = codec.take_apart(obj)
+            held = codec.handed_over(obj, apart, offered=offered)
+            if held is not None:
+                began = time.monotonic()
+                if self._queue.put_held(*held, seconds):
+                    return
+                seconds = seconds and max(0, seconds - (time.monotonic() - began))
+        payload, metadata = codec.encode(obj, apart)
+        try:
+            self._queue.put(payload, metadata, seconds)
+        except (Full, ShutDown, SharedMemoryError):
+            codec.take_back(payload)
+            raise
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.
@@ -134,15 +138,18 @@ class Queue:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         deadline = None if timeout is None else time.monotonic() + _timeout(timeout)
-        done, waiting, remaining = 0, list[tuple[Block, bytes]](), iter(objs)
+        done, waiting, remaining = 0, list[tuple[Payload, bytes]](), iter(objs)
         while True:
             waiting += map(self._codec.encode, itertools.islice(remaining, BATCH - len(waiting)))
             if not waiting:
                 return
             try:
                 count = self._queue.put_many(waiting, None if deadline is None else max(0, deadline - time.monotonic()))
-            except Full as full:
-                full.put = done
+            except (Full, ShutDown, SharedMemoryError) as error:
+                if isinstance(error, Full):
+                    error.put = done
+                for payload, _ in waiting:
+                    self._codec.take_back(payload)
                 raise
             done += count
             del waiting[:count]
@@ -322,6 +329,7 @@ class Queue:
     def statistics(self) -> QueueStatistics:
         """A snapshot of what this process did with the queue, and of the arena that it lies in."""
         found, lender, narrows = statistics_of(self._queue), self._codec.lender, self._codec.narrowing
+        found = dataclasses.replace(found, shared_by_torch=self._codec.shared_by_torch)
         if lender is not None:
             found = dataclasses.replace(found, on_device=lender.on_device, staged_because=lender.staged_because)
         if narrows is not None:

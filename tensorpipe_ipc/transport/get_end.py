@@ -16,7 +16,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tensorpipe_ipc.errors import Empty, ProtocolError, SharedMemoryError, ShutDown
+from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     GENERATION_AT,
@@ -401,7 +401,7 @@ class GetEnd(QueueEnd):
         if error is None or isinstance(error, _NoLease) or is_a_signals(error, trace):
             return
         ticket = self.words[aside.operation.ticket + aside.index]
-        if ticket == self._failed:
+        if ticket == self._failed or isinstance(error, PeerLost):  # what it refers to went with its sender
             aside.message = _DROPPED
         self._failed = ticket
 

@@ -61,6 +61,8 @@ class QueueStatistics:
     """Messages that this process put whose large GPU tensors stayed on their GPU (``cuda_ipc``). Their bytes do not count."""
     staged_because: str = ""
     """Why the last one with such tensors did not, but went through the CPU's memory; "" where it did."""
+    shared_by_torch: int = 0
+    """Storages in torch's shared memory that this process put: torch's own handle is sent. Their bytes do not count."""
 
 
 def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:

@@ -36,6 +36,27 @@ class Flat(NamedTuple):
     spec: list[bytes]  # pieces of the spec: joined, they are what the wire carries
     leaves: list[torch.Tensor]  # in the order of the spec; arrays and storages as tensors on the same memory
     values: list[Any]  # bool, int, float, str
+    nodes: list[int | None]  # ids of containers, arrays, storages and bytes; None for each registered type
+
+    def is_plain(self, apart: bool) -> bool:
+        """Return whether a copy of the tree is all that pickle would make of it.
+
+        Pickle keeps what stands there twice one object, and what an instance of a registered type has besides its fields.
+
+        Args:
+            apart: whether each leaf is known to have memory of its own, and so to be another object.
+        """
+        nodes = self.nodes
+        if not nodes:
+            return apart or not self.has_one_twice()
+        if apart:
+            return None not in nodes and len(set(nodes)) == len(nodes)
+        return None not in nodes and not self.has_one_twice()
+
+    def has_one_twice(self) -> bool:
+        """Return whether a container, tensor, array, storage or bytes object stands in the tree more than once."""
+        nodes = [node for node in self.nodes if node is not None]
+        return len({*nodes, *map(id, self.leaves)}) < len(nodes) + len(self.leaves)
 
 
 def flatten(tree: Any) -> Flat:
@@ -44,7 +65,7 @@ def flatten(tree: Any) -> Flat:
     Raises:
         UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
     """
-    flat = Flat([], [], [])
+    flat = Flat([], [], [], [])
     _walk(tree, flat, 0)
     if len(flat.spec) > MAX_NODES:
         raise UnsupportedLeaf(f"{len(flat.spec):,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
@@ -72,8 +93,12 @@ def _walk(node: Any, flat: Flat, depth: int) -> None:
     elif depth >= MAX_DEPTH:
         raise UnsupportedLeaf(f"nested deeper than {MAX_DEPTH} containers, or it contains itself")
     elif kind is dict:
+        if depth:
+            flat.nodes.append(id(node))
         _walk_dict(node, flat, depth)
     elif kind is list or kind is tuple:
+        if depth and (node or kind is list):  # there is but one ()
+            flat.nodes.append(id(node))
         flat.spec.append(_COUNT.pack(Op.LIST if kind is list else Op.TUPLE, len(node)))
         _walk_items(node, flat, depth)
     else:
@@ -118,6 +143,7 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
             _typed_storage(node, flat)
             return
         raise UnsupportedLeaf(_advice(node))
+    flat.nodes.extend((id(node), None))
     flat.spec.append(
         _OP[entry.op] + _name(entry.name) + struct.pack("<I", len(entry.fields)) + b"".join(map(_name, entry.fields))
     )
@@ -234,6 +260,7 @@ def _parameter(node: Parameter, flat: Flat) -> None:
 def _ndarray(node: np.ndarray[Any, Any], flat: Flat) -> None:
     if node.dtype not in BY_NUMPY or not node.dtype.isnative:
         raise UnsupportedLeaf(_array_advice(node))
+    flat.nodes.append(id(node))
     _leaf(Op.NDARRAY, _array_memory(node), flat)
 
 
@@ -257,10 +284,13 @@ class _ReadOnly:
 
 
 def _bytes(node: bytes, flat: Flat) -> None:
+    if len(node) > 1:  # shorter ones are the same for all of Python
+        flat.nodes.append(id(node))
     _leaf(Op.BYTES, _array_memory(np.frombuffer(node, np.uint8)) if node else torch.empty(0, dtype=torch.uint8), flat)
 
 
 def _untyped_storage(node: UntypedStorage, flat: Flat) -> None:
+    flat.nodes.append(id(node))
     _leaf(Op.UNTYPED, _storage_memory(node), flat)
 
 
@@ -268,6 +298,7 @@ def _typed_storage(node: TypedStorage, flat: Flat) -> None:
     row = BY_TORCH.get(node.dtype)
     if row is None:
         raise UnsupportedLeaf(f"a typed storage of {node.dtype}, which has no code on the wire; send its bytes")
+    flat.nodes.append(id(node))
     flat.spec.append(bytes([Op.TYPED, row.code]))
     flat.leaves.append(_storage_memory(node._untyped_storage))
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import UnsupportedLeaf
-from tensorpipe_ipc.wire.flatten import flatten, leaf_path
+from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, Written
 from tensorpipe_ipc.wire.metas import TensorMeta
@@ -77,11 +77,15 @@ class Outgoing(NamedTuple):
         return payload
 
 
-def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
+def encode(
+    tree: Any, serializer: Encoder, instead: bytes = b"", flat: Flat | None = None, *, apart: bool = False
+) -> Outgoing:
     """Make a message of a tree. Nothing is copied that the serializer does not copy.
 
     Args:
         instead: what stands in the place of the values of a tree that has none.
+        flat: the tree taken apart, where somebody has done that.
+        apart: each leaf is known to have memory of its own.
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
@@ -94,7 +98,7 @@ def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
         nbytes = len(payload)
         schema = _one_leaf(serializer.name, _ONE_TENSOR) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
         return Outgoing(schema, instead, [payload], nbytes, tree)
-    flat = flatten(tree)
+    flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
     values = _encode_values(flat.values) if flat.values else instead
     if len(values) > MAX_VALUES:
@@ -111,7 +115,7 @@ def encode(tree: Any, serializer: Encoder, instead: bytes = b"") -> Outgoing:
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
         return Outgoing(schema, values, [payload], nbytes, leaves)
-    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None), flat.spec)
+    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None), flat.spec, apart=apart)
     payloads: list[Any] = []
     spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
     metas = _encode_leaves(tree, leaves, serializer, shared, payloads)

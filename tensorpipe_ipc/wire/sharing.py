@@ -24,18 +24,24 @@ class Sharing:
     """
 
     def __init__(
-        self, leaves: list[torch.Tensor], wire_dtype: torch.dtype | None = None, spec: Sequence[bytes] = ()
+        self,
+        leaves: list[torch.Tensor],
+        wire_dtype: torch.dtype | None = None,
+        spec: Sequence[bytes] = (),
+        *,
+        apart: bool = False,
     ) -> None:
         """
         Args:
             wire_dtype: what wider floats cross as.
             spec: of the tree, in pieces. Bytes share memory with nobody on arrival, and an array whose items overlap would
                 be as large as it looks: such leaves are sent by themselves.
+            apart: each leaf is known to have memory of its own.
         """
         self._wire_dtype = wire_dtype
         self.spans: list[torch.Tensor] = []
         self.views: dict[int, bytes] = {}
-        if not _all_apart(leaves):
+        if not apart and not _all_apart(leaves):
             self._find(leaves, spec)
 
     def _find(self, leaves: list[torch.Tensor], spec: Sequence[bytes]) -> None:

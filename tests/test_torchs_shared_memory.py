@@ -1,0 +1,279 @@
+"""What the program put into torch's shared memory stays shared on its way through a Queue; all else is copied, as before."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_sharer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from crash_points import in_child, reap
+
+import tensorpipe_ipc as tp
+
+LIMIT = 20
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """torch's handles need multiprocessing's thread that hands out descriptors; it ends with the test."""
+    yield
+    resource_sharer.stop(timeout=5)
+    gc.collect()
+
+
+class Holder:
+    """No tree, but it can be pickled."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+def _shared(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape).share_memory_()
+
+
+def _module() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2).share_memory()
+
+
+# What is sent, and the tensor of it that both sides write to.
+SENT: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor]]] = {
+    "small": (lambda: _shared(3), lambda it: it),
+    "large": (lambda: _shared(1 << 17), lambda it: it[-9:]),
+    "no dimension": (lambda: _shared(), lambda it: it.view(1)),
+    "view with strides": (lambda: _shared(8, 6)[1::2, 3:].t(), lambda it: it[0]),
+    "expanded": (lambda: _shared(4, 1).expand(4, 3), lambda it: it[:, 0]),
+    "tree": (lambda: {"x": [_shared(4), torch.ones(3), 1], "y": (torch.ones(1 << 15),)}, lambda it: it["x"][0]),
+    "object": (lambda: Holder(x=_shared(4), y=torch.ones(3), z={1, 2}), lambda it: it.x),
+    "parameter": (lambda: torch.nn.Parameter(_shared(4)), lambda it: it.data),
+    "with gradient": (lambda: _shared(4).requires_grad_(), lambda it: it.detach()),
+    "module": (_module, lambda it: it.weight.data[0]),
+    "storage": (lambda: _shared(4).untyped_storage(), lambda it: torch.empty(0).set_(it)),
+}
+
+
+def _write_to_what_comes(there: Any, back: Any, name: str) -> None:
+    part = SENT[name][1]
+    it = there.get(timeout=LIMIT)
+    part(it).fill_(1)
+    back.put(type(it).__name__)
+    there.get(timeout=LIMIT)
+    back.put(part(it).tolist())
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_one_side_writes_the_other_sees(name: str) -> None:
+    """A tensor in torch's shared memory is the same memory on both sides, whatever it is sent in, and of any size."""
+    there, back = tp.Queue(), tp.Queue()
+    make, part = SENT[name]
+    sent = make()
+    child = in_child(lambda: _write_to_what_comes(there, back, name))
+    there.put(sent)
+    assert back.get(timeout=LIMIT) == type(sent).__name__
+    assert part(sent).eq(1).all()
+    part(sent).fill_(2)
+    there.put("go on")
+    assert set(back.get(timeout=LIMIT)) == {2.0}
+    assert reap(child) == 0
+    assert there.statistics().shared_by_torch >= 1
+
+
+def _collect(there: Any, ready: Any) -> None:
+    data = {"frames": torch.zeros(4, 3).share_memory_(), "reward": torch.zeros(4).share_memory_()}
+    there.put(data)
+    for step in range(1, 4):
+        ready[1].get(timeout=LIMIT)
+        data["frames"].fill_(step)
+        data["reward"].fill_(10 * step)
+        ready[0].put("ready")
+    ready[1].get(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_collector_sends_its_buffers_once_and_then_only_says_ready(method: str) -> None:
+    """A worker's shared dict of tensors is sent once; each later batch is seen in it."""
+    ctx = tp.get_context(method)
+    there, done, go = ctx.Queue(), ctx.Queue(), ctx.Queue()
+    worker = ctx.Process(target=_collect, args=(there, (done, go)))
+    worker.start()
+    data = there.get(timeout=LIMIT)
+    seen = []
+    for _ in range(3):
+        go.put("go")
+        assert done.get(timeout=LIMIT) == "ready"
+        seen.append((data["frames"].mean().item(), data["reward"].mean().item()))
+    go.put("end")
+    worker.join(LIMIT)
+    assert worker.exitcode == 0
+    worker.close()
+    assert seen == [(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]
+
+
+def test_two_views_of_shared_memory_arrive_as_two_views_of_it() -> None:
+    """Aliases stay aliases, one tensor twice arrives as one object, and what is beside them is copied."""
+    there = tp.Queue()
+    base, other = _shared(6), torch.zeros(6)
+    there.put([base, base[2:], base, other, other[1:]])
+    first, view, again, copied, of_copied = there.get(timeout=LIMIT)
+    assert first is again
+    base[2] = 5
+    assert (first[2].item(), view[0].item()) == (5.0, 5.0)
+    other[1] = 5
+    copied[1] = 7
+    assert of_copied[0] == 7, "what was copied is shared as it was, but not with the sender"
+    assert there.statistics().shared_by_torch == 1, "one storage, one handle"
+
+
+def test_what_is_not_in_torchs_shared_memory_is_copied_as_before(tmp_path: Path) -> None:
+    """Private memory, a lease, a tensor of the context's, an array on shared memory, and a mapped file are copied."""
+    ctx = tp.get_context("fork")
+    there = ctx.Queue()
+    there.put(torch.zeros(1 << 16))
+    (tmp_path / "data").write_bytes(bytes(4096))
+    mapped = torch.from_file(str(tmp_path / "data"), shared=True, size=16, dtype=torch.float32)
+    private = torch.from_file(str(tmp_path / "data"), shared=False, size=16, dtype=torch.float32)
+    lease = there.get()
+    for sent in (torch.zeros(3), lease, ctx.empty(1 << 16).zero_(), _shared(3).numpy(), mapped, private):
+        there.put([sent])
+        (got,) = there.get(timeout=LIMIT)
+        got[0] = 1
+        assert sent[0] == 0
+        del got
+    assert there.statistics().shared_by_torch == 0
+    del lease, sent
+
+
+def test_a_wish_for_arrays_is_kept() -> None:
+    """as_numpy gives arrays on the shared memory, in a tree and in an object, and refuses what NumPy lacks."""
+    there = tp.Queue()
+    sent = _shared(3)
+    for obj in ({"x": sent}, Holder(x=sent)):
+        there.put(obj)
+        got = there.get(as_numpy=True)
+        array = got["x"] if isinstance(got, dict) else got.x
+        assert type(array) is np.ndarray
+        array[0] += 1
+    assert sent[0] == 2
+    there.put(torch.zeros(2, dtype=torch.bfloat16).share_memory_())
+    with pytest.raises(tp.UnsupportedLeaf, match="bfloat16"):
+        there.get(as_numpy=True)
+
+
+def test_a_sender_that_was_killed_first_is_named_and_the_next_message_comes() -> None:
+    """Where a handle's sender is gone, get raises PeerLost with its number; the message is taken, and others are whole."""
+    there = tp.Queue()
+
+    def put_and_die() -> None:
+        there.put({"x": torch.zeros(3).share_memory_()})
+        there.put("next")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = in_child(put_and_die)
+    assert reap(child) == -signal.SIGKILL
+    with pytest.raises(tp.PeerLost, match=r"process \d+ sent a tensor .*Keep the sender alive"):
+        there.get(timeout=LIMIT)
+    assert there.get(timeout=LIMIT) == "next"
+    assert there.qsize() == 0
+
+
+def test_puts_that_end_in_full_or_an_error_keep_no_descriptor() -> None:
+    """A handle that was not sent is taken back: descriptors do not grow with tries, and the statistics do not count them."""
+    there = tp.Queue(1)
+    shared = _shared(3)
+    there.put(shared)  # the thread that hands out descriptors has its own now
+    before = len(os.listdir("/proc/self/fd"))
+    history = torch.ones(2, requires_grad=True) * 2
+    for _ in range(20):
+        with pytest.raises(tp.Full):
+            there.put([shared, 1], timeout=0)
+        with pytest.raises(tp.Full):
+            there.put_many([[shared]], timeout=0)
+        with pytest.raises(RuntimeError, match="history"):
+            there.put(Holder(x=shared, y=history))
+        with pytest.raises((AttributeError, TypeError)):
+            there.put([shared, lambda: 0])
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert there.statistics().shared_by_torch == 1
+    got = there.get()
+    got[0] = 1
+    assert shared[0] == 1
+
+
+def test_endpoints_copy_what_is_shared() -> None:
+    """A stranger has no share in the program's memory: a Consumer gets a copy."""
+    sent = _shared(3)
+
+    def produce() -> None:
+        with tp.Producer("inproc://copies") as producer:
+            producer.put({"x": sent}, timeout=LIMIT)
+
+    thread = threading.Thread(target=produce)
+    with tp.Consumer("inproc://copies") as consumer:
+        thread.start()
+        consumer.get(timeout=LIMIT)["x"][0] = 1
+        thread.join(LIMIT)
+    assert sent[0] == 0
+
+
+BY_NAME = """
+import os, torch, torch.multiprocessing, tensorpipe_ipc as tp
+torch.multiprocessing.set_sharing_strategy("file_system")
+there, back = tp.Queue(), tp.Queue()
+sent = torch.zeros(5).share_memory_()
+there.put([sent[1:], 3])
+if not (child := os.fork()):
+    there.get(timeout=20)[0][0] = 7
+    back.put("written")
+    os._exit(0)
+assert back.get(timeout=20) == "written"
+os.waitpid(child, 0)
+assert sent.tolist() == [0, 7, 0, 0, 0], sent
+"""
+
+
+def test_shared_by_name_it_needs_no_descriptor() -> None:
+    """With torch's strategy "file_system", writes are seen, too."""
+    done = subprocess.run([sys.executable, "-c", BY_NAME], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_quantized_tensor_crosses() -> None:
+    """torch's own queue sends one that cannot be read; ours arrives, alone and within anything."""
+    there = tp.Queue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates them
+        sent = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
+        for obj, part in (
+            (sent, lambda it: it),
+            ({"x": [sent]}, lambda it: it["x"][0]),
+            (Holder(x=sent), lambda it: it.x),
+        ):
+            there.put(obj)
+            got = part(there.get(timeout=LIMIT))
+            assert (got.q_scale(), got.q_zero_point(), got.dtype) == (0.5, 1, torch.qint8)
+            assert torch.equal(got.int_repr(), sent.int_repr())
+
+
+def test_history_is_refused_as_torch_refuses_it() -> None:
+    """torch's queue raises RuntimeError for a tensor with history, and code that expects it finds it; so do TypeErrors."""
+    there = tp.Queue()
+    history = torch.ones(2, requires_grad=True) * 2
+    for obj in (history, [history], Holder(x=history), _shared(2).requires_grad_() * 1):
+        for kind in (RuntimeError, TypeError, tp.UnsupportedLeaf):
+            with pytest.raises(kind, match="history"):
+                there.put(obj)
+    with contextlib.suppress(tp.Empty):
+        raise AssertionError(there.get_nowait())
