@@ -13,11 +13,13 @@ aligned word, which no kill can cut in two.
 * A consumer notes a message while it is being decoded: before ``get`` lets go of the ticket. So a message is in a
   journal, or its consumer was killed inside ``get``, and then it has to be among those that the queue counts as lost.
 * A consumer keeps its last large messages, and looks at their bytes again before it lets go.
+* Now and then it forks a helper, which outlives the leases or its parent, writes to them, forks another one, and ends; each
+  of them finds what it had inherited or written. Some of these forks fall into a put by reference that waits in a thread.
 
-The judge: what came was begun, came once, in its producer's order and intact (C1, C2, C3, C7); what is missing though its
-``put`` had returned is no more than what was counted as lost (C4, C5); at most one for each consumer killed; some living
-process goes on soon after each death (C6); in the end every place of the queue is free again, every block, and nothing
-is left in /dev/shm or among the supervisor's descriptors and mappings (C8).
+The judge: what came was begun, came once, in its producer's order and intact, under whatever forks and writes meanwhile
+(C1, C2, C3, C7); what is missing though its ``put`` had returned is no more than what was counted as lost (C4, C5); at most
+one for each consumer killed; some living process goes on soon after each death (C6); in the end every place of the queue is
+free again, every block, and nothing is left in /dev/shm or among the supervisor's descriptors and mappings (C8).
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,7 +67,8 @@ BACKLOG = 20_000  # messages at which the producers of an unbounded queue pause:
 LIFE = 600  # seconds after which a child ends by itself, should the supervisor be gone
 HANG = 20.0  # seconds without a message, while nobody is stopped: a hang
 BEGUN, RETURNED = 0, 1  # words of a producer's journal; a consumer's begins with its length
-PAUSE, STOP = 0, 1  # words of the board
+PAUSE, STOP, FORKS, TORN = 0, 1, 2, 3  # words of the board; how many helpers about, and what one found to be wrong
+HELPED = 25  # every how many large messages a consumer forks
 BROKEN = 1 << 39  # the bit of a consumer's entry which says that the content was wrong
 NUMBERS = BROKEN - 1
 
@@ -129,6 +134,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
 
     queue._codec.decode = noting  # type: ignore[method-assign]
     held: deque[Any] = deque()
+    helping = None if until_empty else Helping(queue, who, folder)
     going = True
     while going:
         try:
@@ -140,12 +146,81 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
         for _ in range(messages.count(None) - 1):  # those are for the others
             queue.put(None)
         held += [message for message in messages if message is not None and message[2].numel() >= LARGE]
+        if helping and held and messages[-1] is held[-1]:
+            messages.clear()
+            helping.perhaps(held, words)
         del messages
         while len(held) > HELD:
             check_again(held.popleft(), words)
     while held:
         check_again(held.popleft(), words)
     del queue._codec.decode
+
+
+class Helping:
+    """A consumer's helpers: processes that are forked while it has leases, and so have them, too."""
+
+    def __init__(self, queue: Queue, who: int, folder: str) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are reaped by the kernel
+        undertaker = queue._queue.undertaker
+        self.side = Queue(1, ctx=SimpleNamespace(tensorpipe_undertaker=lambda: undertaker))
+        self.side.put(None)
+        self.board, self.choose, self.large = journal(f"{folder}/board", 8), random.Random(who), 0
+
+    def perhaps(self, held: deque[Any], words: memoryview) -> None:
+        """Fork, if it is time. Half of the times while a thread is about to give the last lease away."""
+        self.large += 1
+        if self.large % HELPED:
+            return
+        if self.choose.random() < 0.5:
+            self.fork(list(held), depth=2)
+            return
+        box = [held.pop()]
+        thread = threading.Thread(target=self.side.put, args=(box[0],), kwargs={"move": True})
+        thread.start()
+        time.sleep(self.choose.choice((0, 0.001)))
+        self.fork([*held, *box], depth=1)
+        self.side.get()
+        thread.join()
+        box.clear()
+        held.append(self.side.get())
+        self.side.put(None)
+        check_again(held[-1], words)
+
+    def fork(self, inherited: list[Any], depth: int) -> None:
+        """A helper, and by it another one."""
+        self.board[FORKS] += 1
+        choose = random.Random(self.choose.random())
+        if os.fork():
+            return
+        try:
+            signal.alarm(LIFE)
+            self.help([message for message in inherited if len(message[2])], depth, choose)
+        except BaseException:
+            self.board[TORN] = BROKEN
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
+
+    def help(self, inherited: list[Any], depth: int, choose: random.Random) -> None:
+        """Look, write, look again; and have another one do so with what was there before or after."""
+        expected = [message[2].numpy().copy() for message in inherited]
+        for message, there in zip(inherited, expected, strict=True):
+            if depth and not np.array_equal(there, content_of(*message[:2])):
+                self.board[TORN] = entry_of(message) | BROKEN
+        writes_first = choose.random() < 0.5
+        for writes in (writes_first, not writes_first):
+            if writes:
+                for message, there in zip(inherited, expected, strict=True):
+                    first, last = sorted(choose.randrange(len(there)) for _ in range(2))
+                    there[first:last] = message[2].numpy()[first:last] = choose.randrange(256)
+            elif depth:
+                self.fork(inherited, 0)
+            time.sleep(choose.random() * 0.03)  # its parents and others go on, and use memory again
+        for message, there in zip(inherited, expected, strict=True):
+            if not np.array_equal(message[2].numpy(), there):
+                self.board[TORN] = entry_of(message) | BROKEN
 
 
 def begin(who: int) -> None:
@@ -229,12 +304,14 @@ class Figures:
     lost: int = 0  # counted by the queue: taken by consumers that were killed inside get
     silence: float = 0.0  # the longest time without a message, in seconds, while nobody was stopped
     missing: int = 0  # put had returned, and nobody got it
+    forks: int = 0  # by consumers and their helpers
     stalls: list[float] = dataclasses.field(default_factory=list)  # seconds from a death to a survivor's next message
 
     def __str__(self) -> str:
         stalls = sorted(self.stalls) or [0.0]
         return (
-            f"{self.kills:,} kills, {self.stops:,} stops, {self.put:,} messages put, {self.got:,} got, "
+            f"{self.kills:,} kills, {self.stops:,} stops, about {self.forks:,} forks of helpers, "
+            f"{self.put:,} messages put, {self.got:,} got, "
             f"{self.missing} missing, {self.lost} counted as lost with their consumers; after a death the next message "
             f"came within {statistics.median(stalls) * 1e3:.1f} ms (median), {stalls[len(stalls) * 99 // 100] * 1e3:.0f} "
             f"ms (99 %), {stalls[-1] * 1e3:.0f} ms (most); never was there none for over {self.silence:.2f} s"
@@ -432,6 +509,7 @@ class Round:
         """Drain, judge, and see that nothing is left."""
         inner = self.queue._queue
         inner.undertaker.look()
+        self.figures.forks += self.board[FORKS]
         consume(self.queue, 0, str(self.folder), until_empty=True)
         rest = journal(self.folder / "got0", JOURNAL_WORDS)
         self.judge.consumer(rest)
@@ -452,15 +530,24 @@ class Round:
                 raise AssertionError("the queue has more places than it should")
         for number in range(self.queue._queue.maxsize):
             assert self.queue.get(timeout=1) == number
+        until = time.monotonic() + HANG
+        while not (states := self.states_of_blocks()) <= {0, KEPT}:  # the last helpers may be at work
+            assert time.monotonic() < until, f"blocks that nobody has are not free: {sorted(map(hex, states))}"
+            time.sleep(0.01)
+        assert not self.board[TORN], f"a helper found what nobody wrote: {broken(np.array([self.board[TORN]]))}"
+
+    def states_of_blocks(self) -> set[int]:
+        """What blocks are in, and whose."""
         inner = self.queue._queue
         inner.leases.settle()
+        inner.undertaker.look()
+        inner.undertaker.bury_all()
         arena = inner.arena
-        states = {
+        return {
             arena.words[block >> 3] & HOLDER
             for start, kind, units, _ in arena._all_extents()
             for block in arena._blocks(start, kind, units)
         }
-        assert states <= {0, KEPT}, f"blocks that nobody has are not free: {sorted(map(hex, states))}"
 
 
 def held_by_this_process() -> tuple[int, int, set[str]]:
