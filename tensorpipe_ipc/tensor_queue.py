@@ -172,7 +172,9 @@ class Queue:
             copy: True: all tensors lie in memory of their own. False: they lie in shared memory, however small, as a
                 *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
                 from 32 KiB on, as long as this process has not too much under lease. Tensors without items, and
-                messages without tensors, have no memory and are the same in any case.
+                messages without tensors, have no memory and are the same in any case. A lease below a page costs a page.
+                What a child, forked while they are alive, writes to them stays its own. What *this* process writes later the
+                child may see, in pages that it has not written itself: what it is to keep as it is, it clones.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
                 are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
                 on the CPU.
