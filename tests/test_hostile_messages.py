@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import time
 from collections.abc import Iterator
@@ -174,6 +175,65 @@ def test_bytes_are_not_many_views_of_one_span() -> None:
     with _talk() as (consumer, raw):
         raw.say(pack(Kind.DATA, 1, schema), bytes(nbytes))
         assert "bytes that are a view" in _rejected(consumer)
+
+
+def _packed_keys(keys: list[Any]) -> list[bytes]:
+    """The frame of a dict with these keys."""
+    packed = [msgspec.msgpack.encode(key) for key in keys]
+    spec = b"\x22" + _u32(len(keys)) + b"".join(struct.pack("<H", len(key)) + key for key in packed) + bytes(len(keys))
+    return [pack(Kind.DATA, 1, _schema(spec, ()))]
+
+
+def _of_one_hash(count: int) -> list[Any]:
+    """Tuples of 0 and 2**61 - 1, which both hash to 0."""
+    return [tuple((number >> bit & 1) * ((1 << 61) - 1) for bit in range(13)) for number in range(count)]
+
+
+def _of_one_chain(count: int) -> list[Any]:
+    """Ints that differ in their hashes, and for each of which a dict goes by all of the others."""
+    mask, at, chain = (1 << (3 * count // 2).bit_length()) - 1, 0, []
+    for _ in range(count // 2):
+        chain.append(at)
+        at = at * 5 + 1 & mask
+    filled, found, number = set(chain), list[int](), mask
+    while len(found) < count - len(chain):
+        number += 1
+        at, perturb, looks = number & mask, number, 0
+        while at in filled and looks < 100:
+            perturb >>= 5
+            at, looks = at * 5 + perturb + 1 & mask, looks + 1
+        if looks == 100:
+            found.append(number)
+    return chain + found
+
+
+KEYS: dict[str, tuple[Any, bool]] = {
+    "8,192 tuples of one hash": (lambda: _of_one_hash(8192), False),
+    "5": (lambda: [*_of_one_hash(5), *range(8)], False),
+    "4": (lambda: [*_of_one_hash(4), *range(1, 9)], True),
+    "2,000 ints of one chain": (lambda: _of_one_chain(2000), False),
+    "131,000 ints": (lambda: list(range(131_000)), True),
+    "50,000 multiples of 2**44": (lambda: [number << 44 for number in range(50_000)], True),
+    "floats, negative ints and tuples": (
+        lambda: [key for n in range(1, 10_000) for key in (n + 0.5, -n, (n, "x"), str(n))],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_keys_that_a_dict_would_look_for_in_vain_are_refused(name: str) -> None:
+    """Keys made up to collide are refused, within the time that so many bytes may take; others arrive."""
+    make, comes = KEYS[name]
+    keys = make()
+    with _talk() as (consumer, raw):
+        raw.say(*_packed_keys(keys))
+        if comes:
+            assert list(consumer.get(PATIENCE)) == keys
+        else:
+            began = time.process_time()
+            assert re.search("keys of a dict that (hash alike|take over 48 looks)", _rejected(consumer))
+            assert time.process_time() - began < 5, "it takes minutes to find them"
 
 
 def test_an_expanded_tensor_is_moved_to_its_device_as_what_came() -> None:

@@ -27,6 +27,12 @@ Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
 
 
 _ONE_TENSOR = bytes([Op.TENSOR])
+_FEW_KEYS = 8  # of a dict, which cannot cost much, however they hash; and a dict's least size
+_MOST_ALIKE = 4  # keys of one hash: -1 and -2 have one, and numbers that are 2**61 - 1 apart
+_MOST_LOOKS = (
+    48  # a key, on average; by chance there are 0.7 in vain, and up to 21 of multiples of a large power of two
+)
+_SIZE_MASK = (1 << 64) - 1
 
 
 class Plan:
@@ -279,8 +285,42 @@ def _list_reader(children: list[Build]) -> Build:
     return lambda leaves, values: [child(leaves, values) for child in children]
 
 
+def _see_that_they_spread(keys: list[Any]) -> None:
+    """Refuse keys that a dict would look for again and again: made up by a peer, a megabyte of them takes it minutes.
+
+    What a str or bytes hashes to nobody can know. Of numbers, and tuples of them, everybody can. So the looks that a dict
+    takes are counted here, as it grows, by its own rule: twice as many lines as keys, and Ctrl-C is heard between them.
+    """
+    if sum(type(key) not in (str, bytes) for key in keys) <= _FEW_KEYS:
+        return
+    hashes = [hash(key) & _SIZE_MASK for key in keys]
+    alike = sorted(hashes)
+    if any(one == other for one, other in zip(alike, alike[_MOST_ALIKE:])):  # noqa: B905 - the second is shorter
+        raise ProtocolError(f"over {_MOST_ALIKE} keys of a dict that hash alike")
+    size = _FEW_KEYS
+    while True:
+        _count_looks(hashes[: size * 2 // 3], size - 1)
+        if size * 2 // 3 >= len(hashes):
+            return
+        size *= 2
+
+
+def _count_looks(hashes: list[int], mask: int) -> None:
+    table, left = bytearray(mask + 1), _MOST_LOOKS * (len(hashes) + 4)
+    for perturb in hashes:
+        at = perturb & mask
+        while table[at]:
+            perturb >>= 5
+            at = at * 5 + perturb + 1 & mask
+            left -= 1
+            if not left:
+                raise ProtocolError(f"{len(hashes)} keys of a dict that take over {_MOST_LOOKS} looks each to find")
+        table[at] = 1
+
+
 def _dict_reader(keys: list[Any], children: list[Build]) -> Build:
-    if len(set(keys)) != len(keys):
+    _see_that_they_spread(keys)
+    if len(dict.fromkeys(keys)) != len(keys):
         raise ProtocolError("a dict with the same key twice")
     if all(child is _next_leaf for child in children):
         return lambda leaves, values: dict(zip(keys, leaves))  # noqa: B905 - leaves go on after the last key
