@@ -84,7 +84,7 @@ def corpus() -> list[Frames]:
                     continue
     offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
     for terms in (None, header.SharedMemoryTerms("auto", 1000), header.SharedMemoryTerms("require", 0, offer, 5, "no")):
-        hello = header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 3, (5, 6, 7), terms)
+        hello = header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 3, shared_memory=terms)
         found.append([header.pack_control(header.Kind.HELLO, hello)])
         found.append([header.pack_control(header.Kind.WELCOME, hello)])
     found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
@@ -134,8 +134,8 @@ def written() -> list[Frames]:
     offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
     terms = header.SharedMemoryTerms("auto", 1000)
     ends = [
-        header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 0, None, terms, 99, 1),
-        header.Hello("producer", SOMEBODY, 8, "raw", (), 0, (5, 6, 7), terms, 1 << 40),
+        header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 0, shared_memory=terms, end=99, round=1),
+        header.Hello("producer", SOMEBODY, 8, "raw", (), 0, shared_memory=terms, end=1 << 40),
     ]
     return [[packed(Rendezvous((25, 1 << 33), end, (offer,) * count))] for end in ends for count in (0, 1, 2)]
 

@@ -6,6 +6,7 @@ import contextlib
 import re
 import struct
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,6 +235,46 @@ def test_keys_that_a_dict_would_look_for_in_vain_are_refused(name: str) -> None:
             began = time.process_time()
             assert re.search("keys of a dict that (hash alike|take over 48 looks)", _rejected(consumer))
             assert time.process_time() - began < 5, "it takes minutes to find them"
+
+
+# -- frames
+
+
+@pytest.mark.parametrize("frame", [b"", b"x"])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_frames_that_belong_to_no_message_are_let_go(is_known: bool, frame: bytes) -> None:
+    """50,000 frames in one message, from a stranger or a peer: they are dropped as they are read, and the next one comes."""
+    with tp.Consumer("many", shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        if is_known:
+            raw.say(hello("producer"))
+            children.wait_until(lambda: _served(consumer))
+        before = consumer.statistics().rejected
+        raw.say(*exchange.sent("of too many", sequence=1), *[frame] * 50_000)
+        tracemalloc.start()
+        while consumer.statistics().rejected == before and tracemalloc.get_traced_memory()[1] < 1 << 20:
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0.02)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 1 << 20, "Python holds more than came"
+        if not is_known:
+            raw.say(hello("producer"))
+        raw.say(*exchange.sent("next", sequence=2))
+        assert consumer.get(PATIENCE) == "next"
+
+
+def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:
+    """A get that does not wait does not wait for 100,000 frames of nothing either."""
+    with _talk() as (consumer, raw):
+        raw.say(*exchange.sent("of too many", sequence=1), *[b""] * 100_000)
+        longest, deadline = 0.0, time.monotonic() + PATIENCE
+        while not consumer.statistics().rejected:
+            assert time.monotonic() < deadline
+            began = time.process_time()
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0)
+            longest = max(longest, time.process_time() - began)
+        assert longest < 0.5
 
 
 def test_an_expanded_tensor_is_moved_to_its_device_as_what_came() -> None:

@@ -1,12 +1,13 @@
-"""Fragments: with keys, a long frame goes as several. Who has not shown a key yet can make a binder hold one of them only.
+"""Fragments: over tcp, and with keys, a long frame goes as several. Before it has shown a key, an end can make a binder hold
+one of them only.
 
 libzmq reads a frame to its end before it looks at what is in it, and so also one of somebody whom it does not know yet. How
 long a frame may be it has one limit for, which is the same before and after. So that limit is a fragment's::
 
     frame of n bytes    FRAGMENT | FRAGMENT | ... | the rest: fewer than FRAGMENT bytes, perhaps none
 
-One of exactly ``FRAGMENT`` bytes is followed by the next one. Both ends do so, as either both have keys or they do not talk.
-To join them costs a copy; to encrypt them costs several times as much.
+One of exactly ``FRAGMENT`` bytes is followed by the next one. Both ends do so: either both have keys or they do not talk.
+Over tcp large payloads come in pieces that are shorter anyway (``unacknowledged``). To join the rest costs a copy.
 """
 
 from __future__ import annotations

@@ -207,8 +207,11 @@ class Link(Meeting):
         )
 
     def _hear(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
-        if not len(frames[-1]):
+        surplus = self.socket.surplus
+        if surplus or not len(frames[-1]):
             self._hear_cut_off(routing, frames)
+            if surplus:
+                raise ProtocolError(surplus)
             return None
         header = unpack(frames[0])
         kind = header.kind

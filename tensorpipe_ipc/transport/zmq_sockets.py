@@ -59,6 +59,10 @@ _HEARTBEATS = {
 }
 # Bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word.
 _LARGEST = 1 << 40
+# Frames that a message has beside those of ``BULK`` bytes or more, and the rest of each where long ones are cut: the sender's
+# name, the header, an empty one that ends what was cut off. An empty frame is two bytes on the wire, and hundreds here.
+_FRAMES = 4
+_SURPLUS_AT_ONCE = 5000
 
 
 class Unreachable(Exception):
@@ -73,6 +77,8 @@ class FrameSocket:
         binds: whether this end has the address.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
             Over inproc, where there is no monitor, they all are number 1.
+        surplus: of the message that ``receive`` returned, how many frames it had, of which the first few were kept: more
+            than a message of so many bytes has. "" of others.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
     """
 
@@ -109,11 +115,15 @@ class FrameSocket:
         self._is_shown = False  # whether anybody has asked for fileno
         self._frames: list[Any] = []  # of the message that is being received
         self._saved: deque[list[Any]] = deque()  # messages that came by a connection that ended
+        self._came = 0  # bytes of them
+        self.surplus = ""
+        self._surplus = False  # whether it has more frames than a message of so many bytes has: they are not kept
         self._torn = False  # whether that was cut short
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
         self._receives = receives
         self._has_keys = security is not None
+        self._cuts = self._has_keys or address.scheme == "tcp"
         self._handshakes: Handshakes | None = None
         self._gate: Gate | None = None
         self._gate_fd = -1
@@ -139,7 +149,7 @@ class FrameSocket:
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._has_keys else _LARGEST,
+            zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._cuts else _LARGEST,
             zmq.LINGER: 0,
             zmq.RCVTIMEO: _SLICE_MS,
             zmq.RECONNECT_IVL: 200 if self._has_keys else 10,  # with the wrong ones it goes on for ever
@@ -220,7 +230,7 @@ class FrameSocket:
         self._is_silent = False
         if self._monitored and not self.is_connected():
             raise Unreachable
-        if self._has_keys:
+        if self._cuts:
             frames = in_fragments(frames)
         send, last = self._socket.send, len(frames) - 1
         trackers = []
@@ -298,27 +308,42 @@ class FrameSocket:
                 if 0 < timeout < SLICE and not self._socket.poll(max(1, int(timeout * 1000))):
                     return None
                 self._torn = True
+                self._came = 0
                 self._receive_frame(_WAIT if timeout >= SLICE else _DO_NOT_WAIT)
-                while frames[-1].more:
+                while frames[-1].more and not self._surplus:
+                    self._came += len(frames[-1])
+                    self._surplus = len(frames) > _FRAMES + 2 * self._came // BULK
                     self._receive_frame(_DO_NOT_WAIT)  # libzmq has the whole message
             except zmq.Again:
                 self._torn = False
                 return None
             self._torn = False
+        if self._surplus and not self._drop_surplus():
+            return None
         if not self._receives:
             self._heard = frames[-1]
         routing = frames[0].bytes if self.binds else b""
         buffers = [frame.buffer for frame in frames[self.binds :]]
-        return routing, joined(buffers) if self._has_keys else buffers
+        return routing, joined(buffers) if self._cuts else buffers
 
     def _mend(self) -> None:
         """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""
         if not self._frames or self._frames[-1].more:
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv(_LAST, copy=False)
-            self._frames = []
+            self._frames, self._surplus = [], False
             self.torn_at = time.monotonic()
         self._torn = False
+
+    def _drop_surplus(self) -> bool:
+        """Let frames go that belong to no message: a few thousand in each turn, so that waits end in time. Whether all are."""
+        for _ in range(_SURPLUS_AT_ONCE):
+            if not self._socket.getsockopt(zmq.RCVMORE):
+                self.surplus = f"a message of {self._came} bytes in over {len(self._frames) - 1} frames"
+                self._surplus = False
+                return True
+            self._socket.recv(_LAST, copy=False)
+        return False
 
     def _receive_frame(self, flags: tuple[int]) -> None:
         """One step in C from libzmq to the list: an exception comes before it or after it."""
@@ -326,7 +351,7 @@ class FrameSocket:
 
     def received(self) -> None:
         """The message that ``receive`` returned has been dealt with."""
-        self._frames = []
+        self._frames, self.surplus = [], ""
 
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
@@ -365,7 +390,7 @@ class FrameSocket:
         """Save what came by a connection that ended, and drop what was to go by it."""
         try:
             while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-                self._saved.append(self._socket.recv_multipart(_LAST, copy=False))
+                self._saved.append(_without_surplus(self._socket.recv_multipart(_LAST, copy=False)))
         except BaseException:  # a signal's handler raised
             self.torn_at = time.monotonic()
             raise
@@ -464,6 +489,16 @@ class FrameSocket:
         if self._gate is not None:
             self._gate.close()
         self._socket.close(linger=int(linger * 1000))
+
+
+def _without_surplus(frames: list[Any]) -> list[Any]:
+    """Return a message's frames, and of one that has too many the first few, which are no message."""
+    came = 0
+    for count, frame in enumerate(frames):
+        if count > _FRAMES + 2 * came // BULK:
+            return frames[:count]
+        came += len(frame)
+    return frames
 
 
 def library() -> tuple[str, str, bool]:
