@@ -1,0 +1,270 @@
+"""What is one object in an object that is put is one object in what get returns, as multiprocessing.Queue keeps it.
+
+Whatever went through the queue before: its objects may go as trees or as pickles, and nobody can tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tensorpipe_ipc as tp
+
+LIMIT = 20
+
+
+class Node:
+    """Any object: what it has, anything may refer to."""
+
+
+class Slotted:
+    __slots__ = ("left", "right")
+
+
+@tp.register_type
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@tp.register_type
+@dataclasses.dataclass(eq=False)
+class Record:
+    left: Any
+    right: Any
+
+
+class Reduced:
+    """Counts how often it is reduced."""
+
+    count = 0
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        Reduced.count += 1
+        return Reduced, self.parts
+
+
+HISTORIES: list[list[Any]] = [[], [3], [torch.ones(2)], [{"x": torch.ones(2)}, None], [None, [1, torch.ones(2)]]]
+_VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Any:
+    """An object graph: what is made later refers to what was made before, some more than once, and some back to later ones."""
+    made: list[Any] = [draw(_VALUES)]
+    for _ in range(draw(st.integers(0, 9))):
+        few = [draw(st.sampled_from(made)) for _ in range(draw(st.integers(0, 3)))]
+        left, right = (few + [None, None])[:2]
+        kind = draw(st.sampled_from("list tuple dict node slotted pair record tensor large array bytes value".split()))
+        if kind == "list":
+            made.append(few)
+        elif kind == "tuple":
+            made.append(tuple(few))
+        elif kind == "dict":
+            made.append({draw(st.sampled_from(["a", 1, (2, "b")])): each for each in few})
+        elif kind in ("node", "slotted", "pair", "record"):
+            made.append(_instance(kind, left, right))
+        elif kind in ("tensor", "large"):
+            size = 3 if kind == "tensor" else 1 << 14
+            made.append(torch.full((size,), float(len(made)), requires_grad=draw(st.booleans())))
+        elif kind == "array":
+            made.append(np.full(draw(st.sampled_from([0, 2])), len(made)))
+        else:
+            made.append(b"%d" % len(made) * 3 if kind == "bytes" else draw(_VALUES))
+    whole = made[-1] if draw(st.booleans()) else made
+    for back in [each for each in made if type(each) in (list, dict, Node)][:1]:
+        if draw(st.booleans()):
+            _refer(back, draw(st.sampled_from([made[-1], back])))
+    return whole
+
+
+def _instance(kind: str, left: Any, right: Any) -> Any:
+    if kind == "pair":
+        return Pair(left, right)
+    if kind == "record":
+        record = Record(left, right)
+        record.more = 1  # type: ignore[attr-defined]  # what is no field travels, too
+        return record
+    made: Any = Node() if kind == "node" else Slotted()
+    made.left, made.right = left, right
+    return made
+
+
+def _refer(back: Any, to: Any) -> None:
+    if type(back) is list:
+        back.append(to)
+    elif type(back) is dict:
+        back["back"] = to
+    else:
+        back.left = to
+
+
+def _parts(obj: Any) -> list[Any]:
+    if isinstance(obj, dict):
+        return [*obj.keys(), *obj.values()]
+    if isinstance(obj, (list, tuple)):
+        return list(obj)
+    if isinstance(obj, (Node, Record)):
+        return [vars(obj)[name] for name in sorted(vars(obj))]
+    return [obj.left, obj.right] if isinstance(obj, Slotted) else []
+
+
+def same_graph(one: Any, other: Any) -> None:
+    """See that two object graphs have the same types, values and identities, all the way round."""
+    there: dict[int, Any] = {}
+    back: dict[int, Any] = {}
+    todo, alive = [(one, other)], list[Any]()
+    while todo:
+        a, b = todo.pop()
+        assert type(a) is type(b), (a, b)
+        if isinstance(a, (int, float, str, type(None))) or (type(a) in (tuple, bytes) and not a):
+            assert a == b or (a != a and b != b), (a, b)
+            continue
+        assert there.setdefault(id(a), b) is b, f"{type(a)}: one object there is two here"
+        assert back.setdefault(id(b), a) is a, f"{type(a)}: two objects there are one here"
+        if any(a is each for each in alive):
+            continue
+        alive.append(a)
+        if isinstance(a, (torch.Tensor, np.ndarray)):
+            assert a.dtype == b.dtype
+            assert a.tolist() == b.tolist()
+            assert getattr(a, "requires_grad", None) == getattr(b, "requires_grad", None)
+        elif isinstance(a, bytes):
+            assert a == b
+        else:
+            mine, theirs = _parts(a), _parts(b)
+            assert len(mine) == len(theirs)
+            todo += zip(mine, theirs, strict=True)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(graph=graphs(), history=st.sampled_from(HISTORIES))
+def test_any_graph_of_objects_arrives_as_pickle_makes_it(graph: Any, history: list[Any]) -> None:
+    """Types, values and identities are those of a pickle round trip, after any history, and twice over."""
+    there = _one_queue()
+    expected = pickle.loads(pickle.dumps(graph, 5))  # noqa: S301 - our own
+    for before in history:
+        there.put(before)
+        there.get(timeout=LIMIT)
+    for _ in range(2):
+        there.put(graph)
+        same_graph(expected, there.get(timeout=LIMIT))
+    there.put_many([graph, graph])
+    for got in there.get_many(2, timeout=LIMIT):
+        same_graph(expected, got)
+
+
+_queues: list[tp.Queue] = []
+
+
+def _one_queue() -> tp.Queue:
+    if not _queues:
+        _queues.append(tp.Queue())
+    return _queues[0]
+
+
+@pytest.fixture(autouse=True)
+def _drop_the_queue() -> Any:
+    yield
+    _queues.clear()
+
+
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_a_list_twice_is_one_list(history: list[Any]) -> None:
+    """The same list, dict, tensor, array, storage or tensor in two lists arrives as the same object."""
+    there = tp.Queue()
+    for before in history:
+        there.put(before)
+        there.get(timeout=LIMIT)
+    tensor = torch.ones(3)
+    for part in ([], [1], {"a": 1}, tensor, np.ones(3), tensor.untyped_storage(), b"bytes", torch.nn.Parameter(tensor)):
+        for whole in ([part, part], {"a": part, "b": [part]}, (part, 1, [part])):
+            there.put(whole)
+            got = there.get(timeout=LIMIT)
+            first, second = (got["a"], got["b"][0]) if isinstance(got, dict) else (got[0], got[-1])
+            assert first is (second[0] if isinstance(got, tuple) else second)
+    itself: list[Any] = [tensor]
+    itself.append(itself)
+    there.put(itself)
+    got = there.get(timeout=LIMIT)
+    assert got[1] is got
+
+
+@pytest.mark.parametrize("move", [False, True])
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_an_object_is_reduced_once_for_a_put(history: list[Any], move: bool) -> None:
+    """__reduce__ runs once, with tensors beside the object or not, by reference or not; and not at all for a tree."""
+    ctx = tp.get_context("fork")
+    there = ctx.Queue()
+    for before in history:
+        there.put(before)
+        there.get(timeout=LIMIT)
+    for make in (
+        lambda: Reduced(1),
+        lambda: [Reduced(torch.ones(2)), torch.ones(3)],
+        lambda: {"x": ctx.empty(1 << 15).zero_(), "y": Reduced()},
+        lambda: Reduced(ctx.empty(1 << 15).zero_()),
+        lambda: [Reduced(torch.eye(3).to_sparse_csr().values())],
+    ):
+        obj = make()
+        Reduced.count = 0
+        there.put(obj, move=move)
+        assert Reduced.count == 1
+        got = there.get(timeout=LIMIT)
+        assert type(got) is type(obj)
+        del got, obj
+
+
+def test_what_cannot_be_pickled_raises_once_and_the_queue_goes_on() -> None:
+    """An object whose pickling fails after some of it was done costs nothing, whatever came before."""
+    there = tp.Queue(1)
+    for history in HISTORIES:
+        for before in history:
+            there.put(before)
+            there.get(timeout=LIMIT)
+        Reduced.count = 0
+        with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+            there.put([torch.ones(3), Reduced(torch.ones(1 << 15)), lambda: 0])
+        assert Reduced.count == 1
+        assert there.empty()
+
+
+def test_kinds_of_dicts_and_lists_keep_their_types() -> None:
+    """An OrderedDict, a Counter and a memory-mapped array's copy arrive as what they are, next to tensors."""
+    there = tp.Queue()
+    sent = [OrderedDict(b=torch.ones(2), a=1), Counter("aab"), {1, 2}, torch.Size([2]), range(3)]
+    for _ in range(2):
+        there.put(sent)
+        assert list(map(type, there.get(timeout=LIMIT))) == list(map(type, sent))
+        there.put(1)
+        assert there.get(timeout=LIMIT) == 1
+
+
+def test_a_registered_type_that_has_no_name_crosses_all_the_same() -> None:
+    """A NamedTuple of a function's own cannot be pickled; registered, it crosses as a tree, after any history."""
+
+    class Local(NamedTuple):
+        x: Any
+
+    tp.register_type(Local)
+    there = tp.Queue()
+    for history in HISTORIES:
+        for before in history:
+            there.put(before)
+            there.get(timeout=LIMIT)
+        there.put(Local(torch.ones(2)))
+        got = there.get(timeout=LIMIT)
+        assert type(got) is Local
+        there.put([Local(3)])
+        assert there.get(timeout=LIMIT) == [Local(3)]
