@@ -74,6 +74,7 @@ from tensorpipe_ipc.wire.header import (
 __all__ = ["Link"]
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+_ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
 MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
 
@@ -115,6 +116,7 @@ class Link(Meeting):
         self.rejected = 0
         self.last_rejection = ""
         self._refusal: Exception | None = None
+        self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self.socket = FrameSocket(
@@ -259,7 +261,7 @@ class Link(Meeting):
         if not isinstance(error, VersionMismatch):
             return
         if self.socket.binds:
-            self._say(routing, pack_refusal(f"this binder refuses: {error}"))
+            self._answer(routing, pack_refusal(f"this binder refuses: {error}"))
         elif not self.peers:
             self._refusal = error
 
@@ -272,7 +274,17 @@ class Link(Meeting):
             return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
-            self._say(routing, pack_control(Kind.HELLO, self.own_hello(None)))
+            self._answer(routing, pack_control(Kind.HELLO, self.own_hello(None)))
+
+    def _answer(self, routing: bytes, frame: bytes) -> None:
+        """Say something to an end that is no peer, unless it was answered just now: it may ask for ever, and never read."""
+        now = time.monotonic()
+        if now - self._answered.get(routing, 0.0) < _ANSWER_AGAIN:
+            return
+        if len(self._answered) >= MOST_PEERS:
+            self._answered.clear()
+        self._answered[routing] = now
+        self._say(routing, frame)
 
     def _hear_hello(self, routing: bytes, header: Header) -> None:
         if not self.socket.binds:  # a binder that does not know us asks who we are
@@ -293,7 +305,7 @@ class Link(Meeting):
             if routing in self.peers:
                 self._leaves(self.peers[routing], "was refused")
             self.refuse_spare(hello)
-            self._say(routing, pack_refusal(reason))
+            self._answer(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
 

@@ -17,6 +17,7 @@ nothing waits in ZeroMQ beyond them.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import time
@@ -341,6 +342,7 @@ class FrameSocket:
             if not self._socket.getsockopt(zmq.RCVMORE):
                 self.surplus = f"a message of {self._came} bytes in over {len(self._frames) - 1} frames"
                 self._surplus = False
+                _give_back_memory()
                 return True
             self._socket.recv(_LAST, copy=False)
         return False
@@ -499,6 +501,13 @@ def _without_surplus(frames: list[Any]) -> list[Any]:
             return frames[:count]
         came += len(frame)
     return frames
+
+
+def _give_back_memory() -> None:
+    """Have malloc give back what libzmq held many frames in, at 64 bytes each: it would keep it for more of them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+    if trim is not None:
+        trim(0)
 
 
 def library() -> tuple[str, str, bool]:
