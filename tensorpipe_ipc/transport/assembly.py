@@ -28,7 +28,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.wire.dtypes import BY_CODE, times_as_wide
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
-from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.restoring import restore_bytes
 from tensorpipe_ipc.wire.schema import schema_of
 
@@ -38,6 +38,7 @@ _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for: restored, they are 64 KiB at most
+_TOGETHER = 1 << 20  # bytes of short pieces that wait as one
 _WIDEST = 8  # times as many bytes that what was narrowed may be
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
@@ -187,6 +188,10 @@ class Assembly:
         if not self._restores:
             return placed._replace(start=self._filled, codes=(0, 0))
         if not self._runs or self._runs[-1].codes != codes:
+            if self._runs and self._filled - self._runs[-1].begin < BULK:
+                raise ProtocolError(
+                    f"dtypes that change twice within {self._filled - self._runs[-1].begin} bytes of pieces"
+                )
             self._runs.append(_Run(self._filled, self._grown, times, codes))
         return placed
 
@@ -199,9 +204,25 @@ class Assembly:
                 _place(waiting, self._region)
             self._waiting = []
         if self._region is None:
-            self._waiting.append(placed)
+            self._wait(placed)
         else:
             _place(placed, self._region)
+
+    def _wait(self, placed: _Placed) -> None:
+        """Keep a piece for later. Short ones are put together: each costs some hundred bytes beside its own."""
+        piece, last = placed.piece, self._waiting[-1] if self._waiting else None
+        if len(piece) >= BULK:
+            self._waiting.append(placed)
+        elif (
+            last is None
+            or last.codes != placed.codes
+            or type(last.piece) is not bytearray
+            or len(last.piece) >= _TOGETHER
+        ):
+            self._waiting.append(placed._replace(piece=bytearray(piece)))
+        else:
+            last.piece.extend(piece)
+            self._waiting[-1] = last._replace(end=placed.end)
 
     def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
         """The message whose header has come, with the frames that came in pieces; without, where any is missing."""
@@ -228,7 +249,7 @@ class Assembly:
 class _Placed(NamedTuple):
     """A piece, and where it belongs."""
 
-    piece: memoryview
+    piece: memoryview | bytearray
     start: int
     end: int
     codes: tuple[int, int]  # of the dtypes that it is of and is restored to; (0, 0): it stays as it is
@@ -280,7 +301,7 @@ def _place(placed: _Placed, region: memoryview) -> None:
     """Copied by NumPy: a memoryview's own copy is a slow one where formats differ."""
     piece, start, end, codes = placed
     if any(codes):
-        restore_bytes(region[start:end], piece, *codes)
+        restore_bytes(region[start:end], memoryview(piece), *codes)
     else:
         np.frombuffer(region, np.uint8)[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
 

@@ -187,6 +187,40 @@ def test_no_memory_is_asked_for_that_has_not_come(codes: tuple[int, int], times:
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("size", [2, 1000])
+@pytest.mark.parametrize("restores", [True, False])
+def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int, restores: bool) -> None:
+    """Pieces of two bytes cost what they hold until memory is asked for, and every item is in its place then."""
+    narrow = torch.arange(100_000).half()
+    octets, total = narrow.view(torch.uint8).numpy().tobytes(), 200_000
+    frames = [memoryview(octets[at : at + size]) for at in range(0, total, size)]
+    heads = [_piece(at, total, 2 * total) for at in range(0, total, size)]
+    building = Assembly(1, piece_of(heads[0]), Regions(), restores=restores)
+    kept = (total - (1 << 14)) // size
+    tracemalloc.start()
+    try:
+        began = tracemalloc.get_traced_memory()[0]
+        for head, frame in zip(heads[:kept], frames[:kept], strict=True):
+            assert building.add(head, frame)
+        assert tracemalloc.get_traced_memory()[0] - began < 2 * kept * size + (1 << 16)
+    finally:
+        tracemalloc.stop()
+    for head, frame in zip(heads[kept:], frames[kept:], strict=True):
+        assert building.add(head, frame)
+    assert building._region is not None
+    found = torch.from_numpy(np.frombuffer(building._region, np.float32 if restores else np.float16).copy())
+    assert torch.equal(found, narrow.float() if restores else narrow)
+
+
+def test_dtypes_of_pieces_change_as_those_of_large_payloads_do() -> None:
+    """A part of another dtype begins where a payload does, and such a payload has 64 KiB: more of them is refused."""
+    building = Assembly(1, Piece(0, 300_000, 450_000), Regions())
+    assert building.add(_piece(0, 300_000, 450_000), memoryview(bytes(1 << 16)))
+    assert building.add(_piece(1 << 16, 300_000, 450_000, 0, 0), memoryview(bytes(64)))
+    with pytest.raises(ProtocolError, match="change twice within 64 bytes"):
+        building.add(_piece((1 << 16) + 64, 300_000, 450_000), memoryview(bytes(64)))
+
+
 HEADS = {
     "less than came": (0, 64, 63, F16, F32),
     "more than there are floats of": (0, 64, 8 * 64 + 1, F16, F32),
