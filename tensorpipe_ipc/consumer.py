@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,14 +24,15 @@ from tensorpipe_ipc.errors import (
     UnsupportedLeaf,
 )
 from tensorpipe_ipc.guard import Guard
-from tensorpipe_ipc.limits import check_bool, check_count, deadline_of, remaining
+from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.get_end import is_a_signals
-from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT
+from tensorpipe_ipc.transport.peer import How, Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.role import how_to_accept
 from tensorpipe_ipc.transport.shared_memory import lease_from
@@ -67,13 +68,26 @@ class ConsumerStatistics:
     """The producers that are attached, in words."""
     transport: str
     """How messages travel, and why so."""
+    ended: int = 0
+    """Producers that said goodbye."""
+    failed: int = 0
+    """Producers that ended by an exception."""
+    vanished: int = 0
+    """Producers that went without a goodbye, or were given up."""
 
 
 class Consumer:
     """The end that messages are taken out of. One or many producers put them in, in this process or another.
 
     One side binds the endpoint, the others connect; who starts first does not matter. Messages of one producer come in the
-    order in which they were put. Iterating takes messages until every producer has said goodbye.
+    order in which they were put.
+
+    A *stream* ends when its producers have left, and all that they put is taken. How it ended ``get`` tells once: by
+    ``EndOfStream`` where all said goodbye, by ``StreamFailed`` where an exception ended one of them, by ``PeerLost`` where one
+    went without a word, or messages of its did not come. The next ``get`` waits for the next stream. Iterating ends with the
+    stream.
+
+    Leaving a ``with`` block by an exception tells the producers that this end failed, and why.
     """
 
     def __init__(
@@ -89,6 +103,8 @@ class Consumer:
         maxsize: int = 64,
         shared_memory: Literal["auto", "off", "require"] = "auto",
         security: Curve | None = None,
+        producers: int | Literal["auto"] | None = "auto",
+        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         """Open the end. It does not wait for anybody.
 
@@ -111,6 +127,11 @@ class Consumer:
             shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
                 frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
             security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
+            producers: when a stream ends. "auto": as soon as all producers that came have left, and one came. A number: when so
+                many have left, however late they come. None: never, as for a server; then one that fails or vanishes is logged
+                and counted, and not raised.
+            peer_timeout: seconds after the last sign of life until a producer counts as gone that is out of sight: on another
+                host, or with another runtime folder. Producers of this user on this host are seen to be there or not.
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
@@ -135,6 +156,8 @@ class Consumer:
             shared_memory=shared_memory,
             security=security,
             restores=restore and copy is not True and self._arrival.unstage is None,
+            producers=_number_of(producers),
+            peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
         )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0
@@ -158,9 +181,10 @@ class Consumer:
 
         Raises:
             Empty: nothing came in time.
-            EndOfStream: every producer has said goodbye, and all is taken.
-            PeerLost: all producers are gone, and one went without a goodbye; it is told once. Or a message lay in the GPU
-                memory of one that is gone (``cuda_ipc``).
+            EndOfStream: the producers of the stream said goodbye, and all is taken; told once.
+            StreamFailed: they have left, all that they put is taken, and an exception ended one of them; told once.
+            PeerLost: they have left, and one went without a goodbye, or messages of its did not come; told once. Or a message
+                lay in the GPU memory of one that is gone (``cuda_ipc``).
             UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
                 NumPy lacks. It is dropped.
             OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``), or than ``device``
@@ -170,7 +194,7 @@ class Consumer:
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
                 may hold). The message comes again. Or this process cannot read the GPU memory that the message lay in
                 (``cuda_ipc``): then it is dropped.
-            Closed: the end is closed or was forked.
+            Closed: the end is closed, also by another thread meanwhile, or was forked.
             Busy: another thread uses it.
         """
         deadline = deadline_of(timeout)
@@ -184,7 +208,7 @@ class Consumer:
         except BaseException:  # a signal's handler raised, when the message was taken: the next get returns it
             if taken is not NOTHING:
                 self._link.kept.append(taken)
-                with suppress(Busy, Closed), self._guard:
+                with contextlib.suppress(Busy, Closed), self._guard:
                     self._link.refresh()
             raise
         self._messages += 1
@@ -204,29 +228,43 @@ class Consumer:
             return self._link.fileno()
 
     def statistics(self) -> ConsumerStatistics:
-        """A snapshot of what happened so far."""
-        link = self._link
+        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        if self._guard.closed and not self._guard.foreign:
+            return self._statistics()
         with self._guard:
-            return ConsumerStatistics(
-                messages=self._messages,
-                bytes=self._bytes,
-                lost=link.lost,
-                duplicates=link.duplicates,
-                rejected=link.rejected,
-                last_rejection=link.last_rejection,
-                peers=tuple(str(peer) for peer in link.peers.values()),
-                transport=link.transport(),
-            )
+            return self._statistics()
+
+    def _statistics(self) -> ConsumerStatistics:
+        link = self._link
+        return ConsumerStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            lost=link.lost,
+            duplicates=link.duplicates,
+            rejected=link.rejected,
+            last_rejection=link.last_rejection,
+            peers=() if self._guard.closed else tuple(str(peer) for peer in link.peers.values()),
+            transport=link.transport(),
+            ended=link.left[How.GOODBYE],
+            failed=link.left[How.FAILED],
+            vanished=link.left[How.LOST],
+        )
 
     def close(self) -> None:
-        """Say goodbye to the producers and close. Messages that were not taken are lost, and they are told. Again: nothing."""
-        if self._guard.closed or self._guard.foreign:
-            return
-        with self._guard:
-            self._finish()
+        """Say goodbye to the producers and close. Messages that were not taken are lost, and they are told. Again: nothing.
+
+        Any thread may do it. One that waits in ``get`` meanwhile gets ``Closed`` within 100 ms.
+        """
+        with self._guard.to_close() as is_open:
+            if is_open:
+                self._finish()
 
     def __iter__(self) -> Iterator[Any]:
-        """Take messages until every producer has said goodbye."""
+        """Take messages until the stream ends.
+
+        Raises:
+            StreamFailed, PeerLost: as ``get``, where it does not end well.
+        """
         while True:
             try:
                 yield self.get()
@@ -245,16 +283,18 @@ class Consumer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._link.ending = ending_by(value)
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._guard.closed else "open"
+        state = self._guard.state
         return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
 
     def _get(self, deadline: float | None) -> tuple[Any, int]:
         """A tree and its bytes. Once a message is taken, nothing is called that a signal's handler could interrupt."""
         link = self._link
         while True:
+            self._guard.check()
             if link.kept:
                 taken = link.kept[0]
                 del link.kept[0]
@@ -288,8 +328,9 @@ class Consumer:
                 else:
                     link.taken(peer, header)
                     return taken
-            elif not link.socket.has_incoming():
+            elif not link.socket.has_incoming() or link.is_late(deadline):
                 self._raise_if_ended()
+                link.complain_if_alone()
                 if left <= 0:
                     raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
 
@@ -362,17 +403,22 @@ class Consumer:
     def _raise_if_ended(self) -> None:
         if not self._link.has_ended():
             return
-        vanished, self._link.vanished = self._link.vanished, []
-        if vanished:
-            told = "; ".join(map(str, vanished))
-            raise PeerLost(f"{self.endpoint}: no producer is left, and not all said goodbye: {told}")
+        unwell = self._link.next_stream()
+        if unwell:
+            told = "; ".join(map(str, unwell))
+            raise lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
         raise EndOfStream(f"{self.endpoint}: every producer has said goodbye, and all is taken")
+
+
+def _number_of(producers: Any) -> int | None:
+    """How many producers a stream has; 0: as many as come."""
+    return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
 
 
 def _close(link: ReceiveLink, guard: Guard) -> None:
     """Close a consumer's link; also when the consumer was dropped, and at exit. It must not know the consumer itself."""
     if guard.foreign or guard.closed:
         return
-    guard.closed = True
-    told = link.say_goodbye()
+    guard.closed = guard.closing = True
+    told = link.say_goodbye(link.ending)
     link.close(linger=1.0 if told else 0.0)

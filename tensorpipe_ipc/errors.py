@@ -6,7 +6,8 @@
     ├── Closed(ValueError)            an end used after close, or in a fork of the process that owns it
     ├── ShutDown                      the queue was shut down (queue.ShutDown too, where Python has it)
     ├── EndOfStream                   every producer said goodbye; nothing more comes
-    ├── PeerLost(ConnectionError)     the other process died or vanished
+    ├── PeerLost(ConnectionError)     the other end is gone and had not said goodbye, or had not taken all
+    │   └── StreamFailed              the other end was left by an exception: its type and text
     ├── Busy(RuntimeError)            two threads used one end at once
     ├── Full(queue.Full)              no room within the time allowed
     ├── Empty(queue.Empty)            no message within the time allowed
@@ -39,6 +40,7 @@ __all__ = [
     "Refused",
     "SharedMemoryError",
     "ShutDown",
+    "StreamFailed",
     "TensorPipeError",
     "UnknownSerializer",
     "UnsupportedLeaf",
@@ -62,11 +64,23 @@ class ShutDown(TensorPipeError, _QueueShutDown):  # type: ignore[valid-type, mis
 
 
 class EndOfStream(TensorPipeError):
-    """Every producer said goodbye and every message was taken. Iterating an end stops here."""
+    """The stream has ended: the producers said goodbye, and every message was taken. It is raised once for each stream."""
 
 
 class PeerLost(TensorPipeError, ConnectionError):
-    """The process at the other end died or vanished without saying goodbye."""
+    """The other end is gone without a goodbye, or with messages that it had not taken."""
+
+
+class StreamFailed(PeerLost):
+    """The other end failed: an exception left its ``with`` block.
+
+    Attributes:
+        failure: the type and text of that exception, at most 1 KiB of them.
+        origin: in words, the end that raised it; the end at the other side, or one before that which it passed on.
+    """
+
+    failure = ""
+    origin = ""
 
 
 class Busy(TensorPipeError, RuntimeError):

@@ -1,10 +1,14 @@
-"""Guard: one end, one thread at a time, in the process that made it, until it is closed."""
+"""Guard: one end, one thread at a time, in the process that made it, until it is closed.
+
+Any thread may close an end. It says so first, and whoever waits in a use of the end looks for that in every slice.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tensorpipe_ipc.errors import Busy, Closed
 
@@ -19,13 +23,14 @@ class Guard:
 
     Attributes:
         closed: set when the end is closed.
+        closing: set when a thread is about to close it.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "_what", "closed")
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "_what", "closed", "closing")
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
-        self.closed = False
+        self.closed = self.closing = False
         self._what = what
         self._pid = os.getpid()
         self._lock = threading.RLock()  # which knows its owner
@@ -49,12 +54,43 @@ class Guard:
         try:
             if not self._lock.acquire(False):
                 raise Busy(f"{self._what} is in use by another thread; give each thread an end of its own")
-            if self.closed:
-                raise Closed(f"{self._what} is closed")
+            self.check()
         except BaseException:
             if self._is_owned():
                 self._lock.release()
             raise
+
+    def check(self) -> None:
+        """See that the end is open, and nobody is about to close it.
+
+        Raises:
+            Closed: it is not, or somebody is.
+        """
+        if self.closing:
+            raise Closed(f"{self._what} is closed")
+
+    @contextmanager
+    def to_close(self) -> Iterator[bool]:
+        """Wait until nobody uses the end, to close it. Yield whether it still is to be closed.
+
+        Another thread that uses it ends with ``Closed`` within a slice.
+
+        Raises:
+            Busy: this thread's signal handler interrupted a use.
+        """
+        if self.closed or self.foreign:
+            yield False
+            return
+        if self._is_owned():
+            raise Busy(f"{self._what} is in use by what this signal's handler interrupted")
+        self.closing = True
+        with self._lock:
+            yield not self.closed
+
+    @property
+    def state(self) -> str:
+        """In words, for ``repr``."""
+        return f"of pid {self._pid}, forked" if self.foreign else "closed" if self.closed else "open"
 
     @property
     def foreign(self) -> bool:

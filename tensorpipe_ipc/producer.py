@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.errors import Full, PeerLost
+from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.guard import Guard
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
@@ -23,8 +23,9 @@ from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT
 from tensorpipe_ipc.transport.on_device import Lender
-from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.peer import Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.sending import Held, SendLink
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
@@ -52,7 +53,7 @@ class ProducerStatistics:
     in_flight: int
     """Messages that no consumer has taken yet."""
     lost: int
-    """Messages that were in flight when the consumer that had them left."""
+    """Messages that were in flight when the consumer that had them left. What ``get`` had returned there is not among them."""
     resent: int
     """Messages sent again, as it was not known whether they had come when a connection broke (over tcp)."""
     rejected: int
@@ -83,6 +84,11 @@ class Producer:
 
     One side binds the endpoint, the others connect; who starts first does not matter. A message goes to one consumer: with
     several, to the one that has least to do.
+
+    Leaving a ``with`` block waits until all is taken, as ``flush`` does, up to ``linger`` seconds. It raises ``PeerLost`` for
+    what was not, or warns of it where an exception is on its way. An exception that leaves the block, ``KeyboardInterrupt``
+    and ``sys.exit(3)`` among them, ends the stream as *failed*: its consumers get ``StreamFailed``, after all that was put,
+    with the type and text of it. So does what a consumer in the block raises because the stage before this one failed.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Producer:
         linger: float = 5.0,
         security: Curve | None = None,
         cuda_ipc: bool = False,
+        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         """Open the end. It does not wait for anybody.
 
@@ -117,6 +124,8 @@ class Producer:
                 (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the consumer's own.
                 Such a message is lost if this process ends before it was taken. Else they are staged, and ``statistics()``
                 says why. With ``wire_dtype`` they always are.
+            peer_timeout: seconds after the last sign of life until a consumer counts as gone that is out of sight: on another
+                host, or with another runtime folder. Consumers of this user on this host are seen to be there or not.
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.
@@ -137,6 +146,7 @@ class Producer:
             serializer=serializer,
             shared_memory=shared_memory,
             security=security,
+            peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
         )
         self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
         if cuda_ipc:
@@ -145,7 +155,8 @@ class Producer:
         self._guard = Guard(f"Producer on {self._link.endpoint}")
         self._messages = self._bytes = self._waits = 0
         self._seconds_waited = 0.0
-        self._finish = weakref.finalize(self, _close, self._link, self._guard, linger)
+        self._linger = linger
+        self._finish = weakref.finalize(self, _close_or_warn, self._link, self._guard, linger)
 
     @property
     def endpoint(self) -> str:
@@ -181,10 +192,14 @@ class Producer:
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
+        held = None
         handover = self._handover_of(tree) if move else None
-        message = encode(tree, self._serializer if handover else staged(self._narrowing or self._serializer))
-        said = None if handover is None else moving.placed(message, handover)
-        held = None if handover is None or said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
+        if handover is not None:
+            message = encode(tree, self._serializer)
+            said = moving.placed(message, handover)
+            held = None if said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
+        if held is None:
+            message = encode(tree, staged(self._narrowing or self._serializer))
         deadline = deadline_of(timeout)
         with self._guard:
             self._send(message, deadline, lend=timeout is None, held=held)
@@ -229,6 +244,23 @@ class Producer:
         """``put(tree, timeout=0)``."""
         self.put(tree, 0)
 
+    def wait_for(self, consumers: int = 1, timeout: float | None = None) -> None:
+        """Wait until so many consumers are attached.
+
+        Args:
+            consumers: at least 1.
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            Full: fewer came in time.
+        """
+        check_count(consumers, "consumers")
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._link.drain()
+            while self._link.settled < consumers:
+                self._wait(deadline, f"{self._link.settled} of {consumers} consumers attached")
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that was put has been taken.
 
@@ -239,7 +271,8 @@ class Producer:
 
         Raises:
             Full: some were not taken in time. Who holds them is named.
-            PeerLost: a consumer left with messages that it had not taken. They are lost; it is told once.
+            PeerLost: a consumer left with messages that it had not taken. They are lost; it is told once. ``StreamFailed``
+                where an exception ended that consumer.
         """
         deadline = deadline_of(timeout)
         with self._guard:
@@ -249,38 +282,49 @@ class Producer:
             self._tell_of_losses()
 
     def statistics(self) -> ProducerStatistics:
-        """A snapshot of what happened so far."""
-        link, lenders = self._link, list((self._lenders or {}).values())
+        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        if self._guard.closed and not self._guard.foreign:
+            return self._statistics()
         with self._guard:
-            link.drain()
-            link.look_around()
-            return ProducerStatistics(
-                messages=self._messages,
-                bytes=self._bytes,
-                in_flight=link.in_flight,
-                lost=link.lost,
-                resent=link.resent,
-                rejected=link.rejected,
-                last_rejection=link.last_rejection,
-                waits=self._waits,
-                seconds_waited=self._seconds_waited,
-                peers=tuple(str(peer) for peer in link.peers.values() if peer.settled),
-                transport=link.transport(),
-                overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
-                worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
-                on_device=sum(lender.on_device for lender in lenders),
-                staged_because=next((each.staged_because for each in lenders if each.staged_because), ""),
-            )
+            self._link.drain()
+            self._link.look_around()
+            return self._statistics()
+
+    def _statistics(self) -> ProducerStatistics:
+        link, lenders = self._link, list((self._lenders or {}).values())
+        peers = () if self._guard.closed else tuple(str(peer) for peer in link.peers.values() if peer.settled)
+        return ProducerStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            in_flight=link.in_flight,
+            lost=link.lost,
+            resent=link.resent,
+            rejected=link.rejected,
+            last_rejection=link.last_rejection,
+            waits=self._waits,
+            seconds_waited=self._seconds_waited,
+            peers=peers,
+            transport=link.transport(),
+            overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
+            worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
+            on_device=sum(lender.on_device for lender in lenders),
+            staged_because=next((each.staged_because for each in lenders if each.staged_because), ""),
+        )
 
     def close(self) -> None:
         """Wait up to ``linger`` seconds until all messages are taken, say goodbye and close. Again: nothing.
 
-        A warning says how many messages were not taken, if any.
+        A warning says how many messages were not taken, if any. Any thread may do it. One that waits in ``put`` or ``flush``
+        meanwhile gets ``Closed`` within 100 ms.
         """
-        if self._guard.closed or self._guard.foreign:
-            return
-        with self._guard:
-            self._finish()
+        untaken = self._close()
+        if untaken:
+            warnings.warn(untaken, RuntimeWarning, stacklevel=2)
+
+    def _close(self) -> str:
+        """Close, and return what was not taken, in words."""
+        with self._guard.to_close() as is_open:
+            return _close(self._link, self._guard, self._linger) if is_open and self._finish.detach() else ""
 
     def __enter__(self) -> Producer:
         """Itself.
@@ -294,11 +338,18 @@ class Producer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._link.ending = ending_by(value)
+        untaken, left_behind = self._close(), self._link.left_behind
+        self._link.left_behind = []
+        told = "; ".join(filter(None, [*map(_lost_with, left_behind), untaken]))
+        if told and value is None:
+            raise lost_or_failed(f"{self.endpoint}: {told}", [peer for peer, _ in left_behind])
+        if told:
+            warnings.warn(f"{self.endpoint}: {told}", RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = "closed" if self._guard.closed else "open"
-        return f"<Producer {self.endpoint} {state} put={self._messages} in_flight={self._link.in_flight}>"
+        in_flight = "" if self._guard.foreign else f" in_flight={self._link.in_flight}"
+        return f"<Producer {self.endpoint} {self._guard.state} put={self._messages}{in_flight}>"
 
     def _handover_of(self, tree: Any) -> Handover | None:
         """The block that the tree's tensors lie in and may leave with, if they do."""
@@ -337,8 +388,7 @@ class Producer:
         link.raise_refusal()
         if link.is_stale():
             link.drain()
-            if link.shares_memory:  # into which one can put for long after the other end is gone
-                link.look_around()
+            link.look_around()  # one can put for long after the other end is gone
         peer = link.choose()
         if peer is None:
             link.drain()
@@ -355,17 +405,22 @@ class Producer:
         return peer
 
     def _wait(self, deadline: float | None, what: str) -> None:
+        self._guard.check()
         left = remaining(deadline)
         if left <= 0:
             raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.trouble()}")
         self._link.wait(left)
+        self._link.complain_if_alone()
         self._link.raise_refusal()
 
     def _tell_of_losses(self) -> None:
         losses, self._link.left_behind = self._link.left_behind, []
         if losses:
-            told = "; ".join(f"{peer} with {count} messages that it had not taken" for peer, count in losses)
-            raise PeerLost(f"{self.endpoint}: {told}")
+            raise lost_or_failed(f"{self.endpoint}: {'; '.join(map(_lost_with, losses))}", [peer for peer, _ in losses])
+
+
+def _lost_with(loss: tuple[Peer, int]) -> str:
+    return f"{loss[0]} with {loss[1]} messages that it had not taken"
 
 
 def _lent(
@@ -375,11 +430,18 @@ def _lent(
     return lender.in_one_block(message)
 
 
-def _close(link: SendLink, guard: Guard, linger: float) -> None:
-    """Close a producer's link; also when the producer was dropped, and at exit. It must not know the producer itself."""
+def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
+    """Close a producer's link when the producer was dropped, or at exit."""
+    untaken = _close(link, guard, linger)
+    if untaken:
+        warnings.warn(untaken, RuntimeWarning, stacklevel=2)
+
+
+def _close(link: SendLink, guard: Guard, linger: float) -> str:
+    """Close a producer's link. Return what was not taken, in words. It must not know the producer itself."""
     if guard.foreign or guard.closed:
-        return
-    guard.closed = True
+        return ""
+    guard.closed = guard.closing = True
     deadline = deadline_of(linger)
     try:
         if link.in_flight:
@@ -388,11 +450,10 @@ def _close(link: SendLink, guard: Guard, linger: float) -> None:
             link.wait(remaining(deadline))
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
-        told = link.say_goodbye()
+        told = link.say_goodbye(link.ending)
         link.close(max(linger if left else min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0)
-    if left:
-        warnings.warn(
-            f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    return (
+        f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}"
+        if left
+        else ""
+    )

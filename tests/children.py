@@ -26,7 +26,9 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import containers
+import raw_ends
 import torch
+import zmq
 import zoo
 
 import tensorpipe_ipc as tp
@@ -424,6 +426,59 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
         return value
 
     return result
+
+
+def take_all_that_is_there(consumer: tp.Consumer) -> list[Any]:
+    """Take messages until there is none."""
+    found = []
+    with contextlib.suppress(tp.Empty):
+        while True:
+            found.append(consumer.get_nowait())
+    return found
+
+
+def put_and_leave(endpoint: str, *trees: Any) -> None:
+    """Put trees by a producer that is open meanwhile only."""
+    with tp.Producer(endpoint) as producer:
+        for tree in trees:
+            producer.put(tree, PATIENCE)
+
+
+def fail_after(ends: Ends, endpoint: str, count: int, text: str) -> None:
+    """Put some numbers, and leave the producer by an exception."""
+    with contextlib.suppress(ValueError), tp.Producer(endpoint) as producer:
+        for number in range(count):
+            producer.put(number, PATIENCE)
+        raise ValueError(text)
+
+
+def leave_by(ends: Ends, text: str) -> None:
+    """Leave the child's producer by an exception."""
+    with contextlib.suppress(ValueError), ends.producer:
+        raise ValueError(text)
+
+
+def flood(ends: Ends, endpoint: str, role: str) -> None:
+    """Say garbage and greetings that are refused to an endpoint, by many connections, until killed."""
+    garbage = [raw_ends.hello(role), b"garbage"]
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(raw_ends.RawEnd(endpoint)) for _ in range(4)]
+        while True:
+            for raw in crowd:
+                for frame in garbage:
+                    with contextlib.suppress(zmq.Again):
+                        raw.say_at_once(frame)
+
+
+def be_stage(ends: Ends, upstream: str, downstream: str) -> str:
+    """Pass on what comes, plus 1, until it ends. Returns how it ended."""
+    try:
+        with tp.Producer(downstream) as producer:
+            for number in ends.consumer:
+                producer.put(number + 1, PATIENCE)
+    except tp.TensorPipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "well"
 
 
 def put_numbers_and_close(ends: Ends, name: str, count: int) -> None:

@@ -35,6 +35,10 @@ class RawEnd:
         """Send one message; a ROUTER to the one that it last heard from."""
         self._socket.send_multipart([*([self.peer] if self.binds else []), *frames])
 
+    def say_at_once(self, frame: bytes) -> None:
+        """Send a message of one frame, or raise zmq.Again."""
+        self._socket.send(frame, zmq.NOBLOCK)
+
     def hear(self) -> list[bytes]:
         """The frames of the next message."""
         assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"

@@ -181,10 +181,7 @@ def test_producers_that_come_and_go() -> None:
             with Child() as child:
                 child.call(children.open_producer, "station")
                 child.begin(children.put_numbers_and_close, name, 10)
-                got: list[Any] = []
-                while not got:  # the end of the last stream is said until the next one begins
-                    got = list(consumer)
-                assert got == [(name, number) for number in range(10)]
+                assert list(consumer) == [(name, number) for number in range(10)]
                 child.result()
         assert consumer.statistics().messages == 30
         assert consumer.statistics().peers == ()
@@ -207,17 +204,20 @@ def test_the_stream_goes_on_while_one_producer_is_left() -> None:
         assert consumer.get(PATIENCE) == "late"
 
 
-def test_the_end_of_a_stream_is_said_again() -> None:
-    """After the last goodbye every get says so, and iterating again ends at once."""
+def test_the_end_of_a_stream_is_said_once() -> None:
+    """After the last goodbye one get says so; the next one waits for the next stream, and takes what comes in that."""
     with tp.Consumer("ended") as consumer:
         with tp.Producer("ended") as producer:
             putting = in_thread(lambda: producer.put(1, PATIENCE))
             assert consumer.get(PATIENCE) == 1
             putting()
-        for _ in range(2):
-            with pytest.raises(tp.EndOfStream, match="every producer has said goodbye"):
-                consumer.get(PATIENCE)
-        assert list(consumer) == []
+        with pytest.raises(tp.EndOfStream, match="every producer has said goodbye"):
+            consumer.get(PATIENCE)
+        with pytest.raises(tp.Empty, match="no producer is attached: .* said goodbye"):
+            consumer.get(0.05)
+        putting = in_thread(lambda: children.put_and_leave("ended", 2))
+        assert list(consumer) == [2]
+        putting()
 
 
 def test_a_batch_of_a_training_step() -> None:

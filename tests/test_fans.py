@@ -292,6 +292,8 @@ def test_what_a_message_costs_does_not_grow_with_the_number_of_consumers(
             assert len(looks) <= (1 if number else 6)
         assert sorted(taken) == list(range(60))
         monkeypatch.undo()
+        for consumer in crowd:
+            children.take_all_that_is_there(consumer)
 
 
 @ONLY_SHARED_MEMORY

@@ -109,7 +109,7 @@ def test_a_partition_is_noticed_and_heals(line: Line, ways: tuple[str, ...]) -> 
     noticing = in_thread(lambda: _noticed(lambda: str(line.producer.statistics().peers), began))
     for seconds in (_noticed(empty, began), noticing()):
         assert seconds < NOTICED + MARGIN
-    with pytest.raises(tp.Full, match=r"no room in time: consumer pid .* \(alive, not heard of for \d\.\d s\)"):
+    with pytest.raises(tp.Full, match=r"no room in time: consumer pid .* \(present, not heard of for \d\.\d s\)"):
         line.producer.put(2, 0)
     line.proxy.heal()
     healed = time.monotonic()

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.process import is_alive
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.peer import Peer
@@ -144,4 +143,4 @@ def _is_passing(binder: Peer, error: SharedMemoryError) -> bool:
     assert binder.hello.shared_memory is not None
     assert binder.hello.shared_memory.offer is not None
     before, binder.missed = binder.missed, binder.hello.shared_memory.offer.token
-    return not is_alive(binder.identity) or (error.errno in (errno.ENOENT, errno.ESRCH) and binder.missed != before)
+    return binder.sight.is_gone() or (error.errno in (errno.ENOENT, errno.ESRCH) and binder.missed != before)

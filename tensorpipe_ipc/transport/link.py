@@ -20,7 +20,7 @@ noticed and none is taken twice. While it waits, a connector repeats its HELLO e
 WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
 
 **When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
-and what it had not taken is lost. Over tcp the line may have. So a producer keeps what was not acknowledged
+and what it had not taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged
 (``unacknowledged``), and a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and
 Empty name it and say how long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
 direction, and it is looked at every half second; it connects anew by itself. By each new connection the consumer counts its
@@ -28,10 +28,13 @@ direction, and it is looked at every half second; it connects anew by itself. By
 consumer takes each message that is its next, and drops the others. So every message is taken once and in order, however
 often the line breaks, and a break costs what was in flight, once more.
 
-One that is away is waited for as long as its process is seen to live, from the same host; one that cannot be seen has
-``peer.PATIENCE`` seconds. After that, and at once when its process is seen to be dead or another end answers in its place,
-it counts as gone: what was kept for it is lost, and told once by PeerLost. If it comes back even then, the two go on with
-what is put from then on, and the consumer counts the gap.
+One that is away is waited for as long as its end is seen to be open (``presence``). One that is out of sight is given up
+``peer_timeout`` seconds after its last sign of life. Then, and at once when its end is seen to be gone or another answers
+in its place, it counts as gone: what was kept for it is lost, and told once by PeerLost. If it comes back, the two go on
+with what is put from then on, and the consumer counts the gap.
+
+**How an end ended** GOODBYE says, and so does the end's own file, with how far it had come with each peer. So what was on its
+way when a connection broke is counted exactly, and a goodbye is known for one though it never left.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
 How they come to it stands in ``meeting``, ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and
@@ -42,12 +45,13 @@ There is no thread: whatever has arrived is dealt with inside put, get, flush an
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
-from tensorpipe_ipc.process import identity, is_alive
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import parse
@@ -55,27 +59,37 @@ from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
-from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.peer import How, Peer
+from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight
 from tensorpipe_ipc.transport.role import misfit
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
 from tensorpipe_ipc.wire.header import (
+    Ending,
     Header,
     Hello,
     Kind,
     Refusal,
     cut,
-    pack,
+    ending_of,
     pack_control,
+    pack_goodbye,
     pack_refusal,
     unpack,
     unpack_control,
 )
 
-__all__ = ["Link"]
+__all__ = ["PEER_TIMEOUT", "Link", "log"]
+
+log = logging.getLogger("tensorpipe_ipc")
 
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
+PEER_TIMEOUT = 60.0  # seconds
+_AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
+_ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
+_COMPLAINT = 5.0  # seconds
+_NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
 MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
 
 
@@ -83,7 +97,10 @@ class Link(Meeting):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
     Attributes:
+        presence: this end's own; None within one process.
         peers: those who are there, by routing id.
+        peer_timeout: seconds until a peer out of sight is given up.
+        ending: how this end ends, when it does.
         last_left: the one that left last, None as long as none did.
         lost: messages that were in flight when a peer left, or that a connection swallowed.
         rejected: incoming messages that were dropped because they broke a rule.
@@ -98,6 +115,7 @@ class Link(Meeting):
         window: int,
         shared_memory: str = "auto",
         security: Curve | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         super().__init__()
         if security is not None and not isinstance(security, Curve):
@@ -109,7 +127,9 @@ class Link(Meeting):
         self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
         self.window = window
         self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
-        self.end = int.from_bytes(os.urandom(7), "little")
+        self.peer_timeout = peer_timeout
+        self.ending = Ending()
+        self._alone_since = 0.0
         self.peers: dict[bytes, Peer] = {}
         self.last_left: Peer | None = None
         self.lost = 0
@@ -122,6 +142,9 @@ class Link(Meeting):
         self.socket = FrameSocket(
             address, bind=bind, receives=self.role == "consumer", security=security, told=self.reject
         )
+        self.presence = Presence() if address.scheme != "inproc" else None
+        self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
+        self.folder = self.presence.folder if self.presence is not None else 0
         self._board = NoticeBoard()
         self._post()
 
@@ -135,14 +158,17 @@ class Link(Meeting):
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
 
-    def say_goodbye(self) -> bool:
-        """Tell everybody who lives that nothing more comes from here. Whether there was anybody.
+    def say_goodbye(self, ending: Ending) -> bool:
+        """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.
 
-        Not the dead: what is sent to them never leaves, and closing would wait for it as long as it may linger.
+        Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
         self.hear_claimants()
-        living = [peer for peer in self.peers.values() if is_alive(peer.identity)]
-        told = [self._say(peer.routing, pack(Kind.GOODBYE, peer.sent)) for peer in living]
+        there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
+        told = [self._say(peer.routing, pack_goodbye(self.position(peer), ending)) for peer in there]
+        if self.presence is not None:
+            framed = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
+            self.presence.close(LastWords(ending, {peer.hello.end: self.position(peer) for peer in framed}))
         return any(told)
 
     # -- what comes in
@@ -190,15 +216,38 @@ class Link(Meeting):
         return data
 
     def drain(self) -> None:
-        """Deal with all that has arrived, and do not wait."""
+        """Deal with what has arrived, and do not wait; with no more than can be dealt with at once."""
         self.introduce(0)
-        while self.socket.has_incoming():
+        until = time.monotonic() + _AT_ONCE
+        while self.socket.has_incoming() and time.monotonic() < until:
             self.pump(0)
         self._drained = time.monotonic()
 
     def is_stale(self) -> bool:
         """Whether it is long ago that the last was drained: somebody may have said goodbye since."""
         return time.monotonic() - self._drained > _STALE
+
+    def is_late(self, deadline: float | None) -> bool:
+        """Return whether a deadline is over, and so is the time for what has come meanwhile."""
+        return deadline is not None and time.monotonic() > deadline + _AT_ONCE
+
+    def complain_if_alone(self) -> None:
+        """Log, once, that this end has waited for some seconds, and nobody ever came. To be called in each slice of a wait."""
+        if self.peers or self.last_left is not None or self._alone_since < 0:
+            return
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since > _COMPLAINT:
+            self._alone_since = -1.0
+            log.warning("%s has waited for %.0f s: %s%s", self.endpoint, _COMPLAINT, self.why_alone(), self.trouble())
+
+    def why_alone(self) -> str:
+        """Say that nobody has come, and what may be the reason."""
+        other = "consumer" if self.role == "producer" else "producer"
+        turned_away = (
+            f"; {self.rejected} times somebody was turned away: {self.last_rejection}" if self.rejected else ""
+        )
+        return f"no {other} has come to {self.endpoint} yet{turned_away}"
 
     def reject(self, error: Exception, peer: Peer | None = None) -> None:
         """Count a message that was dropped. Say whose it was, where that is known."""
@@ -234,7 +283,7 @@ class Link(Meeting):
             elif kind == Kind.PIECE:
                 self.piece(peer, header, frames)
             else:
-                self._leaves(peer, "said goodbye")
+                self._ends(peer, ending_of(header), header.sequence)
         elif kind == Kind.HELLO:
             self._hear_hello(routing, header)
         elif self.socket.binds:
@@ -303,7 +352,7 @@ class Link(Meeting):
         if reason:
             self.reject(Refused(reason))
             if routing in self.peers:
-                self._leaves(self.peers[routing], "was refused")
+                self._leaves(self.peers[routing], How.REFUSED)
             self.refuse_spare(hello)
             self._answer(routing, pack_refusal(reason))
             return
@@ -317,8 +366,8 @@ class Link(Meeting):
             return peer
         if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
-                self._leaves(peer, "vanished")
-            peer = self.peers[routing] = Peer(routing, hello)
+                self._leaves(peer, How.LOST)
+            peer = self.peers[routing] = Peer(routing, hello, self._sight_of(hello))
             self.met(peer)
         self._refusal = None
         peer.hello = hello
@@ -346,8 +395,25 @@ class Link(Meeting):
         if peer.queue is not None:
             self.shares(peer)
 
-    def _leaves(self, peer: Peer, how: str) -> None:
+    def _sight_of(self, hello: Hello) -> Sight:
+        """See Meeting."""
+        if self.presence is None:
+            return Sight()
+        return Sight(hello.end, hello.folder, self.presence.why_not or "it says that it has no runtime folder")
+
+    def _ends(self, peer: Peer, ending: Ending, position: int) -> None:
+        """A peer ends, and has come so far with this end."""
+        if peer.queue is None:
+            self.ended_at(peer, position)
+        peer.ending = ending
+        self._leaves(peer, How.FAILED if ending.failure else How.GOODBYE)
+
+    def _leaves(self, peer: Peer, how: How) -> None:
         if peer.routing in self.peers:
+            last_words = peer.sight.last_words() if how is How.LOST else None
+            if last_words is not None:
+                self._ends(peer, last_words.ending, self._position_of(last_words))
+                return
             self.transport()  # it is told as it last was
             peer.leave(how)
             self.last_left = peer
@@ -365,9 +431,14 @@ class Link(Meeting):
 
     def disconnect(self, linger: float) -> None:
         """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
+        if self.presence is not None:
+            self.presence.close(None)
+        for peer in self.peers.values():
+            peer.sight.close()
         self.spares.close()
         self._board.close()
         self.socket.close(linger)
+        self.peers.clear()
 
     def transport(self) -> str:
         """How messages travel, and why so."""
@@ -383,7 +454,7 @@ class Link(Meeting):
         for peer in list(self.peers.values()):
             if self._is_gone(peer, again):
                 # of what an exception tore since it was last heard, its goodbye may have been the last
-                self._leaves(peer, "said goodbye" if self.socket.torn_at > peer.heard else "vanished")
+                self._leaves(peer, How.GOODBYE if self.socket.torn_at > peer.heard else How.LOST)
                 again = True
         self.see_to_deserted()
         if again and self.socket.binds:
@@ -392,29 +463,40 @@ class Link(Meeting):
             self.greet()
 
     def _is_gone(self, peer: Peer, again: bool) -> bool:
-        """Whether nothing more can come from a peer: its connection ended, and all that came by it was taken.
-
-        A dead process is not enough: what it sent last may still be on its way. Only where a child that was forked from it
-        holds the connection open, or another has bound its address, will that never end; then half a second of silence has
-        to do. Of one whose messages lie in a queue nothing but a goodbye can be on its way.
-        """
-        dead = not is_alive(peer.identity)
+        """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
+        gone = peer.sight.is_gone()
         if not self.socket.binds:
             connected = self.socket.is_connected()
-        elif dead or again:  # repeats what was said before, which may have got lost, and tells whether it can be said
+        elif gone or again:  # repeats what was said before, which may have got lost, and tells whether it can be said
             connected = self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
         else:
             connected = True
-        if self.socket.has_incoming():
-            return False
-        if dead and connected:
-            peer.dead_at = peer.dead_at or time.monotonic()
-            return time.monotonic() - peer.dead_at > (REPEAT if peer.queue is None else SLICE / 4)
-        return not connected and not self.waits_for(peer)
+        if gone:
+            peer.gone_at = peer.gone_at or time.monotonic()
+            since = time.monotonic() - peer.gone_at
+            if self.socket.has_incoming() and since < _NOISE:
+                return False
+            return not connected or since >= self._silence_of(peer)
+        return not connected and not self.socket.has_incoming() and not self.waits_for(peer)
+
+    def _silence_of(self, peer: Peer) -> float:
+        """How long nothing must come from one that is gone, and whose connection has not ended.
+
+        What it sent last may still be on its way. Only where a child that was forked from it holds the connection open, or
+        another has bound its address, will that never end. Of one whose messages lie in a queue nothing but a goodbye can be
+        on its way; and one that said how far it had come, and came no further, sends nothing.
+        """
+        last_words = peer.sight.last_words()
+        if last_words is not None:
+            return _ON_ITS_WAY if self.misses(peer, self._position_of(last_words)) else 0
+        return REPEAT if peer.queue is None else SLICE / 4
+
+    def _position_of(self, last_words: LastWords) -> int:
+        return last_words.positions.get(self.presence.token, 0) if self.presence is not None else 0
 
     def waits_for(self, peer: Peer) -> bool:
         """Whether a peer whose connection has ended is away, and not gone."""
-        return self.keeps and peer.settled and peer.may_return()
+        return self.keeps and peer.settled and peer.may_return(self.peer_timeout)
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.

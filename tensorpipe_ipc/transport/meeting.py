@@ -36,7 +36,8 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous, rendezvous_file
 from tensorpipe_ipc.transport.arrangement import Arrangement
-from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.peer import How, Peer
+from tensorpipe_ipc.transport.presence import Sight
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.role import Role, misfit
 from tensorpipe_ipc.transport.spares import Spares
@@ -72,7 +73,10 @@ class Meeting(Role):
     def _say(self, peer: bytes, frame: bytes) -> bool:
         raise NotImplementedError
 
-    def _leaves(self, peer: Peer, how: str) -> None:
+    def _leaves(self, peer: Peer, how: How) -> None:
+        raise NotImplementedError
+
+    def _sight_of(self, hello: Hello) -> Sight:
         raise NotImplementedError
 
     def _post(self) -> None:
@@ -148,7 +152,7 @@ class Meeting(Role):
         return not self.arrangement.never_shares and not self.has_keys
 
     def _sit_down(self, hello: Hello, queue: PairQueue) -> None:
-        peer = Peer(b"", hello)
+        peer = Peer(b"", hello, self._sight_of(hello))
         peer.queue, peer.settled, peer.by_file = queue, True, True
         self.peers[b""] = peer
         self.met(peer)
@@ -159,7 +163,7 @@ class Meeting(Role):
     def turned_away(self) -> None:
         """The binder has refused this end, which may have met it by its file."""
         for peer in [each for each in self.peers.values() if each.by_file]:
-            self._leaves(peer, "refused this end")
+            self._leaves(peer, How.REFUSED_US)
 
     def is_old_answer(self, peer: Peer, hello: Hello) -> bool:
         """Whether a WELCOME answers what a connector said before it met its binder by the file."""
@@ -222,4 +226,4 @@ class Meeting(Role):
             self.peers[peer.routing] = peer
             self.met(peer)
             self.shares(peer)
-            self._leaves(peer, "vanished")
+            self._leaves(peer, How.LOST)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections import deque
 
-from tensorpipe_ipc.process import Identity, identity, is_alive
+from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
+from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.transport.assembly import Assembly
+from tensorpipe_ipc.transport.presence import Sight
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.unacknowledged import Kept
-from tensorpipe_ipc.wire.header import Hello
+from tensorpipe_ipc.wire.header import Ending, Hello, failed
 
-__all__ = ["PATIENCE", "Peer"]
+__all__ = ["How", "Peer", "ending_by", "lost_or_failed"]
 
 _SILENCE = 2.0  # seconds without a sign of life after which a connection is given up (zmq_sockets)
-PATIENCE = 60.0  # seconds without a connection after which a process that cannot be seen from here counts as gone
+
+
+class How(enum.Enum):
+    """How a peer left."""
+
+    GOODBYE = "said goodbye"
+    FAILED = "failed"
+    LOST = "vanished"
+    REFUSED = "was refused"
+    REFUSED_US = "refused this end"
 
 
 class Peer:
@@ -26,7 +38,7 @@ class Peer:
         sent: sequence of the last message sent to it (by a producer).
         taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
         heard: when something last came from it, by time.monotonic().
-        dead_at: when its process was first seen dead.
+        gone_at: when it was first seen to be gone, and more may have been on its way.
         away_at: when its connection was first seen to have ended, until it is heard of again; 0 while it is not.
         kept: what was sent to it over tcp and is not known to be taken, oldest first.
         round: how often a consumer asked this peer to send what it misses.
@@ -34,7 +46,10 @@ class Peer:
         began: ``taken`` when the two met.
         asked_at: when a consumer asked because of a gap, until the gap is filled.
         assembly: the large message that a consumer is getting from it in pieces.
-        left: how it left, "" while it is there: "said goodbye", "vanished".
+        sight: what is seen of its presence.
+        left: how it left; None while it is there.
+        ending: how it says that it ended.
+        missed_at_end: messages that it had sent and that have not come, when it had left.
         queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
         by_file: whether a connector met it by the rendezvous file, and it has not said WELCOME to that.
         settled: whether both ends know which of the two it is. It stays so.
@@ -51,13 +66,15 @@ class Peer:
         "away_at",
         "began",
         "by_file",
-        "dead_at",
+        "ending",
+        "gone_at",
         "heard",
         "hello",
         "kept",
         "left",
         "left_at",
         "missed",
+        "missed_at_end",
         "queue",
         "room",
         "round",
@@ -65,18 +82,20 @@ class Peer:
         "sent",
         "served",
         "settled",
+        "sight",
         "taken",
         "turn",
         "why_not",
     )
 
-    def __init__(self, routing: bytes, hello: Hello) -> None:
+    def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         self.routing = routing
         self.hello = hello
         self.sent = 0
         self.taken = 0
         self.heard = time.monotonic()
-        self.dead_at = 0.0
+        self.gone_at = 0.0
+        self.sight = sight or Sight()
         self.away_at = 0.0
         self.kept: deque[Kept] = deque()
         self.round = 1
@@ -84,7 +103,9 @@ class Peer:
         self.began = 0
         self.asked_at = 0.0
         self.assembly: Assembly | None = None
-        self.left = ""
+        self.left: How | None = None
+        self.ending = Ending()
+        self.missed_at_end = 0
         self.left_at = 0.0
         self.queue: PairQueue | None = None
         self.by_file = False
@@ -113,34 +134,69 @@ class Peer:
         """Whether it is on this host."""
         return bool(self.identity.boot) and self.identity.boot == identity().boot
 
-    def may_return(self) -> bool:
-        """Whether it is to be waited for, now that its connection has ended. Noted is since when.
+    def may_return(self, patience: float) -> bool:
+        """Return whether it is to be waited for, now that its connection has ended. Note since when.
 
-        A process that can be seen is waited for while it lives, stopped or not. One that cannot has ``PATIENCE`` seconds.
+        An end that is seen to be open is waited for, stopped or not.
+
+        Args:
+            patience: seconds since its last sign of life after which one that is out of sight is given up.
         """
-        now = time.monotonic()
-        self.away_at = self.away_at or now
-        if self.identity.same_namespace(identity()):
-            return is_alive(self.identity)
-        return now - self.away_at < PATIENCE
+        self.away_at = self.away_at or time.monotonic()
+        if self.sight.is_out_of_sight:
+            return self.silent_for() < patience
+        return not self.sight.is_gone()
+
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life of one whose connection has ended; of one that says nothing ZeroMQ had some."""
+        return time.monotonic() - max(self.heard, self.away_at - _SILENCE)
 
     def heard_of(self) -> None:
         """Note that something came from it."""
         self.heard, self.away_at = time.monotonic(), 0.0
 
-    def leave(self, how: str) -> None:
-        """Note that it left, and when."""
+    def leave(self, how: How, ending: Ending | None = None) -> None:
+        """Note that it left, how, and when."""
         self.left, self.left_at = how, time.monotonic()
+        self.ending = ending or self.ending
+        self.sight.close()
 
     def __str__(self) -> str:
         now = time.monotonic()
-        if self.left:
-            return f"{self.hello.role} {self.identity} {self.left} {now - self.left_at:.1f} s ago"
-        state = "alive" if is_alive(self.identity) else "dead"
+        who = f"{self.hello.role} {self.identity}"
+        if self.left is not None:
+            origin = f" (raised by {self.ending.origin})" if self.ending.origin else ""
+            why = f": {self.ending.failure}{origin}" if self.ending.failure else ""
+            missed = f", and {self.missed_at_end} of its messages did not come" if self.missed_at_end else ""
+            return f"{who} {self.left.value} {now - self.left_at:.1f} s ago{missed}{why}"
+        out_of_sight = f"out of sight: {self.sight.why_not}" if self.sight.is_out_of_sight else ""
+        state = out_of_sight or ("gone" if self.sight.is_gone() else "present")
         if self.away_at:
-            since = max(self.heard, self.away_at - _SILENCE)  # of one with nothing to say, ZeroMQ heard a while longer
-            state = state if self.identity.same_namespace(identity()) else "out of reach"
-            return f"{self.hello.role} {self.identity} ({state}, not heard of for {now - since:.1f} s)"
+            return f"{who} ({state}, not heard of for {self.silent_for():.1f} s)"
         if self.by_file:
-            return f"{self.hello.role} {self.identity} ({state}, met by its file, not heard from yet)"
-        return f"{self.hello.role} {self.identity} ({state}, last heard from {now - self.heard:.1f} s ago)"
+            return f"{who} ({state}, met by its file, not heard from yet)"
+        return f"{who} ({state}, last heard from {now - self.heard:.1f} s ago)"
+
+
+def ending_by(error: BaseException | None) -> Ending:
+    """Return how an end ends whose ``with`` block is left by an exception, or by none.
+
+    A stream that has ended, and ``sys.exit`` without a status or with 0, end it well. What another end failed by is passed on.
+    """
+    if error is None or isinstance(error, EndOfStream) or (isinstance(error, SystemExit) and not error.code):
+        return Ending()
+    if isinstance(error, StreamFailed) and error.failure:
+        return failed(error.failure, error.origin)
+    text = str(error)
+    return failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def lost_or_failed(text: str, peers: list[Peer]) -> PeerLost:
+    """Return the error that tells of peers that did not end well: StreamFailed, if one of them failed."""
+    for peer in peers:
+        if peer.left is How.FAILED:
+            error = StreamFailed(text)
+            error.failure = peer.ending.failure
+            error.origin = peer.ending.origin or f"{peer.hello.role} {peer.identity}"
+            return error
+    return PeerLost(text)

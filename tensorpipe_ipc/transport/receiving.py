@@ -10,17 +10,20 @@ from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
+from tensorpipe_ipc.transport.alarm import Alarm
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.get_end import Decode
-from tensorpipe_ipc.transport.link import Link
-from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.wire.header import MAX_NAMES, Header, Hello, Kind, names_size, pack, pack_control, piece_of
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Link, log
+from tensorpipe_ipc.transport.peer import How, Peer
+from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, pack_control, piece_of
 
 __all__ = ["NOTHING", "ReceiveLink"]
 
 _MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
 _AGAIN = 0.5  # seconds
 _REMEMBERED = 1000  # producers that vanished
+_TOLD = 16  # producers that did not end well, and are named
+_TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
 
@@ -30,7 +33,10 @@ class ReceiveLink(Link):
     Attributes:
         met_any: whether any producer ever came.
         duplicates: messages that came again, and were dropped.
-        vanished: producers that left without a goodbye, until get() has told.
+        producers: how many must end for the stream to end; 0: all that came; None: it never ends.
+        ended: producers that have left since the last stream ended.
+        unwell: those of them that failed, vanished, or left messages on the way.
+        left: how many left in each way, in all.
         asked: who was last asked for a message.
         kept: what ``take`` returned, or would have, when a signal's handler raised. It is to be served first.
     """
@@ -47,6 +53,8 @@ class ReceiveLink(Link):
         shared_memory: str = "auto",
         security: Curve | None = None,
         restores: bool = True,
+        producers: int | None = 0,
+        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         self._accept, self._restores = accept, restores
         size = names_size(self._accepted())
@@ -65,9 +73,21 @@ class ReceiveLink(Link):
         self._torn_at = 0.0
         self._regions = Regions()
         self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
-        self.vanished: list[Peer] = []
+        self.producers = producers
+        self.ended = 0
+        self.unwell: list[Peer] = []
+        self.left = dict.fromkeys(How, 0)
+        self._alarm: Alarm | None = None
+        self._due = 0.0  # when it is
         self.kept: deque[Any] = deque()
-        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
+        super().__init__(
+            endpoint,
+            bind=bind,
+            window=window,
+            shared_memory=shared_memory,
+            security=security,
+            peer_timeout=peer_timeout,
+        )
         try:
             self.expect()
         except BaseException:
@@ -85,6 +105,7 @@ class ReceiveLink(Link):
             sequence=taken,
             shared_memory=self.arrangement.terms(peer),
             end=self.end,
+            folder=self.folder,
             round=1 if peer is None else peer.round,
         )
 
@@ -113,8 +134,19 @@ class ReceiveLink(Link):
         super().unshare(peer)
 
     def has_ended(self) -> bool:
-        """Whether producers were here and none is left, nor anything of theirs."""
+        """Return whether the producers of a stream have left, and nothing of theirs is left."""
+        if self.producers is None:
+            return False
+        if self.producers:
+            return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
+
+    def next_stream(self) -> list[Peer]:
+        """Begin the next stream, when this one has ended. Return the producers of this one that did not end well."""
+        told, self.unwell = self.unwell, []
+        self.met_any = False
+        self.ended -= self.producers or self.ended
+        return told
 
     def holds_back(self) -> bool:
         """Whether an interrupted get left a message that no descriptor tells of."""
@@ -134,6 +166,21 @@ class ReceiveLink(Link):
         if self.socket.is_watched:
             ready = self.socket.look() or self.owes_greeting() or self.has_lost_connection()
             self.socket.show(ready or self.has_ended() or self.holds_back())
+            self._tick()
+
+    def _tick(self) -> None:
+        """Have the descriptor tell from time to time, while there are peers, that it is to be looked who still is there."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            if self._alarm.fd >= 0:
+                self.socket.watch(self._alarm.fd)
+        now = time.monotonic()
+        if self.peers and now >= self._due:
+            self._due = now + _TICK
+            self._alarm.set(_TICK)
+        elif not self.peers and self._due:
+            self._due = 0.0
+            self._alarm.set(0)
 
     def next_ready(self, timeout: float) -> Peer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
@@ -159,6 +206,9 @@ class ReceiveLink(Link):
                 peer = sharing[fd]
                 peer.room = peer.room or 1
                 ready.append(peer)
+            elif self._alarm is not None and fd == self._alarm.fd:
+                self._alarm.set(0)
+                self._due = 0.0
         if incoming:
             ready.append(None)
         elif not ready:
@@ -211,7 +261,8 @@ class ReceiveLink(Link):
         if peer.left:
             self.unshare(peer)
         else:
-            self._leaves(peer, "broke the rules of the queue and was let go")
+            peer.ending = Ending("it broke the rules of the queue")
+            self._leaves(peer, How.LOST)
             self.unshare(peer)
 
     def _forget_if_drained(self, peer: Peer) -> None:
@@ -300,13 +351,18 @@ class ReceiveLink(Link):
 
     def met(self, peer: Peer) -> None:
         """See Link."""
+        if peer.hello.end in self._known:  # one that was given up is back
+            self.ended = max(0, self.ended - 1)
         peer.began = peer.taken = max(peer.hello.sequence, self._known.pop(peer.hello.end, 0))
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
+        self.transport()  # is told as it last was
         for peer in list(self._sharing.values()):
             self.unshare(peer)
         self.disconnect(linger)
+        if self._alarm is not None:
+            self._alarm.close()
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
@@ -322,18 +378,44 @@ class ReceiveLink(Link):
 
     def parted(self, peer: Peer) -> None:
         """See Link."""
-        self.met_any = self.met_any or peer.left != "was refused"
+        assert peer.left is not None
+        self.left[peer.left] += 1
+        self.met_any = self.met_any or peer.left is not How.REFUSED
+        if peer.left in (How.GOODBYE, How.FAILED, How.LOST):
+            self.ended += 1
+            if peer.left is not How.GOODBYE or peer.missed_at_end:
+                self._note(peer)
         peer.assembly = None
-        if peer.left == "vanished" and peer.resends and peer.hello.end:
+        if peer.left is How.LOST and peer.resends and peer.hello.end:
             self._known[peer.hello.end] = peer.taken
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.queue is not None:
-            if peer.left == "vanished":
+            if peer.left is How.LOST:
                 peer.queue.undertaker.look()
             self._forget_if_drained(peer)  # or when it is
-        if peer.left == "vanished" and peer not in self.vanished:
-            self.vanished.append(peer)
+
+    def _note(self, peer: Peer) -> None:
+        """Keep in mind that a producer did not end well, until the stream ends; where it never does, log it."""
+        if self.producers is None:
+            log.warning("%s: %s", self.endpoint, peer)
+        else:
+            self.unwell = [*self.unwell[1 - _TOLD :], peer]
+
+    def position(self, peer: Peer) -> int:
+        """See Role."""
+        return peer.taken
+
+    def misses(self, peer: Peer, sequence: int) -> bool:
+        """See Role."""
+        return peer.queue is None and sequence > peer.taken
+
+    def ended_at(self, peer: Peer, sequence: int) -> None:
+        """See Role. Messages that have not come by now never will."""
+        if sequence > peer.taken:
+            peer.missed_at_end = sequence - peer.taken
+            self.lost += peer.missed_at_end
+            peer.taken = sequence
 
     def why_empty(self) -> str:
         """Who is expected to send something."""
@@ -341,4 +423,4 @@ class ReceiveLink(Link):
             return "; ".join(str(peer) for peer in self.peers.values())
         if self.last_left is not None:
             return f"no producer is attached: {self.last_left}"
-        return f"no producer has come to {self.endpoint} yet"
+        return self.why_alone()

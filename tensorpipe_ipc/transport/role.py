@@ -36,6 +36,17 @@ class Role:
     def parted(self, peer: Peer) -> None:
         """The peer is gone."""
 
+    def position(self, peer: Peer) -> int:  # noqa: ARG002 - a producer and a consumer have one
+        """The sequence of the last message to or from the peer that this end has dealt with."""
+        return 0
+
+    def ended_at(self, peer: Peer, sequence: int) -> None:
+        """A peer that leaves says its own ``position`` towards this end."""
+
+    def misses(self, peer: Peer, sequence: int) -> bool:  # noqa: ARG002 - a consumer looks
+        """Return whether messages up to a sequence, which a peer says that it sent, are still to come."""
+        return False
+
     def reconnected(self) -> None:
         """A connector is about to say HELLO by a new connection."""
 

@@ -10,8 +10,8 @@ from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport.link import Link
-from tensorpipe_ipc.transport.peer import Peer
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Link
+from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
@@ -24,6 +24,7 @@ __all__ = ["Held", "SendLink"]
 
 Held = tuple[Handover, bytes]
 _REMEMBERED = 1000  # peers that vanished
+_TOLD = 16  # consumers that left something behind, and are named
 
 
 def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
@@ -50,6 +51,7 @@ class SendLink(Link):
         serializer: str,
         shared_memory: str = "auto",
         security: Curve | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
@@ -64,7 +66,14 @@ class SendLink(Link):
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
-        super().__init__(endpoint, bind=bind, window=window, shared_memory=shared_memory, security=security)
+        super().__init__(
+            endpoint,
+            bind=bind,
+            window=window,
+            shared_memory=shared_memory,
+            security=security,
+            peer_timeout=peer_timeout,
+        )
         try:
             self.expect()
         except BaseException:
@@ -85,6 +94,7 @@ class SendLink(Link):
             sequence=sent,
             shared_memory=self.arrangement.terms(peer),
             end=self.end,
+            folder=self.folder,
             round=max(1, self.socket.connection) if self.keeps else 0,
         )
 
@@ -104,6 +114,11 @@ class SendLink(Link):
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
         super().drain()
 
+    @property
+    def settled(self) -> int:
+        """How many consumers are attached."""
+        return sum(peer.settled and not peer.away_at for peer in self.peers.values())
+
     def needs_credit(self) -> bool:
         """Whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
         return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
@@ -121,6 +136,7 @@ class SendLink(Link):
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
         self._framed = self.in_flight
+        self.transport()  # is told as it last was
         for peer in list(self._sharing.values()):
             self.unshare(peer)
         self.disconnect(linger)
@@ -212,7 +228,7 @@ class SendLink(Link):
             self._framed -= 1
             self.drain()  # what it took before it left counts as taken
             if self.peers.get(peer.routing) is peer:
-                self._leaves(peer, "vanished")
+                self._leaves(peer, How.LOST)
             return False
         self._sent = peer.sent
         return True
@@ -248,7 +264,7 @@ class SendLink(Link):
             self._framed -= 1
         self._sent = peer.sent
         if not connected and not self.waits_for(peer):
-            self._leaves(peer, "vanished")
+            self._leaves(peer, How.LOST)
         return connected or peer.sent == kept.sequence
 
     def _lend(self, peer: Peer, kept: Kept, part: list[Any]) -> bool:
@@ -290,7 +306,7 @@ class SendLink(Link):
             self.look_around()
             return False
         except ShutDown:  # which we never do
-            self._leaves(peer, "vanished")
+            self._leaves(peer, How.LOST)
             return False
         self._unsure = unsure
         return True
@@ -310,7 +326,7 @@ class SendLink(Link):
             return "; ".join(holders)
         if self.last_left is not None:
             return f"no consumer is attached: {self.last_left}, with {self.lost} messages in flight lost so far"
-        return f"no consumer has come to {self.endpoint} yet"
+        return self.why_alone()
 
     def _room(self, peer: Peer) -> int:
         return min(self.window, peer.hello.window)
@@ -341,6 +357,14 @@ class SendLink(Link):
         while peer.kept and peer.kept[0].sequence <= peer.taken:
             self._unacknowledged.let_go(peer.kept.popleft())
 
+    def position(self, peer: Peer) -> int:
+        """See Role."""
+        return peer.sent
+
+    def ended_at(self, peer: Peer, sequence: int) -> None:
+        """See Role."""
+        self.credited(peer, sequence)
+
     def parted(self, peer: Peer) -> None:
         """See Link."""
         untaken = _load(peer)
@@ -348,17 +372,17 @@ class SendLink(Link):
             self._unacknowledged.let_go(peer.kept.popleft())
         if peer.queue is None:
             self._framed -= untaken
-            if self.socket.binds and peer.left == "vanished":
+            if self.socket.binds and peer.left is How.LOST:
                 self._vanished[peer.routing] = peer.sent
                 while len(self._vanished) > _REMEMBERED:
                     del self._vanished[next(iter(self._vanished))]
         else:
-            if peer.left == "vanished":
+            if peer.left is How.LOST:
                 peer.queue.undertaker.look()
             self.unshare(peer)
         if untaken:
             self.lost += untaken
-            self.left_behind.append((peer, untaken))
+            self.left_behind = [*self.left_behind[1 - _TOLD :], (peer, untaken)]
 
     def shares(self, peer: Peer) -> None:
         """See Link."""

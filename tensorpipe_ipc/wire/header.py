@@ -18,7 +18,7 @@ Little-endian::
   multiple of 64. A part ends where payloads of another dtype begin, where either was narrowed: so its receiver can restore
   it before it knows the schema.
 * CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
-* GOODBYE: ``sequence`` is the last that was sent. No body.
+* GOODBYE: ``sequence`` is the last that was sent. No body; or, from an end that failed, a msgpack map (``Ending``).
 
 A control message is short, and what is not is not read. So what one end repeats of another, which may say anything, is cut:
 the host's name and why there is no shared memory as they come in, a refusal's reason as it goes out. Of
@@ -45,6 +45,7 @@ __all__ = [
     "MAX_NAMES",
     "PREFIX",
     "VERSION",
+    "Ending",
     "Header",
     "Hello",
     "Kind",
@@ -53,9 +54,12 @@ __all__ = [
     "Refusal",
     "SharedMemoryTerms",
     "cut",
+    "ending_of",
+    "failed",
     "names_size",
     "pack",
     "pack_control",
+    "pack_goodbye",
     "pack_piece",
     "pack_refusal",
     "piece_of",
@@ -72,6 +76,8 @@ MAX_NAMES = 2640  # of the serializers that a consumer accepts: 40 of the longes
 _MAX_HOST = 255  # bytes; POSIX allows no longer name
 _MAX_WHY_NOT = 512
 _MAX_REASON = 4000
+_MAX_FAILURE = 1024
+_MAX_ORIGIN = 300
 
 PREFIX = struct.Struct("<4sBBHQII")
 _PIECE = struct.Struct("<QQQBB")
@@ -174,7 +180,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sequence: from a consumer, of the last message that it took; from a producer, of the last that it sent to this peer,
             or, where it sends again what a connection swallowed, of the last that it would not send again.
         shared_memory: its terms, unless it wants none.
-        end: a random number that no other end has: one process may have many, one after the other, at one address.
+        end: a random number that no other end has, and the name of its file (``transport.presence``).
+        folder: a mark of the folder that this file is in; 0 where there is none.
         round: from a producer that sends again what a connection swallowed, by which of its connections it says so, from 1
             (from a binder always 1); from one that does not, 0. From a consumer, how often it has asked for that.
     """
@@ -187,6 +194,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: _AtLeast0 = 0
     shared_memory: SharedMemoryTerms | None = None
     end: _AtLeast0 = 0
+    folder: _AtLeast0 = 0
     round: _AtLeast0 = 0
 
 
@@ -200,9 +208,21 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
-Control = TypeVar("Control", Hello, Refusal)
+class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an end ended: the body of GOODBYE.
 
-_DECODERS: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Refusal)}
+    Attributes:
+        failure: the type and text of the exception that ended it; "" if it ended well.
+        origin: the end that raised it, in words, where another one passes it on; "" if it is this one's own.
+    """
+
+    failure: str = ""
+    origin: str = ""
+
+
+Control = TypeVar("Control", Hello, Refusal, Ending)
+
+_DECODERS: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Hello, Refusal, Ending)}
 _encode = msgspec.msgpack.Encoder().encode
 _BODIES = {Kind.PIECE: _PIECE.size}  # bytes, of the kinds whose bodies are not msgpack
 
@@ -212,7 +232,7 @@ def pack(kind: int, sequence: int, schema: bytes = b"", values: bytes = b"") -> 
     return PREFIX.pack(MAGIC, VERSION, kind, 0, sequence, len(schema), len(values)) + schema + values
 
 
-def pack_control(kind: int, body: Hello | Refusal) -> bytes:
+def pack_control(kind: int, body: Hello | Refusal | Ending) -> bytes:
     """Frame 0's bytes of a control message that has a body.
 
     Raises:
@@ -229,6 +249,25 @@ def pack_control(kind: int, body: Hello | Refusal) -> bytes:
 def pack_refusal(reason: str) -> bytes:
     """Frame 0's bytes of a REFUSED. A long reason is cut."""
     return pack_control(Kind.REFUSED, Refusal(cut(reason, _MAX_REASON)))
+
+
+def pack_goodbye(sequence: int, ending: Ending) -> bytes:
+    """Frame 0's bytes of a GOODBYE."""
+    return pack(Kind.GOODBYE, sequence, _encode(ending) if ending.failure else b"")
+
+
+def ending_of(header: Header) -> Ending:
+    """How an end says that it ended, cut, and without what a terminal would act upon.
+
+    Raises:
+        ProtocolError: the body is no ``Ending``.
+    """
+    return unpack_control(header, Ending) if header.schema else Ending()
+
+
+def failed(text: str, origin: str = "") -> Ending:
+    """The ending of an end that failed. A long text is cut, and so is what a terminal would act upon."""
+    return Ending(cut(shown(text), _MAX_FAILURE), cut(shown(origin), _MAX_ORIGIN))
 
 
 def cut(text: str, limit: int = _MAX_WHY_NOT) -> str:
@@ -277,7 +316,7 @@ def unpack(frame: memoryview) -> Header:
     limit = MAX_HEADER if kind == Kind.DATA else MAX_CONTROL
     if end > limit:
         raise ProtocolError(f"a {Kind.NAMES[kind]} header of {end} bytes, the limit is {limit}")
-    if kind != Kind.DATA and (values or size != end) or kind >= Kind.CREDIT and schema != _BODIES.get(kind, 0):
+    if kind != Kind.DATA and (values or size != end) or _has_wrong_body(kind, schema):
         raise ProtocolError(f"a {Kind.NAMES[kind]} with {schema}, {values} and {size - end} bytes where it has none")
     if end > size:
         raise ProtocolError(
@@ -299,9 +338,15 @@ def unpack_control(header: Header, kind: type[Control]) -> Control:
     return cast(Control, _without_excess(body))
 
 
+def _has_wrong_body(kind: int, size: int) -> bool:
+    return kind in (Kind.CREDIT, Kind.PIECE) and size != _BODIES.get(kind, 0)
+
+
 def _without_excess(body: Any) -> Any:
     if isinstance(body, Refusal):
         return Refusal(shown(body.reason))
+    if isinstance(body, Ending):
+        return failed(body.failure, body.origin)
     who, terms = body.identity, body.shared_memory
     if not math.isfinite(who.started):
         raise ProtocolError(f"an end that says it started at {who.started}, which is no time")

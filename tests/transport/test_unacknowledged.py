@@ -24,6 +24,7 @@ from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
+from tensorpipe_ipc.transport.peer import How
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.wire.dtypes import BY_CODE
 from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece, piece_of, unpack
@@ -95,15 +96,14 @@ def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
         assert producer._link._unacknowledged.nbytes == 0
 
 
-def test_a_consumer_elsewhere_is_waited_for_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process cannot be seen: as long as it may come back its messages are kept, and then they are lost, told once."""
-    monkeypatch.setattr(peer, "PATIENCE", 0.5)
-    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer:
+def test_a_consumer_elsewhere_is_waited_for_and_then_given_up() -> None:
+    """It is out of sight: as long as it may come back its messages are kept, and then they are lost, told once."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0, peer_timeout=2.5) as producer:
         with RawEnd(producer.endpoint) as raw:
             raw.say(hello("consumer", identity=ELSEWHERE))
             producer.put(1, PATIENCE)
             assert _sequences(raw, 1) == [1]
-        away = r"consumer pid 2 on far-away \(out of reach, not heard of for \d\.\d s\)"
+        away = r"consumer pid 2 on far-away \(out of sight: .*, not heard of for \d\.\d s\)"
         with pytest.raises(tp.Full, match=rf"not taken in time: {away} holds 1 untaken"):
             _flush_until_away(producer)
         with pytest.raises(tp.Full, match=rf"no room in time: {away}"):
@@ -426,17 +426,16 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(receiving, "_REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
         link = consumer._link
-        for end, resends, how in ((1, 1, "vanished"), (2, 1, "vanished"), (3, 1, "said goodbye"), (4, 0, "vanished")):
+        for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
             _part(link, end, resends, how)
         assert link._known == {1: 10, 2: 20}
-        _part(link, 0, 1, "vanished")  # one that does not say which end it is
+        _part(link, 0, 1, How.LOST)  # one that does not say which end it is
         assert link._known == {1: 10, 2: 20}
-        _part(link, 5, 1, "vanished")
+        _part(link, 5, 1, How.LOST)
         assert link._known == {2: 20, 5: 50}
-        link.vanished.clear()
 
 
-def _part(link: receiving.ReceiveLink, end: int, resends: int, how: str) -> None:
+def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How) -> None:
     left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
     left.taken, left.left = 10 * end, how
     link.parted(left)

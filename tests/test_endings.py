@@ -1,0 +1,625 @@
+"""How a stream ends, and who learns of it: goodbye, failure, loss; whoever binds, over each transport, each told once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import children
+import pytest
+import secured
+import torch
+from children import PATIENCE, Child, in_thread, wait_until
+from proxy import Proxy
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.transport.addresses import runtime_folder
+
+pytestmark = pytest.mark.limit(25)
+MARGIN = 1.0  # seconds beyond what is promised, on a machine that does other things too
+NOTICED = 0.1  # seconds until an end on this host is seen to be gone
+ENDPOINTS = {"ipc": "ending", "tcp": "tcp://127.0.0.1:0", "inproc": "inproc://ending"}
+BETWEEN_PROCESSES = [pytest.param(ENDPOINTS[scheme], id=scheme) for scheme in ("ipc", "tcp")]
+EVERYWHERE = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Key pairs."""
+    return secured.make_keys(tmp_path_factory.mktemp("keys"))
+
+
+def _met(producer: tp.Producer, consumer: tp.Consumer) -> None:
+    putting = in_thread(lambda: producer.put("met", PATIENCE))
+    assert consumer.get(PATIENCE) == "met"
+    putting()
+
+
+# -- a goodbye that could not be heard
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_consumer_closes_while_its_producer_is_stopped(endpoint: str, producer_binds: bool, free_port: int) -> None:
+    """The producer learns it as soon as it goes on: flush tells what was lost, and the next consumer gets what is put next."""
+    if endpoint.endswith(":0"):
+        endpoint = endpoint[:-1] + str(free_port)
+    with Child() as child, contextlib.ExitStack() as stack:
+        if producer_binds:
+            child.call(children.open_producer, endpoint, bind=True, linger=0.0)
+        consumer = stack.enter_context(tp.Consumer(endpoint, bind=not producer_binds))
+        if not producer_binds:
+            child.call(children.open_producer, endpoint, linger=0.0)
+        child.begin(children.put, "met", 1, 2, 3)
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        child.signal(signal.SIGSTOP)
+        consumer.close()
+        child.signal(signal.SIGCONT)
+        started = time.monotonic()
+        with pytest.raises(tp.PeerLost, match=rf"consumer pid {os.getpid()} .* said goodbye .* with 3 messages"):
+            child.call(children.flush)
+        assert time.monotonic() - started < NOTICED + MARGIN
+        with pytest.raises(tp.Full, match=r"no consumer is attached: consumer .* said goodbye"):
+            child.call(children.put, 4, timeout=0.2)
+        assert child.call(children.producer_statistics).lost == 3
+        following = stack.enter_context(tp.Consumer(endpoint, bind=not producer_binds))
+        child.begin(children.put, 5)
+        assert following.get(PATIENCE) == 5
+        child.result()
+        child.call(children.flush)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("consumer_binds", [False, True])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_producer_closes_while_its_consumer_is_stopped(endpoint: str, consumer_binds: bool) -> None:
+    """The consumer's stream ends well: all was taken, and the producer's own file says that it ended."""
+    with Child() as child:
+        if consumer_binds:
+            producer = tp.Producer(child.call(children.open_consumer, endpoint))
+        else:
+            producer = tp.Producer(endpoint, bind=True)
+            child.call(children.open_consumer, producer.endpoint, bind=False)
+        with producer:
+            child.begin(children.take, 2)
+            producer.put(1, PATIENCE)
+            producer.put(2, PATIENCE)
+            producer.flush(PATIENCE)
+            assert child.result() == [1, 2]
+            child.signal(signal.SIGSTOP)
+        child.signal(signal.SIGCONT)
+        started = time.monotonic()
+        assert child.call(children.take_all) == []
+        assert time.monotonic() - started < NOTICED + MARGIN
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool) -> None:
+    """What the goodbye would have said stands in the end's own file: each side learns how the other ended, and what is lost."""
+    for closes in ("producer", "consumer"):
+        with contextlib.ExitStack() as stack:
+            enter = stack.enter_context
+            if producer_binds:
+                producer = enter(tp.Producer("tcp://127.0.0.1:0", bind=True, linger=0, shared_memory=shared_memory))
+                line = enter(Proxy(int(producer.endpoint.rpartition(":")[2])))
+                consumer = enter(tp.Consumer(line.endpoint, bind=False))
+            else:
+                consumer = enter(tp.Consumer("tcp://127.0.0.1:0", shared_memory=shared_memory))
+                line = enter(Proxy(int(consumer.endpoint.rpartition(":")[2])))
+                producer = enter(tp.Producer(line.endpoint, linger=0))
+            _met(producer, consumer)
+            producer.flush(PATIENCE)
+            line.silence()
+            line.cut()
+            if closes == "producer":
+                producer.close()
+                with pytest.raises(tp.EndOfStream):
+                    consumer.get(PATIENCE)
+            else:
+                with contextlib.suppress(tp.Full):
+                    producer.put("lost", 0)
+                consumer.close()
+                wait_until(lambda end=producer: not end.statistics().peers)
+                assert producer.statistics().lost <= 1
+                with contextlib.suppress(tp.PeerLost):
+                    producer.flush(PATIENCE)
+
+
+def test_messages_that_were_on_their_way_when_a_line_was_cut() -> None:
+    """Their producer has closed: the consumer is told how many do not come, and not that all is well."""
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+        with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+            producer = tp.Producer(line.endpoint, linger=0)
+            _met(producer, consumer)
+            line.silence("there")
+            for number in range(3):
+                producer.put(number, PATIENCE)
+            with pytest.warns(RuntimeWarning, match="closed with 3 messages that were not taken"):
+                producer.close()
+        with pytest.raises(tp.PeerLost, match="said goodbye .*, and 3 of its messages did not come"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == 3
+
+
+def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
+    """A process is killed whose child has copies of all its descriptors: its peers learn it all the same."""
+    with tp.Consumer("forked") as consumer, Child() as child:
+        child.call(children.open_producer, "forked")
+        child.begin(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        orphan = child.call(children.fork_that_waits)
+        child.kill()
+        try:
+            started = time.monotonic()
+            with pytest.raises(tp.PeerLost, match=f"producer pid {child.pid} .* vanished"):
+                consumer.get(PATIENCE)
+            assert time.monotonic() - started < 1 + MARGIN
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+def test_the_files_of_killed_ends_go_with_the_next_one() -> None:
+    """As long as an end is open it has a file of its own, 0600; that of a killed one is removed when another end opens."""
+
+    def files() -> set[str]:
+        return {name for name in os.listdir(runtime_folder()) if name.endswith(".end")}
+
+    with tp.Producer("first"), Child() as child:
+        (own,) = files()
+        assert os.stat(os.path.join(runtime_folder(), own)).st_mode & 0o777 == 0o600
+        child.call(children.open_consumer, "second", bind=False)
+        assert len(files()) == 2
+        child.kill()
+        with tp.Consumer("third"):
+            assert len(files()) == 2
+            assert own in files()
+    assert files() == set()
+
+
+# -- failure
+
+
+_FAILURES = [
+    pytest.param(lambda: ValueError("boom"), "ValueError: boom", id="exception"),
+    pytest.param(lambda: KeyError(), "KeyError", id="no text"),
+    pytest.param(KeyboardInterrupt, "KeyboardInterrupt", id="Ctrl-C"),
+    pytest.param(lambda: SystemExit(3), "SystemExit: 3", id="exit 3"),
+    pytest.param(lambda: SystemExit("no disk"), "SystemExit: no disk", id="exit with a text"),
+    pytest.param(lambda: ValueError("\x1b[2J\n" + "x" * 5000), "ValueError: ?[2J?xxx", id="long"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), _FAILURES)
+@EVERYWHERE
+@pytest.mark.usefixtures("transport")
+def test_a_producer_that_fails_says_so(endpoint: str, make: Callable[[], BaseException], text: str) -> None:
+    """Its consumer gets all that was put, then StreamFailed with the type and text, once; and waits for the next stream."""
+    with tp.Consumer(endpoint) as consumer:
+
+        def fail() -> None:
+            with contextlib.suppress(BaseException), tp.Producer(consumer.endpoint) as producer:
+                for number in range(3):
+                    producer.put(number, PATIENCE)
+                raise make()
+
+        failing = in_thread(fail)
+        assert [consumer.get(PATIENCE) for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(tp.StreamFailed, match=f"producer pid {os.getpid()} .* failed") as raised:
+            consumer.get(PATIENCE)
+        failing()
+        assert raised.value.failure.startswith(text)
+        assert len(raised.value.failure) <= 1024
+        assert raised.value.failure.isprintable()
+        assert raised.value.failure in str(raised.value)
+        with pytest.raises(tp.Empty):
+            consumer.get(0)
+        assert (consumer.statistics().failed, consumer.statistics().ended) == (1, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: SystemExit(0), SystemExit, lambda: tp.EndOfStream("over")])
+def test_what_is_no_failure(make: Callable[[], BaseException]) -> None:
+    """To end with the stream before, or by sys.exit(0), is to end well."""
+    with tp.Consumer("well") as consumer:
+
+        def leave() -> None:
+            with contextlib.suppress(BaseException), tp.Producer("well") as producer:
+                producer.put(1, PATIENCE)
+                raise make()
+
+        leaving = in_thread(leave)
+        assert list(consumer) == [1]
+        leaving()
+
+
+def test_a_producer_with_keys_that_fails_says_so(keys: Path) -> None:
+    """The same with keys."""
+    with tp.Consumer("tcp://127.0.0.1:0", security=secured.binders(keys)) as consumer, Child() as child:
+        child.call(secured.open_connector, consumer.endpoint, str(keys))
+        child.begin(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        child.begin(children.leave_by, "boom")
+        with pytest.raises(tp.StreamFailed, match="ValueError: boom"):
+            consumer.get(PATIENCE)
+        child.result()
+
+
+def test_a_failure_travels_to_the_end_of_a_pipeline() -> None:
+    """Four processes: each stage is left by what the one before it raised, and the last one is told who began."""
+    with Child() as source, Child() as one, Child() as two, tp.Consumer("c") as sink:
+        one.call(children.open_consumer, "a")
+        two.call(children.open_consumer, "b")
+        two.begin(children.be_stage, "b", "c")
+        one.begin(children.be_stage, "a", "b")
+        source.begin(children.fail_after, "a", 5, "the disk is full")
+        assert [sink.get(PATIENCE) for _ in range(5)] == [2, 3, 4, 5, 6]
+        with pytest.raises(tp.StreamFailed) as raised:
+            sink.get(PATIENCE)
+        assert raised.value.failure == "ValueError: the disk is full"
+        assert f"producer pid {source.pid} " in raised.value.origin
+        assert f"producer pid {two.pid} " in str(raised.value)
+        source.result()
+        assert "StreamFailed" in one.result()
+        assert "the disk is full" in two.result()
+
+
+def test_a_loss_travels_as_the_failure_of_the_next_stage() -> None:
+    """A source is killed: the stage after it fails by PeerLost, and the sink is told so."""
+    with Child() as source, Child() as stage, tp.Consumer("b") as sink:
+        stage.call(children.open_consumer, "a")
+        stage.begin(children.be_stage, "a", "b")
+        source.call(children.open_producer, "a")
+        source.begin(children.put, 1)
+        assert sink.get(PATIENCE) == 2
+        source.result()
+        source.kill()
+        with pytest.raises(
+            tp.StreamFailed, match=rf"producer pid {stage.pid} .* PeerLost: .*pid {source.pid} .* vanished"
+        ):
+            sink.get(PATIENCE)
+        assert "PeerLost" in stage.result()
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_consumer_that_fails_says_so() -> None:
+    """Its producer is told by flush, if messages were lost with it, and by put's Full."""
+    with tp.Producer("victim", bind=True, linger=0) as producer:
+
+        def fail() -> None:
+            with contextlib.suppress(ValueError), tp.Consumer("victim", bind=False) as consumer:
+                assert consumer.get(PATIENCE) == 0
+                raise ValueError("no memory left")
+
+        failing = in_thread(fail)
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        failing()
+        with pytest.raises(tp.StreamFailed, match="failed .*: ValueError: no memory left with 2 messages") as raised:
+            producer.flush(PATIENCE)
+        assert raised.value.failure == "ValueError: no memory left"
+        with pytest.raises(tp.Full, match="no consumer is attached: .*no memory left"):
+            producer.put("to nobody", 0)
+
+
+# -- leaving a producer's with block
+
+
+@pytest.mark.usefixtures("transport")
+def test_leaving_waits_until_all_is_taken() -> None:
+    """As flush does."""
+    with tp.Consumer("leaving") as consumer:
+        leaving = in_thread(lambda: children.put_and_leave("leaving", 1, 2, 3))
+        assert list(consumer) == [1, 2, 3]
+        leaving()
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_leaving_tells_what_was_lost(endpoint: str) -> None:
+    """A consumer left with messages that it had not taken: PeerLost; a warning, where an exception is on its way."""
+    for error in (None, ValueError("mine")):
+        consumer = tp.Consumer(endpoint)
+        producer = tp.Producer(consumer.endpoint)
+        _met(producer, consumer)
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        consumer.close()
+        told = "consumer pid .* said goodbye .* with 3 messages that it had not taken"
+        if error is None:
+            with pytest.raises(tp.PeerLost, match=told), producer:
+                pass
+        else:
+            with pytest.raises(ValueError, match="mine"), pytest.warns(RuntimeWarning, match=told), producer:
+                raise error
+
+
+@pytest.mark.usefixtures("transport")
+def test_leaving_tells_what_was_not_taken_in_time() -> None:
+    """The consumer is there and takes nothing: after linger seconds that is told, too."""
+    with tp.Consumer("slow") as consumer:
+        producer = tp.Producer("slow", linger=0.2)
+        _met(producer, consumer)
+        producer.put("never taken", PATIENCE)
+        started = time.monotonic()
+        with pytest.raises(tp.PeerLost, match=r"closed with 1 messages that were not taken within 0.2 s: .*present"):
+            producer.__exit__(None, None, None)
+        assert 0.2 <= time.monotonic() - started < 1 + MARGIN
+
+
+def test_what_flush_has_told_is_not_told_again() -> None:
+    """Leaving after a PeerLost that was caught is silent."""
+    with tp.Consumer("told") as consumer, tp.Producer("told") as producer:
+        _met(producer, consumer)
+        producer.put(1, PATIENCE)
+        consumer.close()
+        with pytest.raises(tp.PeerLost):
+            producer.flush(PATIENCE)
+
+
+# -- streams
+
+
+def test_a_stream_of_so_many_producers() -> None:
+    """It ends when so many have left, however late they come; then the next stream begins."""
+    with tp.Consumer("counted", producers=2) as consumer:
+        for _ in range(2):
+            in_thread(lambda: children.put_and_leave("counted", "first"))
+            assert consumer.get(PATIENCE) == "first"
+            wait_until(lambda: not _peers_after_a_look(consumer))
+            with pytest.raises(tp.Empty):
+                consumer.get(0.05)
+            in_thread(lambda: children.put_and_leave("counted", "second"))
+            assert list(consumer) == ["second"]
+
+
+def _peers_after_a_look(consumer: tp.Consumer) -> tuple[str, ...]:
+    with contextlib.suppress(tp.Empty):
+        consumer.get(0.01)
+    return consumer.statistics().peers
+
+
+def test_a_loss_counts_as_an_end() -> None:
+    """Of two producers one is killed and one says goodbye: the stream has ended, and not well."""
+    with tp.Consumer("pair", producers=2) as consumer, Child() as child:
+        child.call(children.open_producer, "pair")
+        child.begin(children.put, 1)
+        assert consumer.get(PATIENCE) == 1
+        child.result()
+        child.kill()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.3)
+        in_thread(lambda: children.put_and_leave("pair", 2))
+        assert consumer.get(PATIENCE) == 2
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} .* vanished"):
+            consumer.get(PATIENCE)
+
+
+def test_a_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """producers=None: the stream never ends. Who fails or vanishes is counted and logged, and get is Empty in time."""
+    with tp.Consumer("server", producers=None) as consumer, Child() as well, Child() as fails, Child() as dies:
+        for child in (well, fails, dies):
+            child.call(children.open_producer, "server")
+            child.begin(children.put, child.pid)
+            assert consumer.get(PATIENCE) == child.pid
+            child.result()
+        well.begin(children.close)
+        fails.begin(children.leave_by, "boom")
+        dies.kill()
+        wait_until(lambda: not _peers_after_a_look(consumer))
+        well.result()
+        fails.result()
+        started = time.monotonic()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert time.monotonic() - started < 0.15 + MARGIN
+        found = consumer.statistics()
+        assert (found.ended, found.failed, found.vanished) == (1, 1, 1)
+        assert not select.select([consumer], [], [], 0)[0] or _is_silent_after_a_look(consumer)
+        logged = [record.getMessage() for record in caplog.records if record.name == "tensorpipe_ipc"]
+        assert any(f"pid {fails.pid} " in text and "ValueError: boom" in text for text in logged)
+        assert any(f"pid {dies.pid} " in text and "vanished" in text for text in logged)
+
+
+def _is_silent_after_a_look(consumer: tp.Consumer) -> bool:
+    with pytest.raises(tp.Empty):
+        consumer.get_nowait()
+    return not select.select([consumer], [], [], 0)[0]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "all", 1.5])
+def test_how_many_producers(wrong: Any) -> None:
+    """A number from 1 up, "auto" or None."""
+    with pytest.raises((ValueError, TypeError), match="producers="):
+        tp.Consumer("wrong", producers=wrong)
+
+
+def test_waiting_for_consumers() -> None:
+    """wait_for returns when so many are attached, and says how many are not."""
+    with tp.Producer("audience", bind=True) as producer, contextlib.ExitStack() as stack:
+        with pytest.raises(tp.Full, match="0 of 1 consumers attached in time"):
+            producer.wait_for(1, 0.05)
+        consumers = [stack.enter_context(tp.Consumer("audience", bind=False)) for _ in range(2)]
+        waiting = in_thread(lambda: producer.wait_for(consumers=2, timeout=PATIENCE))
+        for consumer in consumers:
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0.3)
+        waiting()
+        with pytest.raises(ValueError, match="consumers=0"):
+            producer.wait_for(0)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("bind", [True, False])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_the_descriptor_tells_that_a_producer_was_killed(endpoint: str, bind: bool) -> None:
+    """Waiting on the descriptor alone is enough, whoever binds; and it is not readable for ever after."""
+    with Child() as child:
+        if bind:
+            consumer = tp.Consumer(endpoint)
+            child.call(children.open_producer, consumer.endpoint)
+        else:
+            consumer = tp.Consumer(child.call(children.open_producer, endpoint, bind=True), bind=False)
+        with consumer:
+            child.begin(children.put, "met")
+            assert consumer.get(PATIENCE) == "met"
+            child.result()
+            consumer.fileno()
+            child.kill()
+            started = time.monotonic()
+            with pytest.raises(tp.PeerLost):
+                _get_when_readable(consumer)
+            assert time.monotonic() - started < 1 + MARGIN
+            while select.select([consumer], [], [], 0.3)[0]:
+                with pytest.raises(tp.Empty):
+                    consumer.get_nowait()
+            bound = consumer.endpoint
+    tp.Consumer(bound).close()  # clears away what a killed binder left
+
+
+def _get_when_readable(consumer: tp.Consumer) -> None:
+    looks = 0
+    while select.select([consumer], [], [], PATIENCE)[0]:
+        looks += 1
+        assert looks < 1000, "the descriptor is readable again and again"
+        with contextlib.suppress(tp.Empty):
+            consumer.get_nowait()
+    raise AssertionError("the descriptor stays silent")
+
+
+# -- closing
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("waits", ["get", "put", "flush"])
+def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
+    """Whoever waits in it gets Closed at once; the messages that were there are lost, and counted, as ever."""
+    with tp.Consumer(endpoint) as consumer, tp.Producer(consumer.endpoint, maxsize=1, linger=0) as producer:
+        end: Any = consumer if waits == "get" else producer
+        if waits == "get":
+            waiting = in_thread(consumer.get)
+        else:
+            _met(producer, consumer)
+            producer.put("not taken", PATIENCE)
+            waiting = in_thread(producer.flush if waits == "flush" else lambda: producer.put("no room"))
+        wait_until(lambda: _is_busy(end))
+        started = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            end.close()
+        with pytest.raises(tp.Closed, match="is closed"):
+            waiting()
+        assert time.monotonic() - started < 2 * NOTICED + MARGIN
+        assert end.statistics().messages == (0 if waits == "get" else 2)
+
+
+def _is_busy(end: Any) -> bool:
+    try:
+        end.statistics()
+    except tp.Busy:
+        return True
+    return False
+
+
+def test_what_a_closed_end_says() -> None:
+    """statistics is the last snapshot; repr says that it is closed, also in a forked child, where it is another's."""
+    with tp.Consumer("said") as consumer, tp.Producer("said") as producer:
+        _met(producer, consumer)
+        producer.flush(PATIENCE)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(writer, f"{producer!r} {consumer!r}".encode())
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            said = file.read().decode()
+        os.waitpid(pid, 0)
+        assert said.count(f"of pid {os.getpid()}, forked") == 2
+        producer.close()
+        consumer.close()
+        assert (producer.statistics().messages, producer.statistics().transport) == (1, "shared memory")
+        assert (consumer.statistics().messages, consumer.statistics().peers) == (1, ())
+
+
+# -- words
+
+
+def test_one_warning_of_an_end_that_nobody_comes_to(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A put or a get at a name that nobody has is logged, once, after some seconds."""
+    monkeypatch.setattr("tensorpipe_ipc.transport.link._COMPLAINT", 0.2)
+    with tp.Producer("mistyped") as producer, tp.Consumer("misspelt", bind=False) as consumer:
+        for _ in range(3):
+            with pytest.raises(tp.Full):
+                producer.put(1, 0.3)
+            with pytest.raises(tp.Empty):
+                consumer.get(0.3)
+    logged = [record for record in caplog.records if record.name == "tensorpipe_ipc"]
+    assert [record.levelno for record in logged] == [logging.WARNING] * 2
+    assert sum("mistyped" in record.getMessage() for record in logged) == 1
+
+
+@pytest.fixture
+def flood() -> Iterator[Callable[[str, str], None]]:
+    """Have a process say garbage and greetings to an endpoint, as fast as it can, until the test is over."""
+    with Child() as child:
+
+        def begin(endpoint: str, role: str) -> None:
+            child.begin(children.flood, endpoint, role)
+
+        yield begin
+        child.kill()
+
+
+@pytest.mark.parametrize("call", ["put", "get", "flush", "statistics"])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_timeouts_hold_under_a_flood(endpoint: str, call: str, flood: Callable[[str, str], None]) -> None:
+    """However much comes, each call ends when it should."""
+    end: Any = tp.Consumer(endpoint) if call == "get" else tp.Producer(endpoint, bind=True, linger=0)
+    with end:
+        flood(end.endpoint, "consumer" if call == "get" else "producer")
+        wait_until(lambda: _rejected(end) > 100)
+        calls: dict[str, Callable[[], object]] = {
+            "put": lambda: end.put(1, 0),
+            "get": lambda: end.get(0.2),
+            "flush": lambda: end.flush(0.2),
+            "statistics": end.statistics,
+        }
+        for _ in range(3):
+            started = time.monotonic()
+            with contextlib.suppress(tp.Full, tp.Empty):
+                calls[call]()
+            assert time.monotonic() - started < 0.3 + MARGIN
+
+
+def _rejected(end: Any) -> int:
+    """How much was rejected by now."""
+    if isinstance(end, tp.Consumer):
+        with contextlib.suppress(tp.Empty):
+            end.get(0.05)
+    return int(end.statistics().rejected)
+
+
+def test_a_loan_that_cannot_be_handed_over_is_narrowed() -> None:
+    """put(move=True) of tensors that are referred to elsewhere goes as wire_dtype says, as any other copy."""
+    with tp.Consumer("narrow", restore=False) as consumer, tp.Producer("narrow", wire_dtype=torch.float16) as producer:
+        _met(producer, consumer)
+        with producer.loan((1 << 16,), torch.float32, timeout=PATIENCE) as tensor:
+            tensor.fill_(1.5)
+            alias = tensor.view(2, -1)
+        assert consumer.get(PATIENCE).dtype == torch.float16
+        assert alias.numel() == 1 << 16
