@@ -14,6 +14,7 @@ from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
     MAX_NAMES,
+    Ending,
     Header,
     Hello,
     Kind,
@@ -33,11 +34,11 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "06 01 0000 0000000000000000 8d000000 00000000",
-                b"\x89\xa4role\xa8producer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
+                "06 01 0000 0000000000000000 95000000 00000000",
+                b"\x8a\xa4role\xa8producer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x08\xaaserializer\xa3raw\xa7accepts\x90",
                 b"\xa8sequence\x05",
-                b"\xadshared_memory\xc0\xa3end\x07\xa5round\x02",
+                b"\xadshared_memory\xc0\xa3end\x07\xa6folder\0\xa5round\x02",
             ]
         ),
     ),
@@ -47,11 +48,11 @@ GOLDEN_CONTROL = [
         join(
             [
                 b"TPIC",
-                "06 02 0000 0000000000000000 94000000 00000000",
-                b"\x89\xa4role\xa8consumer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
+                "06 02 0000 0000000000000000 9c000000 00000000",
+                b"\x8a\xa4role\xa8consumer\xa8identity\x85\xa4host\xa1h\xa4boot\xa1b\xa9namespace\x01\xa3pid\x02",
                 b"\xa7started\xcb\x40\x08\0\0\0\0\0\0\xa6window\x40\xaaserializer\xa0\xa7accepts\x92\xa3raw\xa5numpy",
                 b"\xa8sequence\0",
-                b"\xadshared_memory\xc0\xa3end\0\xa5round\0",
+                b"\xadshared_memory\xc0\xa3end\0\xa6folder\0\xa5round\0",
             ]
         ),
     ),
@@ -59,6 +60,17 @@ GOLDEN_CONTROL = [
         Kind.REFUSED,
         Refusal("no"),
         join([b"TPIC", "06 03 0000 0000000000000000 0b000000 00000000", b"\x81\xa6reason\xa2no"]),
+    ),
+    (
+        Kind.GOODBYE,
+        Ending("ValueError: no", "pid 2"),
+        join(
+            [
+                b"TPIC",
+                "06 06 0000 0000000000000000 25000000 00000000",
+                b"\x82\xa7failure\xaeValueError: no\xa6origin\xa5pid 2",
+            ]
+        ),
     ),
 ]
 GOLDEN_PLAIN = [
@@ -75,7 +87,7 @@ def prefix(
 
 
 @pytest.mark.parametrize(("kind", "body", "golden"), GOLDEN_CONTROL)
-def test_control_messages_are_these_bytes(kind: int, body: Hello | Refusal, golden: bytes) -> None:
+def test_control_messages_are_these_bytes(kind: int, body: Hello | Refusal | Ending, golden: bytes) -> None:
     """Each control message with a body has these bytes, and these bytes are that message."""
     assert header.VERSION == 6
     assert header.pack_control(kind, body) == golden
@@ -89,6 +101,18 @@ def test_other_headers_are_these_bytes(kind: int, sequence: int, schema: bytes, 
     """DATA, CREDIT and GOODBYE have these bytes, and these bytes are those headers."""
     assert header.pack(kind, sequence, schema, values) == golden
     assert header.unpack(memoryview(golden)) == Header(kind, sequence, schema, memoryview(values), memoryview(b""))
+
+
+def test_how_an_end_ended_is_cut_and_shown() -> None:
+    """A failure comes with at most 1,024 bytes of text, and nothing in it moves a terminal; a goodbye has no body."""
+    assert header.pack_goodbye(3, Ending()) == header.pack(Kind.GOODBYE, 3)
+    assert header.ending_of(header.unpack(memoryview(header.pack_goodbye(3, Ending())))) == Ending()
+    long = Ending("\x1b" + "x" * 1500, "\n" + "y" * 400)
+    for frame in (header.pack_goodbye(3, long), header.pack_goodbye(3, header.failed(long.failure, long.origin))):
+        read = header.ending_of(header.unpack(memoryview(frame)))
+        assert (len(read.failure.encode()), read.failure[:2], len(read.origin.encode())) == (1024, "?x", 300)
+    with pytest.raises(ProtocolError, match="a GOODBYE that cannot be read"):
+        header.ending_of(header.unpack(memoryview(header.pack(Kind.GOODBYE, 3, b"x"))))
 
 
 def test_a_piece_is_these_bytes() -> None:
@@ -141,7 +165,7 @@ def test_the_sequence_is_64_bits_wide() -> None:
         ),
         (prefix(kind=3, lengths=(4, 0)), prefix(kind=3, lengths=(0, 4)), "REFUSED with 0, 4 and 0 bytes"),
         (prefix(kind=5), prefix(kind=5, lengths=(1, 0)), "CREDIT with 1, 0 and 0 bytes"),
-        (prefix(kind=6), prefix(kind=6, lengths=(1, 0)), "GOODBYE with 1, 0 and 0 bytes"),
+        (prefix(kind=6, lengths=(4, 0)), prefix(kind=6, lengths=(4, 1)), "GOODBYE with 4, 1 and 0 bytes"),
         (prefix(kind=7, lengths=(26, 0)), prefix(kind=7, lengths=(25, 0)), "PIECE with 25, 0 and 0 bytes"),
         (prefix(kind=7, lengths=(26, 0)), prefix(kind=7, lengths=(27, 0)), "PIECE with 27, 0 and 0 bytes"),
         (prefix(kind=7, lengths=(26, 0)), prefix(kind=7, lengths=(26, 1)), "PIECE with 26, 1 and 0 bytes"),
