@@ -448,6 +448,9 @@ def _close(link: SendLink, guard: Guard, linger: float) -> str:
             link.drain()  # what was taken by now counts as taken, also without linger
         while link.in_flight and remaining(deadline) > 0:
             link.wait(remaining(deadline))
+        if link.in_flight:
+            link.drain()
+            link.look_around(at_once=True)  # a consumer that has just closed says what it took
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
         told = link.say_goodbye(link.ending)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    logging.getLogger("tensorpipe_ipc").addHandler(logging.NullHandler())  # a command knows whom it waits for
     try:
         chosen = _parser().parse_args(argv)
         status: int = chosen.run(chosen)

@@ -444,10 +444,10 @@ class Link(Meeting):
         """How messages travel, and why so."""
         return self.arrangement.transport(self.peers.values())
 
-    def look_around(self) -> None:
+    def look_around(self, *, at_once: bool = False) -> None:
         """See who is still there, when nothing has come; not too often, but at once where a connection was lost."""
         now = time.monotonic()
-        if now - self._looked < SLICE / 2 and not self.has_lost_connection():
+        if now - self._looked < SLICE / 2 and not at_once and not self.has_lost_connection():
             return
         self._looked = now
         again = now - self._greeted >= REPEAT

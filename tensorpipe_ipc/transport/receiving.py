@@ -313,9 +313,9 @@ class ReceiveLink(Link):
             kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
             self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
 
-    def look_around(self) -> None:
+    def look_around(self, *, at_once: bool = False) -> None:
         """See Link. What an exception tore out of a receive has to be sent again, and may have been the last."""
-        super().look_around()
+        super().look_around(at_once=at_once)
         if self.socket.torn_at > self._torn_at:
             for peer in self.peers.values():
                 if peer.resends and peer.queue is None:

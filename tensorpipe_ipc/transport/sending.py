@@ -196,10 +196,10 @@ class SendLink(Link):
         self._unsure = False
         return bool(found)
 
-    def look_around(self) -> None:
+    def look_around(self, *, at_once: bool = False) -> None:
         """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
         self._unsure = True
-        super().look_around()
+        super().look_around(at_once=at_once)
 
     def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
