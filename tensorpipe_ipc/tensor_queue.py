@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing import context
 from typing import Any, Literal
 
@@ -23,8 +23,9 @@ from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
-from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue, lease_from
+from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Copy, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
+from tensorpipe_ipc.wire.layout import Block
 
 __all__ = ["JoinableQueue", "Queue"]
 
@@ -126,33 +127,62 @@ class Queue:
         """Put objects in their order, with one system call for up to 64 of them.
 
         Args:
-            objs: what ``put`` takes, each an object of its own to ``get``.
+            objs: what ``put`` takes, each an object of its own to ``get``. Of an iterable that is no list or tuple, each is
+                read before the next is asked for: a generator may fill the same memory again.
             timeout: seconds to wait for room for the last of them; None: for ever.
 
         Raises:
-            Full: there was not room for all in time. Its ``put`` is how many, from the first on, are in the queue; the
-                others stay with the caller.
-            As ``put`` does: then the error's object and those after it are not in the queue; up to 63 before it neither.
+            Full: there was not room for all in time. The others stay with the caller.
+            As ``put`` does: then those before the error's object are in the queue, where they found room.
+            Every error of ours has an attribute ``put``: how many, from the first on, are in the queue.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         deadline = None if timeout is None else time.monotonic() + _timeout(timeout)
-        done, waiting, remaining = 0, list[tuple[Payload, bytes]](), iter(objs)
-        while True:
-            waiting += map(self._codec.encode, itertools.islice(remaining, BATCH - len(waiting)))
-            if not waiting:
-                return
-            try:
-                count = self._queue.put_many(waiting, None if deadline is None else max(0, deadline - time.monotonic()))
-            except (Full, ShutDown, SharedMemoryError) as error:
-                if isinstance(error, Full):
-                    error.put = done
+        remaining, is_made = iter(objs), not isinstance(objs, (list, tuple))
+        waiting, done = list[tuple[Payload, bytes]](), 0
+        at_fault: Exception | None = None
+        try:
+            while at_fault is None:
+                try:
+                    has_more = self._encode_some(remaining, waiting, is_made)
+                except Exception as error:
+                    at_fault = error
+                while waiting:
+                    left = None if deadline is None else max(0, deadline - time.monotonic())
+                    try:
+                        count = self._queue.put_many(waiting, left)
+                    except SharedMemoryError:  # one of them is too large, and none was put: which is it?
+                        if len(waiting) == 1:
+                            raise
+                        count = self._queue.put_many(waiting[:1], left)
+                    done += count
+                    del waiting[:count]
+                if at_fault is None and not has_more:
+                    return
+            raise at_fault
+        except Exception as error:
+            if isinstance(error, (Full, ShutDown, SharedMemoryError)):
                 for payload, _ in waiting:
                     self._codec.take_back(payload)
-                raise
-            done += count
-            del waiting[:count]
+            with contextlib.suppress(AttributeError):  # an object's own exception may have no room for it
+                error.put = done  # type: ignore[attr-defined]
+            raise
+
+    def _encode_some(self, remaining: Iterator[Any], waiting: list[tuple[Payload, bytes]], is_made: bool) -> bool:
+        """Objects to be put together. Whether there are more.
+
+        Args:
+            is_made: their memory may be used again for the next: each must be copied before that is asked for.
+        """
+        for obj in remaining:
+            payload, metadata = self._codec.encode(obj)
+            copies = is_made and payload.nbytes < LEASE_FROM and type(payload) is Block
+            waiting.append((Copy(payload) if copies else payload, metadata))
+            if len(waiting) == BATCH or is_made and not copies:
+                return True
+        return False
 
     def get(
         self,
@@ -187,7 +217,10 @@ class Queue:
             Closed: the queue is closed here.
             ValueError: ``copy`` is none of these, ``device`` names none, or goes with ``as_numpy``.
             UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks. The object is what the next get
-                takes; should that fail, too, it is dropped.
+                takes.
+            MemoryError, OSError, torch.OutOfMemoryError: there is not enough for it now. The object is what the next get
+                takes; after eight tries it is dropped.
+            Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``).
             ShutDown: the queue was shut down, and is empty.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
                 The message is the next that a get in this process takes. Or, ``cuda_ipc``: this process cannot read the GPU

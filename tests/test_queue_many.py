@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 from crash_points import in_child, reap
 
-from tensorpipe_ipc.errors import Closed, Empty, Full, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 
 LIMIT = 20
@@ -141,13 +144,183 @@ def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
 
 
 def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:
-    """The error is the object's own; the queue goes on."""
+    """The error is the object's own, and says how many are in the queue, which goes on."""
     there = Queue()
-    with pytest.raises(AttributeError):
-        there.put_many([1, threading.Lock, lambda: None])
-    assert there.qsize() == 0
-    there.put_many([1, 2])
-    assert there.get_many(5) == [1, 2]
+    with pytest.raises(AttributeError) as raised:
+        there.put_many([1, 2, lambda: None, 3])
+    assert raised.value.put == 2  # type: ignore[attr-defined]
+    there.put_many([3, 4])
+    assert there.get_many(5) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("maxsize", [0, 200])
+def test_one_that_can_never_fit_is_told_apart_from_those_before_it(maxsize: int) -> None:
+    """The rest may be put again from there: nothing comes twice."""
+    there, huge = Queue(maxsize), torch.ones(1).expand(1 << 45)
+    objects: list[Any] = [*range(100), huge, *range(100, 120)]
+    with pytest.raises((SharedMemoryError, MemoryError)) as raised:
+        there.put_many(objects, LIMIT)
+    assert raised.value.put == 100  # type: ignore[union-attr]
+    there.put_many(objects[101:])
+    assert [there.get(timeout=LIMIT) for _ in range(120)] == list(range(120))
+
+
+def test_a_part_of_a_batch_is_put_though_no_descriptor_is_left() -> None:
+    """As many as have room in memory; the places that the others would have had come back."""
+    there = Queue(60)
+    there._queue.arena.capacity = 64 << 20
+    big = torch.ones(20 << 20, dtype=torch.uint8)
+    held = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there.put(0)
+    assert there.get() == 0
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(Full) as full:
+            there.put_many([big] * 5, 0)
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert full.value.put == there.qsize() > 0
+    for _ in range(full.value.put):
+        there.get()
+    for number in range(60):
+        there.put_nowait(number)
+    with pytest.raises(Full):
+        there.put_nowait(60)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_generator_may_fill_one_tensor_again_and_again(size: int) -> None:
+    """Each object is read when it is taken out of the iterable."""
+    there, buffer = Queue(), torch.empty(size)
+
+    def frames() -> Iterator[torch.Tensor]:
+        for number in range(130):
+            yield buffer.fill_(number)
+
+    there.put_many(frames())
+    assert [int(there.get(timeout=LIMIT)[-1]) for _ in range(130)] == list(range(130))
+
+
+def test_a_generator_that_fails_leaves_what_it_made_before() -> None:
+    """And the error says how many those are."""
+    there = Queue()
+
+    def fails() -> Iterator[int]:
+        yield from range(70)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError) as raised:
+        there.put_many(fails())
+    assert raised.value.put == there.qsize() == 70  # type: ignore[attr-defined]
+
+
+def test_more_queues_than_a_process_can_batch_for_work_one_by_one() -> None:
+    """put_many and get_many with 70 queues; the 65th is only slower."""
+    queues = [Queue(5) for _ in range(70)]
+    for there in queues:
+        there.put_many([1, 2, 3], LIMIT)
+    for there in queues:
+        got: list[Any] = []
+        while len(got) < 3:
+            got += there.get_many(3, LIMIT)
+        assert got == [1, 2, 3]
+
+
+def test_bells_do_not_make_a_timeout_longer() -> None:
+    """A get with a timeout has one deadline, whatever wakes it."""
+    there, over = Queue(), threading.Event()
+
+    def ring() -> None:
+        while not over.wait(0.05):
+            there._queue.tickets.ring()
+
+    ringer = threading.Thread(target=ring)
+    ringer.start()
+    for take in (lambda: there.get(timeout=0.4), lambda: there.get_many(3, 0.4)):
+        began = time.monotonic()
+        with pytest.raises(Empty):
+            take()
+        assert 0.4 <= time.monotonic() - began < LIMIT
+    over.set()
+    ringer.join(LIMIT)
+
+
+class Scarce:
+    """Can be made again when there is memory: at the third attempt."""
+
+    attempts = 0
+
+    def __reduce__(self) -> Any:
+        return _made_if_there_is_memory, ()
+
+
+def _made_if_there_is_memory() -> str:
+    Scarce.attempts += 1
+    if Scarce.attempts % 3:
+        raise MemoryError
+    return "made"
+
+
+def _never_made() -> None:
+    raise MemoryError
+
+
+class Never:
+    """Never can."""
+
+    def __reduce__(self) -> Any:
+        return _never_made, ()
+
+
+def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped_at_once() -> None:
+    """The one that was tried often enough is dropped, too. What was dropped is counted, and others come."""
+    there = Queue()
+    for each in (Scarce(), Breaks(), Never(), "last"):
+        there.put(each)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            there.get(timeout=LIMIT)
+    assert there.get(timeout=LIMIT) == "made"
+    with pytest.raises(ArithmeticError):
+        there.get(timeout=LIMIT)
+    tries = 0
+    while True:
+        try:
+            assert there.get(timeout=LIMIT) == "last"
+            break
+        except MemoryError:
+            tries += 1
+    assert 2 <= tries <= 20
+    assert there.statistics().undecodable == 2
+    assert there.empty()
+
+
+def test_the_dead_hold_nothing_as_soon_as_one_looks() -> None:
+    """In statistics, that is: what a killed process had under lease is nobody's."""
+    there = Queue()
+    there.put(torch.ones(1 << 20))
+    told, tell = os.pipe()
+
+    def hold() -> None:
+        held = there.get()
+        os.write(tell, b".")
+        signal.pause()
+        del held
+
+    pid = in_child(hold)
+    os.read(told, 1)
+    assert any(f"pid {pid} " in holder.process for holder in there.statistics().holders)
+    os.kill(pid, signal.SIGKILL)
+    reap(pid)
+    assert not any(f"pid {pid} " in holder.process for holder in there.statistics().holders)
+    os.close(told)
+    os.close(tell)
 
 
 def test_an_object_that_cannot_be_made_again_does_not_take_others_with_it() -> None:

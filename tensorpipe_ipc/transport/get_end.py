@@ -16,7 +16,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown
+from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     GENERATION_AT,
@@ -39,6 +39,7 @@ __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "is_a_s
 
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
+_TRIES = 8  # to decode a message
 _WORD = (1 << 64) - 1  # what another process wrote may be anything
 _BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 
@@ -69,6 +70,7 @@ class GetEnd(QueueEnd):
 
     Attributes:
         spin: seconds for which a get looks for a message before it sleeps.
+        undecodable: messages that this process dropped, as decoding them failed.
     """
 
     spin, _spins = 0.0, 0
@@ -78,7 +80,7 @@ class GetEnd(QueueEnd):
         self._getting: list[Operation] = []  # spare ones
         self._ready: deque[Any] = deque()  # messages that only have to be returned
         self._aside: deque[_Aside] = deque()  # gets that are to be served before others
-        self._failed = 0  # the ticket whose get ended in an exception
+        self.undecodable = 0
 
     @property
     def holds_back(self) -> bool:
@@ -90,9 +92,9 @@ class GetEnd(QueueEnd):
 
         Args:
             timeout: seconds to wait for one; None: for ever; 0: not at all.
-            decode: makes what is returned, of metadata and payload. It may be called again with the same message, after
-                an exception: the message is kept for the next get. When that ends in one, too, which is not a signal
-                handler's, the message is dropped.
+            decode: makes what is returned, of metadata and payload. It may be called again with the same message: after an
+                exception that says nothing of the message (a signal handler's, or ``_may_pass``) that is what the
+                next get takes, ``_TRIES`` times. After any other it is dropped, and counted.
             lease_from: bytes of payload from which on it is a lease; or COPY, or LEASE.
 
         Raises:
@@ -206,9 +208,9 @@ class GetEnd(QueueEnd):
         return messages
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
-        operation: Operation | None = self._batch(GET)
-        assert operation is not None
-        messages = list[Any]()
+        operation, messages = self._batch(GET), list[Any]()
+        if operation is None:
+            return [self._get(deadline, decode, lease_from)]
         try:
             words = self.words
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
@@ -380,7 +382,7 @@ class GetEnd(QueueEnd):
         else:
             for aside in left:
                 if aside.message is _NOTHING:  # the one that was being decoded
-                    self._drop_if_it_failed_before(aside)
+                    self._drop_unless_it_may_pass(aside)
                     break
         spare, backwards = self._getting if operation.size == 1 else self._batches[GET], left[::-1]
         if not left:
@@ -394,16 +396,15 @@ class GetEnd(QueueEnd):
             self._aside.extendleft(backwards)
         return True
 
-    def _drop_if_it_failed_before(self, aside: _Aside) -> None:
-        """Drop a message whose get ended in an exception of its own for the second time: it cannot be decoded."""
-        assert aside.operation is not None
+    def _drop_unless_it_may_pass(self, aside: _Aside) -> None:
+        """Drop a message that cannot be decoded, by the exception that is being handled."""
         _, error, trace = sys.exc_info()
-        if error is None or isinstance(error, _NoLease) or is_a_signals(error, trace):
+        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, trace):
             return
-        ticket = self.words[aside.operation.ticket + aside.index]
-        if ticket == self._failed or isinstance(error, PeerLost):  # what it refers to went with its sender
+        aside.tries += 1
+        if aside.tries >= _TRIES or not _may_pass(error):
             aside.message = _DROPPED
-        self._failed = ticket
+            self.undecodable += 1
 
     def _get_aside(self, decode: Decode, lease_from: int) -> Any:
         """Serve what interrupted gets left, and tickets that came too early once they are due; else ``_NOTHING``."""
@@ -430,7 +431,7 @@ class GetEnd(QueueEnd):
             except BaseException:
                 self._aside.appendleft(aside)
                 if aside.operation is not None and aside.message is _NOTHING:
-                    self._drop_if_it_failed_before(aside)
+                    self._drop_unless_it_may_pass(aside)
                 raise
             if not done:
                 self._aside.append(aside)
@@ -492,6 +493,15 @@ class GetEnd(QueueEnd):
                 return
 
 
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same message may well be decoded later: there is memory then, or a descriptor, or the caller asks for
+    another form of it."""
+    if isinstance(error, PeerLost):  # what it refers to went with its sender
+        return False
+    may = (MemoryError, OSError, UnsupportedLeaf)
+    return isinstance(error, may) or type(error).__name__ == "OutOfMemoryError"  # of CUDA
+
+
 class _NoLease(SharedMemoryError):
     """Only a lease was wanted, and there is none."""
 
@@ -503,12 +513,13 @@ class _Again(Exception):
 class _Aside:
     """A ticket of a get that was not completed, to be served by a later one."""
 
-    __slots__ = ("before", "index", "message", "operation")
+    __slots__ = ("before", "index", "message", "operation", "tries")
 
     def __init__(self, operation: Operation, index: int, message: Any) -> None:
         self.operation: Operation | None = operation  # None: nothing is on record any more
         self.index, self.message = index, message
         self.before = 0  # how many others go first
+        self.tries = 0  # how often it could not be decoded
 
 
 def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:

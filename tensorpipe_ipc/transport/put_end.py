@@ -7,13 +7,14 @@ as the undertaker would: ``_finish_put``.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Protocol
+
+import torch
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
 from tensorpipe_ipc.memory.arena import (
@@ -33,9 +34,9 @@ from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.transport.token_pipe import BELL, SLICE, Buffers, TokenPipe
-from tensorpipe_ipc.transport.undertaker import InDoubt
+from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
-__all__ = ["Payload", "PutEnd"]
+__all__ = ["Copy", "Payload", "PutEnd"]
 
 
 class Payload(Protocol):
@@ -45,6 +46,19 @@ class Payload(Protocol):
 
     def write_into(self, place: memoryview) -> None:
         """Write all of them. ``place`` is 64-byte aligned and has exactly ``nbytes``."""
+
+
+class Copy:
+    """A payload's bytes in memory of their own: what it was made of may change."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.nbytes = payload.nbytes
+        self._place = torch.empty(self.nbytes, dtype=torch.uint8).numpy().data  # 64-byte aligned, as torch has it
+        payload.write_into(self._place)
+
+    def write_into(self, place: memoryview) -> None:
+        """See Payload."""
+        place[:] = self._place
 
 
 class PutEnd(QueueEnd):
@@ -150,13 +164,13 @@ class PutEnd(QueueEnd):
         """
         if not messages:
             return 0
-        if self._has_tasks:  # only single operations count
+        operation = None if self._has_tasks else self._batch(PUT)
+        if operation is None:  # only single operations count tasks
             self.put(*messages[0], timeout)
             return 1
         if self._left:
             self._take_up()
         deadline = None if timeout is None else monotonic() + timeout
-        operation = self._batch(PUT)
         words, blocks, count = self.words, list[tuple[int, int]](), len(messages)
         unnamed = blocks
         try:
@@ -190,8 +204,8 @@ class PutEnd(QueueEnd):
             for i in range(len(tickets)):
                 words[operation.credit + i] = 0  # P7
                 words[operation.ticket + i] = 0  # P8
-            if len(tickets) < count:
-                self._give_back(operation, len(tickets))
+            if self.credits is not None and len(tickets) < count:
+                self._give_unused(operation, len(tickets), count)
         except BaseException:
             operation.kept = unnamed
             self._left.append(operation)
@@ -426,12 +440,24 @@ class PutEnd(QueueEnd):
         spare.append(operation)
         return True
 
-    def _give_back(self, operation: Operation, start: int = 0) -> None:
-        """Credits and tickets that stand in an operation, as far as they were not given. Of a batch, from ``start`` on."""
+    def _give_unused(self, operation: Operation, start: int, stop: int) -> None:
+        """Give back credits of a batch that were taken and not needed, as a get gives those of its messages."""
+        words, credit, given = self.words, operation.credit, operation.given
+        assert self.credits is not None
+        for i in range(start, stop):
+            words[given + i] = words[credit + i] + NEXT_LAP
+        self.credits.give([operation.given_buffers[0][8 * start : 8 * stop]])
+        for i in range(start, stop):
+            words[credit + i] = 0
+        for i in range(start, stop):
+            words[given + i] = 0
+
+    def _give_back(self, operation: Operation) -> None:
+        """Credits and tickets that stand in an operation, as far as they were not given."""
         record = Record(
             operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
         )
-        for each in itertools.islice(record.each(), start, None):
+        for each in record.each():
             block = self.undertaker.finish_put(self._ends, self.number, self.rows.index, each)
             if not self._settle_handover(operation) and block:
                 self.words[block >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free

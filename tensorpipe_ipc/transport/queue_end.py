@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 
+from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
@@ -100,11 +101,15 @@ class QueueEnd:
         self._operations.append(operation)
         return operation
 
-    def _batch(self, direction: int) -> Operation:
+    def _batch(self, direction: int) -> Operation | None:
+        """None: this process's row has no room for one more; for single ones it has."""
         with contextlib.suppress(IndexError):
             return self._batches[direction].pop()
         self.undertaker.attach()
-        operation = self.rows.operation(self.number, direction, BATCH)
+        try:
+            operation = self.rows.operation(self.number, direction, BATCH)
+        except SharedMemoryError:
+            return None
         self._operations.append(operation)
         return operation
 

@@ -51,7 +51,12 @@ class QueueStatistics:
     capacity: int
     """Bytes that it may cost."""
     lost: int
-    """Messages lost with consumers that died having taken them, from all queues of the arena since it exists."""
+    """Messages lost with consumers that died inside the get that had taken them, from all queues of the arena since it
+    exists. What a get had returned for is the consumer's own: what becomes of it nobody else knows, and it does not count.
+    (``JoinableQueue``: nor does ``join`` wait for it.)"""
+    undecodable: int = 0
+    """Messages that this process took from the queue and could not make objects of again: the error was raised by get, and
+    the message dropped."""
     overflowed: int = 0
     """Items that this process put and ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan).
     Those of tensors under 64 KiB count at each try: also where the put ended in ``Full``."""
@@ -69,6 +74,7 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
     """A snapshot of one queue."""
     arena, rows, live = queue.arena, queue.rows, list(queue.leases.live.values())
     queue.undertaker.attach()
+    queue.undertaker.look()  # what the dead held is nobody's
     put, got = queue.done(PUT), queue.done(GET)
     return QueueStatistics(
         messages_put=put[0],
@@ -86,4 +92,5 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
         resident=arena.segment.resident(),
         capacity=arena.capacity,
         lost=queue.undertaker.lost(),
+        undecodable=queue.undecodable,
     )

@@ -35,12 +35,12 @@ from typing import Any
 
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
-from tensorpipe_ipc.transport.put_end import Payload, PutEnd
+from tensorpipe_ipc.transport.put_end import Copy, Payload, PutEnd
 from tensorpipe_ipc.transport.queue_record import QueueRecord
 from tensorpipe_ipc.transport.token_pipe import TokenPipe
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, Undertaker
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
 
 
 class SharedMemoryQueue(PutEnd, GetEnd):

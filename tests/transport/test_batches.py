@@ -1,5 +1,7 @@
 """Many messages with one system call: in order, whole, and none lost wherever a process dies or an exception comes."""
 
+import signal
+
 import pytest
 from crash_points import SIGNAL_CHECKS, dies_at, run_traced
 from wholeness import check_whole, drain, points, stride
@@ -135,10 +137,19 @@ class Interrupt(Exception):
     """What a signal handler raises."""
 
 
-def raise_interrupt():
+def raise_interrupt(*_):
     raise Interrupt
 
 
+@pytest.fixture
+def handler():
+    """It is one, so what it raises says nothing of the message that it interrupts. It is called where a signal might come."""
+    before = signal.signal(signal.SIGUSR2, raise_interrupt)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_an_exception_at_any_moment_of_get_many_loses_nothing(undertaker, payload, maxsize, size):
