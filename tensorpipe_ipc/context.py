@@ -1,11 +1,13 @@
 """get_context(): multiprocessing's contexts, with our queues, which share one piece of memory.
 
 Everything else of a context is multiprocessing's own: events, locks, managers, and pools, which send through our
-SimpleQueue. Processes are, too, but that an executor's queue of calls is adopted where its workers are made.
+SimpleQueue. Processes are, too, but that an executor's queue of calls is adopted where its workers are made, and that a
+DataLoader's workers stack batches in our memory.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import sys
 import weakref
@@ -23,6 +25,7 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.undertaker import Undertaker
+from tensorpipe_ipc.worker_memory import is_loaders_worker, work
 
 __all__ = [
     "ForkContext",
@@ -139,12 +142,17 @@ class _Adopting(BaseProcess):
     """A process of multiprocessing's, which looks whose worker it is to be. It arrives in the child as what it is a kind of,
     so that a child that uses none of this package does not import it."""
 
+    _target: Any
+    _args: tuple[Any, ...]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if "concurrent.futures.process" in sys.modules:  # imported with the first executor, and not by us
             from tensorpipe_ipc.call_queue import adopt
 
-            adopt(self._target, self._args)  # type: ignore[attr-defined]
+            adopt(self._target, self._args)
+        if is_loaders_worker(self._target, self._args):
+            self._target = functools.partial(work, self._target)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) not in _PROCESSES:

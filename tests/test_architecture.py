@@ -38,6 +38,7 @@ FLOORS = {
     "tensor_queue": 5,
     "simple_queue": 6,
     "call_queue": 6,
+    "worker_memory": 6,
     "pool": 7,
     "context": 8,
     "tracking": 8,
