@@ -23,6 +23,8 @@ The map of the house, bottom up; imports point down only:
 Importing it starts nothing, opens nothing and changes nothing.
 """
 
+import sys
+
 from tensorpipe_ipc import errors
 from tensorpipe_ipc.consumer import Consumer, ConsumerStatistics
 from tensorpipe_ipc.context import get_context
@@ -57,6 +59,12 @@ from tensorpipe_ipc.tracking import MemorySample, MemoryTracker, TrackedProcess
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type
+
+if "t" in sys.abiflags or not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "tensorpipe_ipc does not work without the GIL (free-threaded Python): what its queues do in one step, threads "
+        "could see half done. Use the usual build of this Python version"
+    )
 
 __version__ = "0.1.0"
 

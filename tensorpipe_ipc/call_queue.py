@@ -19,7 +19,7 @@ from typing import Any
 from tensorpipe_ipc import pickling
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.memory.row import GET
-from tensorpipe_ipc.parent import ends_with_parent
+from tensorpipe_ipc.parent import get_from_parent
 from tensorpipe_ipc.tensor_queue import Queue
 
 __all__ = ["CallQueue", "adopt"]
@@ -64,8 +64,7 @@ class CallQueue(process._SafeQueue):
         """Take a call. A worker ends if the executor's process dies while it waits."""
         if not block:
             return self._calls.get(False)
-        with ends_with_parent():
-            return self._calls.get(True, timeout)
+        return get_from_parent(functools.partial(self._calls.get, True), timeout)
 
     def qsize(self) -> int:
         """How many calls wait."""

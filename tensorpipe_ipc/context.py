@@ -52,7 +52,7 @@ class _WithOurQueues(context.BaseContext):
             found = self.__dict__.setdefault("_undertaker", Undertaker(Arena(Segment.create())))
         return found  # type: ignore[no-any-return]
 
-    def Queue(  # type: ignore[override]
+    def Queue(
         self,
         maxsize: int = 0,
         *,
@@ -64,7 +64,7 @@ class _WithOurQueues(context.BaseContext):
         """See ``tensorpipe_ipc.Queue``."""
         return Queue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc)
 
-    def JoinableQueue(  # type: ignore[override]
+    def JoinableQueue(
         self,
         maxsize: int = 0,
         *,
@@ -78,9 +78,7 @@ class _WithOurQueues(context.BaseContext):
             maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc
         )
 
-    def SimpleQueue(  # type: ignore[override]
-        self, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None
-    ) -> SimpleQueue:
+    def SimpleQueue(self, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None) -> SimpleQueue:
         """See ``tensorpipe_ipc.SimpleQueue``."""
         return SimpleQueue(ctx=self, serializer=serializer, wire_dtype=wire_dtype)
 

@@ -1,4 +1,4 @@
-"""Reader: a queue, seen as the connection that others expect inside it.
+"""Reader and Writer: a queue, seen as the connections that others expect inside it.
 
 multiprocessing's queues read from a ``_reader``, and programs reach for it: Pool and ProcessPoolExecutor do, and whoever waits
 for several queues at once, by ``multiprocessing.connection.wait([queue._reader])``.
@@ -9,19 +9,22 @@ from __future__ import annotations
 from multiprocessing import connection
 from typing import Any, Protocol
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Writer"]
 
 
-class _Read(Protocol):
+class _Queue(Protocol):
+    @property
+    def closed(self) -> bool: ...
     def fileno(self) -> int: ...
     def empty(self) -> bool: ...
     def get(self) -> Any: ...
+    def put(self, obj: Any) -> None: ...
 
 
 class Reader:
     """What is used of a connection to read from. Those of one queue are equal: one is found in what ``wait`` returns."""
 
-    def __init__(self, queue: _Read) -> None:
+    def __init__(self, queue: _Queue) -> None:
         self._queue = queue
 
     def __eq__(self, other: object) -> bool:
@@ -46,5 +49,29 @@ class Reader:
         """Wait for an object, and take it."""
         return self._queue.get()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed in this process."""
+        return self._queue.closed
+
     def close(self) -> None:
         """Nothing: what this process does not use costs it nothing."""
+
+
+class Writer:
+    """What is used of a connection to write to."""
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue was closed in this process."""
+        return self._queue.closed
+
+    def send(self, obj: Any) -> None:
+        """Put an object."""
+        self._queue.put(obj)
+
+    def close(self) -> None:
+        """Nothing."""

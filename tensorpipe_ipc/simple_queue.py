@@ -7,19 +7,21 @@ They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, 
 from __future__ import annotations
 
 import contextlib
+import functools
+from multiprocessing import context, queues
 from typing import Any
 
 import torch
 
 from tensorpipe_ipc.errors import Empty
-from tensorpipe_ipc.parent import ends_with_parent
-from tensorpipe_ipc.reader import Reader
+from tensorpipe_ipc.parent import get_from_parent
+from tensorpipe_ipc.reader import Reader, Writer
 from tensorpipe_ipc.tensor_queue import Queue
 
 __all__ = ["SimpleQueue"]
 
 
-class SimpleQueue:
+class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state it has nothing
     """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``."""
 
     def __init__(
@@ -47,8 +49,7 @@ class SimpleQueue:
         if not self._queue.empty():
             with contextlib.suppress(Empty):  # another worker may be faster
                 return self._queue.get(False)
-        with ends_with_parent():
-            return self._queue.get()
+        return get_from_parent(functools.partial(self._queue.get, True))
 
     def empty(self) -> bool:
         """Whether nothing is in it, at this moment.
@@ -69,12 +70,24 @@ class SimpleQueue:
         self._closed = True
         self._queue.close()
 
+    def __getstate__(self) -> Any:
+        context.assert_spawning(self)
+        return self.__dict__
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed here."""
+        return self._closed
+
     @property
     def _reader(self) -> Reader:
         return Reader(self)
 
     @property
-    def _writer(self) -> _Writer:
+    def _writer(self) -> Writer:
         return _Writer(self)
 
     @property
@@ -94,15 +107,10 @@ class _ReadLock:
         return True
 
 
-class _Writer:
-    """What is used of a connection to write to."""
+class _Writer(Writer):
+    """The end that Pool's workers close, as they only read."""
 
-    def __init__(self, queue: SimpleQueue) -> None:
-        self._queue = queue
-
-    def send(self, obj: Any) -> None:
-        """Put an object."""
-        self._queue.put(obj)
+    _queue: SimpleQueue
 
     def close(self) -> None:
         """This process only reads: it wants to be told when nobody is left to write."""

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator
-from multiprocessing import context
+from multiprocessing import context, queues
+from multiprocessing.synchronize import SEM_VALUE_MAX  # type: ignore[attr-defined]
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
 from tensorpipe_ipc.memory.row import BATCH
-from tensorpipe_ipc.reader import Reader
+from tensorpipe_ipc.reader import Reader, Writer
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import on_device
@@ -32,7 +33,7 @@ __all__ = ["JoinableQueue", "Queue"]
 MOST_SPIN = 0.001
 
 
-class Queue:
+class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has none of its state
     """multiprocessing.Queue's methods and errors, without its feeder thread: ``put`` has read the object when it returns.
 
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
@@ -376,6 +377,19 @@ class Queue:
         """What users of multiprocessing's queues reach for: ``connection.wait([queue._reader])``."""
         return Reader(self)
 
+    @property
+    def _writer(self) -> Writer:
+        return Writer(self)
+
+    @property
+    def _maxsize(self) -> int:
+        return self._queue.maxsize or SEM_VALUE_MAX
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed in this process."""
+        return self._closed
+
     def __getstate__(self) -> Any:
         context.assert_spawning(self)
         return self._queue, self._codec, self._spin
@@ -387,7 +401,7 @@ class Queue:
         self._closed = self._used = False
 
 
-class JoinableQueue(Queue):
+class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
     """multiprocessing.JoinableQueue: a Queue that knows which of its objects are not dealt with yet.
 
     What a process had taken when it died counts as done: nobody will do it, and ``join`` must not wait for the dead.

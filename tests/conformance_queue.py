@@ -24,8 +24,6 @@ WAIVED = {
     # put raises in the caller: there is no feeder thread that would have to go on, or to tell of it.
     "test_queue_feeder_donot_stop_onexc": "a feeder thread's errors",
     "test_queue_feeder_on_queue_feeder_error": "a feeder thread's errors",
-    # about private attributes, as CPython's own comment says
-    "TestSimpleQueue.test_closed": "private attributes of CPython's class",
 }
 CASES = {
     "WithProcessesTestQueue": (),  # all

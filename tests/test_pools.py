@@ -299,10 +299,19 @@ def test_an_executor_of_another_context_is_left_alone(ctx):
         assert type(ours._call_queue).__module__ == "tensorpipe_ipc.call_queue"
 
 
+def ignore_termination():
+    """As workers do whose program is to end them in its own way."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def run_and_tell(kind, line):
     """A program that has workers, tells who they are, and waits to be killed."""
     ctx = small_context("fork")
-    if kind == "pool":
+    if kind.startswith("deaf"):
+        executor = ProcessPoolExecutor(2, mp_context=ctx, initializer=ignore_termination)
+        assert executor.submit(add, 1, 2).result() == 3
+        pids = list(executor._processes)
+    elif kind == "pool":
         pool = ctx.Pool(2)
         pids = [each.pid for each in pool._pool]
     else:
@@ -313,9 +322,9 @@ def run_and_tell(kind, line):
     signal.pause()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pool", marks=pytest.mark.kills), "executor"])
+@pytest.mark.parametrize("kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor"])
 def test_workers_end_when_their_program_is_killed(kind):
-    """Stock's executor's do not: its workers keep the pipe open that would tell them."""
+    """Also where they ignore SIGTERM. Stock's executor's do not: its workers keep the pipe open that would tell them."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run_and_tell, args=(kind, theirs))

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 import multiprocessing
+import multiprocessing.queues
 import os
 import queue
 import re
@@ -22,7 +23,9 @@ import pytest
 import torch
 import zoo
 from crash_points import in_child, reap
+from programs import ran
 
+import tensorpipe_ipc
 from tensorpipe_ipc.errors import Closed, UnsupportedLeaf
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import Queue
@@ -282,6 +285,33 @@ def test_it_pickles_only_to_a_process_that_is_being_spawned() -> None:
     """As multiprocessing's queues do, it refuses to be pickled otherwise."""
     with pytest.raises(RuntimeError, match="spawning|inheritance"):
         multiprocessing.reduction.ForkingPickler.dumps(Queue())
+
+
+@pytest.mark.parametrize("name", ["Queue", "JoinableQueue", "SimpleQueue"])
+def test_it_is_one_of_multiprocessings_to_those_who_ask(name: str) -> None:
+    """isinstance says so, and what programs reach for inside is there."""
+    stock, there = getattr(multiprocessing.queues, name), getattr(tensorpipe_ipc, name)()
+    assert isinstance(there, stock)
+    there._writer.send(torch.ones(3))
+    assert there._reader.recv().sum() == 3
+    ends = (there, there._reader, there._writer)
+    assert not any(each.closed for each in ends)
+    there.close()
+    assert all(each.closed for each in ends)
+
+
+def test_the_bound_is_where_programs_look_for_it() -> None:
+    """``_maxsize`` is multiprocessing's, also of a queue without a bound."""
+    ctx = multiprocessing.get_context("fork")
+    for maxsize in (0, 3):
+        assert Queue(maxsize)._maxsize == ctx.Queue(maxsize)._maxsize  # type: ignore[attr-defined]
+
+
+def test_a_python_without_the_gil_is_refused_with_the_reason() -> None:
+    """At import, and not by what goes wrong later."""
+    done = ran("-c", "import sys; sys._is_gil_enabled = lambda: False; import tensorpipe_ipc")
+    assert done.status == 1
+    assert "ImportError: tensorpipe_ipc does not work without the GIL" in done.err
 
 
 def test_simple_queue() -> None:
