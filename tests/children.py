@@ -280,6 +280,11 @@ def _only_value(tensor: torch.Tensor) -> float:
     return float(first) if bool((tensor == first).all()) else float("nan")
 
 
+def set_environment(ends: Ends, name: str, value: str) -> None:
+    """Set a variable of the child's environment."""
+    os.environ[name] = value
+
+
 def own_identity(ends: Ends) -> Identity:
     """Who the child is."""
     return identity()

@@ -42,7 +42,7 @@ from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
-from tensorpipe_ipc.transport.rendezvous_file import Rendezvous, packed, unpacked
+from tensorpipe_ipc.transport.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
 from tensorpipe_ipc.transport.unacknowledged import Kept, Unacknowledged
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
@@ -82,8 +82,7 @@ def corpus() -> list[Frames]:
                     found.append(sent(zoo.make(name), serializer))
                 except UnsupportedLeaf:
                     continue
-    offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
-    for terms in (None, header.SharedMemoryTerms("auto", 1000), header.SharedMemoryTerms("require", 0, offer, 5, "no")):
+    for terms in (None, header.SharedMemoryTerms("auto", 1000), header.SharedMemoryTerms("require", 0, 5, 5, "no")):
         hello = header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 3, shared_memory=terms)
         found.append([header.pack_control(header.Kind.HELLO, hello)])
         found.append([header.pack_control(header.Kind.WELCOME, hello)])
@@ -131,7 +130,7 @@ def posted() -> list[Frames]:
 
 def written() -> list[Frames]:
     """Rendezvous files."""
-    offer = header.QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
+    offer = QueueOffer(5, 1 << 32 | 77, 64, (7, 1 << 30), (8, 123), (9, 124))
     terms = header.SharedMemoryTerms("auto", 1000)
     ends = [
         header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 0, shared_memory=terms, end=99, round=1),

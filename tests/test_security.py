@@ -188,6 +188,7 @@ def test_a_binder_that_lists_the_client_later_is_found(keys: Path, free_port: in
             assert any(NOT_LISTED in full for full, _ in exchanged(producer, consumer))
         with tp.Consumer(endpoint, security=binders(keys), shared_memory="off") as consumer:
             assert not any(NOT_LISTED in full for full, _ in list(exchanged(producer, consumer))[100:])
+            producer.flush(PATIENCE)
 
 
 def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: int) -> None:

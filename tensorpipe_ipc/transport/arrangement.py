@@ -13,7 +13,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.peer import Peer
-from tensorpipe_ipc.wire.header import Hello, QueueOffer, SharedMemoryTerms, cut
+from tensorpipe_ipc.wire.header import Hello, SharedMemoryTerms, cut
 
 __all__ = ["Arrangement"]
 
@@ -53,11 +53,10 @@ class Arrangement:
             return None
         if peer is None:
             return SharedMemoryTerms(self.wish, os.geteuid())
-        offer = peer.queue.offer if peer.queue is not None else None
-        why_not = cut(peer.why_not)
-        if self._binds:
-            return SharedMemoryTerms(self.wish, os.geteuid(), offer=offer, why_not=why_not)
-        return SharedMemoryTerms(self.wish, os.geteuid(), attached=offer.token if offer else 0, why_not=why_not)
+        theirs, token = peer.hello.shared_memory, peer.token
+        said = theirs.attached if self._binds and theirs is not None else 0
+        unknown = said if said != token else 0
+        return SharedMemoryTerms(self.wish, os.geteuid(), attached=token, unknown=unknown, why_not=cut(peer.why_not))
 
     @property
     def never_shares(self) -> bool:
@@ -73,43 +72,9 @@ class Arrangement:
         return f"the {who} requires shared memory, but {why_not}"
 
     def begins_anew(self, peer: Peer, theirs: Hello) -> bool:
-        """Whether the other end has forgotten the queue that the two had: its connection was gone for a while."""
-        if peer.queue is None or not peer.settled or theirs.shared_memory is None:
-            return False
-        if self._binds:
-            return not theirs.shared_memory.attached and not theirs.shared_memory.why_not
-        return theirs.shared_memory.offer is not None and theirs.shared_memory.offer.token != peer.queue.offer.token
-
-    def settle(self, peer: Peer, ours: Hello) -> None:
-        """Go a step towards a queue, or find out why there is to be none. May be cut short anywhere, and called again.
-
-        Args:
-            ours: what this end says of itself.
-        """
-        theirs = peer.hello.shared_memory
-        try:
-            if self._binds:
-                self._offer(peer, ours, theirs)
-            else:
-                self._take(peer, ours, theirs.offer if theirs is not None else None)
-        except SharedMemoryError as error:
-            if self._binds or not _is_passing(peer, error):
-                peer.why_not = error.strerror or str(error)
-
-    def _offer(self, peer: Peer, ours: Hello, theirs: SharedMemoryTerms | None) -> None:
-        peer.why_not = rendezvous.objection(ours, peer.hello)
-        if not peer.why_not and theirs is not None:
-            if peer.queue is None:
-                peer.queue = rendezvous.make(min(ours.window, peer.hello.window))
-            peer.settled = theirs.attached == peer.queue.offer.token
-
-    def _take(self, peer: Peer, ours: Hello, offer: QueueOffer | None) -> None:
-        peer.why_not = rendezvous.objection(ours, peer.hello)
-        if not peer.why_not and offer is None:
-            peer.why_not = "the other end offers none"
-        if not peer.why_not and offer is not None:
-            peer.queue = rendezvous.reach(peer.identity, offer, min(ours.window, peer.hello.window))
-        peer.settled = True
+        """Whether the other end knows another queue of the two, or none: its connection was gone for a while."""
+        terms = theirs.shared_memory
+        return peer.settled and terms is not None and not terms.why_not and terms.attached != peer.token
 
     def transport(self, peers: Iterable[Peer]) -> str:
         """How messages travel, and why so; as it last was, where nobody is there."""
@@ -133,14 +98,3 @@ class Arrangement:
     def is_wanted_with(self, peer: Peer) -> bool:
         """Whether both ends want shared memory, if it can be had."""
         return not self.never_shares and peer.hello.shared_memory is not None
-
-
-def _is_passing(binder: Peer, error: SharedMemoryError) -> bool:
-    """Whether what a connector could not open may be gone because its binder is just dying, or closing.
-
-    Then it will be seen to be gone, or say goodbye; another may come. If it offers the same once more, it is not.
-    """
-    assert binder.hello.shared_memory is not None
-    assert binder.hello.shared_memory.offer is not None
-    before, binder.missed = binder.missed, binder.hello.shared_memory.offer.token
-    return binder.sight.is_gone() or (error.errno in (errno.ENOENT, errno.ESRCH) and binder.missed != before)

@@ -380,12 +380,9 @@ class Link(Meeting):
     def _arrange(self, peer: Peer) -> None:
         """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
         if not peer.settled:
-            theirs = peer.hello.shared_memory
-            if not self.socket.binds and theirs is not None and theirs.offer is not None:
-                self._greeted = 0.0  # what becomes of the offer, the binder is to know at once
-            if self.socket.binds:
-                self.give_spare(peer)
-            self.arrangement.settle(peer, self.own_hello(None))
+            peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
+            if not peer.why_not:
+                (self.give_spare if self.socket.binds else self.take_spare)(peer)
             if peer.why_not:
                 self.unshare(peer)
                 unmet = self.arrangement.unmet(peer.hello, peer.why_not)
@@ -426,7 +423,7 @@ class Link(Meeting):
         way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
         peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
         refusal = str(self._refusal or "")
-        self.restock(MOST_PEERS - len(self.peers))
+        self.restock(MOST_PEERS - sum(peer.settled for peer in self.peers.values()))
         self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
 
     def disconnect(self, linger: float) -> None:

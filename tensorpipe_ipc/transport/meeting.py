@@ -1,4 +1,4 @@
-"""Meeting: how a connector comes to its binder, also to one that is too busy to answer.
+"""Meeting: how a connector comes to its binder, also to one that is too busy to answer, and to a queue that the two share.
 
 As soon as it is connected it says HELLO, and again while nobody answers. Where the binder has a rendezvous file
 (``rendezvous_file``), it need not wait for that::
@@ -9,18 +9,21 @@ As soon as it is connected it says HELLO, and again while nobody answers. Where 
        |  claims one of them, puts into it              |     (computes)
        |  HELLO    attached: token                      |
        | ---------------------------------------------> |     comes round: the queue is theirs from then on
-       |  WELCOME  offer: the same token                |     makes another one for the next
+       |  WELCOME  attached: the same token             |     makes another one for the next
        | <--------------------------------------------- |
 
 The HELLO goes out with the claim, as there is a connection before a file is looked for: so a binder that comes round finds
 both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
 connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
 
-There are two such queues at a time (``spares``). Whoever finds both taken waits for the binder to come round, as everybody did
-before there was a file: it gives him a queue with its WELCOME, and the file offers two again.
+There are two such queues at a time (``spares``). Whoever finds both taken says HELLO, and looks again with the WELCOME: by then
+the file offers two again. With keys nothing is claimed before the WELCOME, so that only those who have shown theirs come in.
 
-A connector that said HELLO before it found the file gets two answers. The first, which names another queue, is no news to it;
-and its second HELLO tells the binder to drop that queue, which nobody has used.
+All that the binder goes by is the token: a random number that only this user can have read, and that it compares with those of
+the queues which it made. Whoever says another gets no queue, and is told so. Where a connector cannot see the file, or what it
+offers, both use frames, and say why.
+
+A connector that said HELLO before it found the file gets two answers. The first, which names no queue, is no news to it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import msgspec
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import rendezvous, rendezvous_file
+from tensorpipe_ipc.transport.addresses import runtime_folder
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.presence import Sight
@@ -137,28 +141,59 @@ class Meeting(Role):
         ours = self.own_hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
-        theirs = found.hello.shared_memory
-        assert theirs is not None
+        with contextlib.suppress(SharedMemoryError):
+            queue = self._claimed(found)
+            if queue is not None:
+                peer = self.peers[b""] = Peer(b"", found.hello, self._sight_of(found.hello))
+                self.met(peer)
+                self._sit_down(peer, queue)
+                self._post()
+
+    def take_spare(self, peer: Peer) -> None:
+        """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
+        self._greeted = 0.0  # what becomes of it, the binder is to know at once
+        found = rendezvous_file.find(self.socket.address, peer.hello.end)
+        why_not = f"the binder's rendezvous file is not to be seen in {runtime_folder()} here"
+        try:
+            queue = None if found is None else self._claimed(found)
+            if queue is not None:
+                self._sit_down(peer, queue)
+            if found is not None:
+                return
+        except SharedMemoryError as failed:
+            why_not = failed.strerror or str(failed)
+        # A binder that is just dying, or closing, has none either: then it does not answer once more, or says goodbye.
+        if peer.missed and not peer.sight.is_gone():
+            peer.why_not = why_not
+        peer.missed = True
+
+    def _claimed(self, found: rendezvous_file.Rendezvous) -> PairQueue | None:
+        """A queue of those that a binder offers, taken; None if others have taken all.
+
+        Raises:
+            SharedMemoryError: those that are there cannot be had.
+        """
+        failed: SharedMemoryError | None = None
         for offer in found.offers:
-            with contextlib.suppress(SharedMemoryError):
+            try:
                 queue = rendezvous.reach(found.hello.identity, offer, offer.maxsize)
+            except SharedMemoryError as error:
+                failed = error
+            else:
                 if queue.claim(min(self.window, offer.maxsize)):
-                    theirs = msgspec.structs.replace(theirs, offer=offer)
-                    self._sit_down(msgspec.structs.replace(found.hello, shared_memory=theirs), queue)
-                    return
+                    return queue
+        if failed is not None:
+            raise failed
+        return None
 
     @property
     def _may_meet(self) -> bool:
         return not self.arrangement.never_shares and not self.has_keys
 
-    def _sit_down(self, hello: Hello, queue: PairQueue) -> None:
-        peer = Peer(b"", hello, self._sight_of(hello))
+    def _sit_down(self, peer: Peer, queue: PairQueue) -> None:
         peer.queue, peer.settled, peer.by_file = queue, True, True
-        self.peers[b""] = peer
-        self.met(peer)
         self.shares(peer)
         self._greeted = 0.0
-        self._post()
 
     def turned_away(self) -> None:
         """The binder has refused this end, which may have met it by its file."""
@@ -166,11 +201,11 @@ class Meeting(Role):
             self._leaves(peer, How.REFUSED_US)
 
     def is_old_answer(self, peer: Peer, hello: Hello) -> bool:
-        """Whether a WELCOME answers what a connector said before it met its binder by the file."""
-        if not peer.by_file or not peer.is_still(hello) or peer.queue is None or hello.shared_memory is None:
+        """Whether a WELCOME answers what a connector said before it claimed a queue."""
+        if not peer.by_file or not peer.is_still(hello) or hello.shared_memory is None:
             return False
-        offer = hello.shared_memory.offer
-        peer.by_file = offer is None or offer.token != peer.queue.offer.token
+        terms = hello.shared_memory
+        peer.by_file = peer.token not in (terms.attached, terms.unknown) and not terms.why_not
         return peer.by_file
 
     # -- a binder's
@@ -180,7 +215,7 @@ class Meeting(Role):
         if not self.socket.binds:
             return
         rendezvous_file.sweep()
-        if self._may_meet:
+        if not self.arrangement.never_shares:
             self.spares.open(self.socket.address, self.own_hello(None))
             self._post()
 
@@ -195,7 +230,10 @@ class Meeting(Role):
         queue = self.spares.take(terms.attached) if terms is not None else None
         if queue is not None:
             self.unshare(peer)
-            peer.queue = queue
+            peer.queue, peer.settled = queue, True
+        else:
+            self._post()  # which makes more, if they are taken
+            peer.why_not = self.spares.trouble
 
     def refuse_spare(self, hello: Hello) -> None:
         """What a connector has claimed that is not let in is dropped."""
@@ -216,7 +254,7 @@ class Meeting(Role):
             return
         for queue in self.spares.deserted():
             self._post()
-            if not queue.tickets.unread():
+            if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
                 continue
             dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)
             terms = SharedMemoryTerms("auto", os.geteuid(), attached=queue.offer.token)

@@ -51,10 +51,10 @@ class Peer:
         ending: how it says that it ended.
         missed_at_end: messages that it had sent and that have not come, when it had left.
         queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
-        by_file: whether a connector met it by the rendezvous file, and it has not said WELCOME to that.
+        by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
         settled: whether both ends know which of the two it is. It stays so.
         why_not: why there is no queue.
-        missed: the token of an offer whose queue was not to be found.
+        missed: whether a queue that its binder should have was not to be found, at the last look.
         turn: when a producer last chose it, of all the times that it chose from several.
         room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
             be more, as nobody else takes them.
@@ -111,7 +111,7 @@ class Peer:
         self.by_file = False
         self.settled = False
         self.why_not = ""
-        self.missed = 0
+        self.missed = False
         self.turn = 0
         self.room = 0
 
@@ -119,6 +119,11 @@ class Peer:
     def identity(self) -> Identity:
         """The process it is in."""
         return self.hello.identity
+
+    @property
+    def token(self) -> int:
+        """That of the queue which the two have; 0 if there is none."""
+        return self.queue.offer.token if self.queue is not None else 0
 
     def is_still(self, hello: Hello) -> bool:
         """Whether it is the same end that says so."""

@@ -1,26 +1,17 @@
 """How two programs on one host come to share a queue: whether they may, what the one tells, what the other opens.
 
 Each (producer, consumer) pair of peers has one queue (``transport.shared_memory``), whose ``maxsize`` is the smaller of
-their windows. The binder makes it, in memory that all ends which this process binds share, and the two arrange it in
-the conversation that they have anyway (``transport.arrangement``)::
+their windows. The binder makes some, in memory that all ends which this process binds share, and offers them in its rendezvous
+file. Connectors claim them, and say so in the conversation that the two have anyway (``meeting``). Whoever cannot share says
+why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays for as long as the
+connection does.
 
-    connector                                        binder
-       |  HELLO    wish, uid                            |     objection(): is anything in the way?
-       | ---------------------------------------------> |
-       |  WELCOME  offer: token, number,                |     make(): the queue
-       |           descriptors and inodes    (why not)  |
-       | <--------------------------------------------- |
-       |  HELLO    attached: token           (why not)  |     reach(): /proc/PID/fd/N opened, seen to be the same, row
-       | ---------------------------------------------> |     and life taken. A producer that binds begins to put only now
-
-A binder that is too busy for that has made a queue and written the offer into a file before (``meeting``). Whoever cannot
-share says why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays
-for as long as the connection does.
-
-**What is opened is what was offered.** Descriptor numbers and process ids are used again. So the directory of the binder's
-process is held open while its start time is compared, each descriptor's inode is compared after it was opened, and the
-segment's seals, size, magic and version are seen before a byte of it is read. The kernel decides whether we may
-(ptrace's rules for reading: same uid and gid, or the capability). What is shared has no name that could be left behind.
+**What is opened is what was offered**, in a file that only this user can have written. Descriptor numbers and process ids are
+used again. So the directory of the binder's process is held open while its start time is compared, each descriptor's inode is
+compared after it was opened, the segment's seals, size, magic and version are seen before a byte of it is read, and the queue's
+record must say the offer's token. The kernel decides whether we may (ptrace's rules for reading: same uid and gid, or the
+capability). What is shared has no name that could be left behind. What the other end says of itself over the socket decides
+what is tried, and what people are told; it opens nothing.
 
 **Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.Life``), so the
 queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
@@ -44,10 +35,11 @@ from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.transport.get_end import LEASE_FROM, Decode
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.queue_record import QueueRecord
+from tensorpipe_ipc.transport.rendezvous_file import QueueOffer
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
 from tensorpipe_ipc.transport.undertaker import Undertaker, undertaker_of
-from tensorpipe_ipc.wire.header import Hello, QueueOffer
+from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
 
@@ -179,7 +171,6 @@ def make(maxsize: int) -> PairQueue:
     queue = PairQueue.create(_own_undertaker(), maxsize)
     assert isinstance(queue, PairQueue)
     assert queue.credits is not None
-    queue.words[queue.record.pair] = 1
     if queue.tickets.spills or queue.credits.spills:
         queue.close()
         raise SharedMemoryError(errno.ENOSPC, "no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")
@@ -190,6 +181,7 @@ def make(maxsize: int) -> PairQueue:
         maxsize,
         *((descriptor, os.fstat(descriptor).st_ino) for descriptor in (segment, tickets, credits)),
     )
+    queue.words[queue.record.pair] = queue.offer.token
     _made[queue.offer.token] = queue
     return queue
 
@@ -232,6 +224,8 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         opened.callback(credits.close)
         undertaker.attach()
         record, life = QueueRecord.reach(undertaker.arena, offer.number)
+        if undertaker.arena.words[record.pair] != offer.token:
+            raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
         if not record.maxsize == offer.maxsize == maxsize:
             raise SharedMemoryError(
                 errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"

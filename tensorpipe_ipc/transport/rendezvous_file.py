@@ -1,16 +1,19 @@
-"""The rendezvous file: what a binder's WELCOME would say, written down beforehand, so that a connector need not wait for it.
+"""The rendezvous file: which queues a binder has ready, and where. Shared memory is found through it alone.
 
-A binder is a library without a thread: while its program computes it answers no HELLO. So each that can share memory leaves
-a file in the user's runtime folder, under a name made from its address, for as long as it has the address::
+No number that came over a socket is opened: whoever can open a port could name any. What can be opened is written where only
+this user can have written it. And a binder is a library without a thread: while its program computes it answers no HELLO. So
+each that can share memory leaves a file in the user's runtime folder, under a name made from its address, for as long as it
+has the address::
 
     magic TPIR | u32 version | u32 crc32 of the rest | u32 n | msgpack (n bytes): where, its HELLO, the queues it offers
 
-What a connector does by it stands in ``meeting``. It saves a wait and nothing hangs on it: a file that is missing, or breaks
-any rule, is passed over, and the two greet each other as ever.
+What a connector does by it stands in ``meeting``. A file that is missing, or breaks any rule, is passed over: the two greet
+each other, and use frames where there is still none then.
 
 * The folder and the file are this user's and nobody else's (0700, 0600, whatever the umask), and no symbolic link.
 * It was written for the very socket that is at the address now, by a process that lives: place, pid, start time, pid
-  namespace and boot id are compared. What it offers is opened as the offer of a WELCOME is (``rendezvous``).
+  namespace and boot id are compared. Once there was a WELCOME, it is the one that names the end which said so, by its random
+  number, whatever the address is there.
 * It goes when its binder closes. That of a binder that was killed is swept by the next one that binds here.
 """
 
@@ -21,21 +24,54 @@ import hashlib
 import os
 import struct
 import zlib
+from typing import Annotated
 
 import msgspec
 
 from tensorpipe_ipc.process import Identity, identity, is_alive
 from tensorpipe_ipc.transport.address_claim import private_to_us
 from tensorpipe_ipc.transport.addresses import Address, check_folder, runtime_folder
-from tensorpipe_ipc.wire.header import VERSION, Hello, QueueOffer
+from tensorpipe_ipc.wire.header import VERSION, Hello
 
-__all__ = ["LIMIT", "Rendezvous", "RendezvousFile", "contents", "packed", "path_of", "read", "sweep", "unpacked"]
+__all__ = [
+    "LIMIT",
+    "QueueOffer",
+    "Rendezvous",
+    "RendezvousFile",
+    "contents",
+    "find",
+    "packed",
+    "path_of",
+    "read",
+    "sweep",
+    "unpacked",
+]
 
 LIMIT = 1 << 13  # bytes: a HELLO and some offers need 700
 _SUFFIX = ".rendezvous"
 _HEAD = struct.Struct("<4sIII")
 _MAGIC = b"TPIR"
 _TRIES = 3  # of reading what is just being written anew
+_AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
+_AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class QueueOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A queue in a binder's shared memory, as far as its connector must know it to take part (``transport.rendezvous``).
+
+    Attributes:
+        token: a random number that no other offer has; the queue's record in shared memory says it, too.
+        number: the queue's.
+        maxsize: how many messages may be in it.
+        segment, tickets, credits: descriptor in the binder's process, and inode, of the memory and of the two pipes.
+    """
+
+    token: _AtLeast1
+    number: _AtLeast1
+    maxsize: _AtLeast1
+    segment: tuple[_AtLeast0, _AtLeast0]
+    tickets: tuple[_AtLeast0, _AtLeast0]
+    credits: tuple[_AtLeast0, _AtLeast0]
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,6 +147,20 @@ def read(address: Address) -> Rendezvous | None:
     return None
 
 
+def find(address: Address, end: int) -> Rendezvous | None:
+    """What the binder that said it is ``end`` has written down, by whatever address it is reached."""
+    found = read(address)
+    if found is not None and found.hello.end == end:
+        return found
+    with contextlib.suppress(OSError):
+        for path in _all():
+            with contextlib.suppress(OSError):
+                found = contents(path)
+                if found is not None and found.hello.end == end and _lives(found.hello.identity):
+                    return found
+    return None
+
+
 def contents(path: str) -> Rendezvous | None:
     """What a rendezvous file says, whoever wrote it; None if it says nothing, or others may have written to it.
 
@@ -128,9 +178,13 @@ def contents(path: str) -> Rendezvous | None:
 def sweep() -> None:
     """Remove what binders left that are dead."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(runtime_folder()):
-            if name.endswith(_SUFFIX):
-                _sweep(os.path.join(runtime_folder(), name))
+        for path in _all():
+            _sweep(path)
+
+
+def _all() -> list[str]:
+    folder = runtime_folder()
+    return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(_SUFFIX)]
 
 
 def _sweep(path: str) -> None:

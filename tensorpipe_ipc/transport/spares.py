@@ -12,9 +12,9 @@ from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.rendezvous import PairQueue
-from tensorpipe_ipc.transport.rendezvous_file import RendezvousFile
+from tensorpipe_ipc.transport.rendezvous_file import QueueOffer, RendezvousFile
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
-from tensorpipe_ipc.wire.header import Hello, QueueOffer
+from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["Spares"]
 
@@ -23,10 +23,15 @@ _PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it
 
 
 class Spares:
-    """One end's; of an end that does not bind, or never shares memory, always none."""
+    """One end's; of an end that does not bind, or never shares memory, always none.
+
+    Attributes:
+        trouble: why none can be had; "" as long as nothing is in the way.
+    """
 
     def __init__(self) -> None:
         self._queues: list[PairQueue] = []
+        self.trouble = ""
         self._file: RendezvousFile | None = None
         self._offered: tuple[QueueOffer, ...] = ()  # by the file, as it was last written
         self._deserted: dict[int, float] = {}  # by token: when it was first seen to be
@@ -40,8 +45,9 @@ class Spares:
         """Have a file, from now on, if that can be."""
         try:
             self._file = RendezvousFile(address, hello)
-        except (OSError, Refused):
+        except (OSError, Refused) as failed:
             self._file = None
+            self.trouble = f"the binder has no rendezvous file: {failed}"
 
     def stock(self, hello: Hello, room: int) -> None:
         """See that there are as many as there should be, and that the file says so.
@@ -50,22 +56,24 @@ class Spares:
             hello: what this end says to everybody.
             room: how many peers may still come.
         """
-        if self._file is None or hello.window > CAPACITY:
+        if self._file is None:
             return
         wanted = max(0, min(_MOST, room - sum(bool(queue.claimant) for queue in self._queues)))
         free = self._free()
         self._drop(free[wanted:])
         try:
             for _ in range(wanted - len(free)):
-                self._queues.append(rendezvous.make(hello.window))
-        except OSError:  # then those that there are have to do
-            pass
+                self._queues.append(rendezvous.make(min(hello.window, CAPACITY)))
+            self.trouble = ""
+        except OSError as failed:  # then those that there are have to do
+            self.trouble = "" if self._free() else failed.strerror or str(failed)
         offers = tuple(queue.offer for queue in self._free())
         if offers != self._offered:
             try:
                 self._file.write(hello, offers)
                 self._offered = offers
-            except OSError:
+            except OSError as failed:
+                self.trouble = f"the binder's rendezvous file cannot be written: {failed.strerror}"
                 self.withdraw()
 
     def _free(self) -> list[PairQueue]:

@@ -50,7 +50,6 @@ __all__ = [
     "Hello",
     "Kind",
     "Piece",
-    "QueueOffer",
     "Refusal",
     "SharedMemoryTerms",
     "cut",
@@ -132,39 +131,21 @@ _AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class QueueOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A queue in a binder's shared memory, as far as its connector must know it to take part (``transport.rendezvous``).
-
-    Attributes:
-        token: a random number that no other offer has.
-        number: the queue's.
-        maxsize: how many messages may be in it.
-        segment, tickets, credits: descriptor in the binder's process, and inode, of the memory and of the two pipes.
-    """
-
-    token: _AtLeast1
-    number: _AtLeast1
-    maxsize: _AtLeast1
-    segment: tuple[_AtLeast0, _AtLeast0]
-    tickets: tuple[_AtLeast0, _AtLeast0]
-    credits: tuple[_AtLeast0, _AtLeast0]
-
-
 class SharedMemoryTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an end says of shared memory.
+    """What an end says of shared memory. It says nothing that is opened: that stands in the binder's rendezvous file.
 
     Attributes:
         wish: "auto" or "require". (An end that wants none has no terms.)
         uid: of its user.
-        offer: from a binder: the queue that it made for the two.
-        attached: from a connector: the token of the offer that it took.
+        attached: the token of the queue that the two have: the connector has claimed it, the binder repeats it; 0: none.
+        unknown: from a binder: the token that the connector said, of which it has no queue; 0: none.
         why_not: why there is, or can be, none; "" as long as nothing is in the way.
     """
 
     wish: str
     uid: int
-    offer: QueueOffer | None = None
     attached: _AtLeast0 = 0
+    unknown: _AtLeast0 = 0
     why_not: str = ""
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import children
@@ -25,11 +26,12 @@ from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport import rendezvous, rendezvous_file
+from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.get_end import Message
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
-from tensorpipe_ipc.wire.header import Hello, Kind, QueueOffer, SharedMemoryTerms
+from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
 
 pytestmark = pytest.mark.limit(20)
@@ -235,12 +237,12 @@ def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_who_cannot_share_uses_frames_and_says_why(name: str) -> None:
-    """WELCOME has no offer, but the reason; statistics say it, and frames go through."""
+    """WELCOME says the reason; statistics say it, and frames go through."""
     theirs, words = ELSEWHERE[name]
     with tp.Consumer("frames") as consumer, RawEnd(consumer.endpoint) as raw:
         terms = _talk(consumer, raw, theirs).shared_memory
         assert terms is not None
-        assert terms.offer is None
+        assert terms.attached == 0
         raw.say(*exchange.sent("in frames"))
         assert consumer.get(PATIENCE) == "in frames"
         said = consumer.statistics().transport
@@ -264,44 +266,57 @@ def test_who_requires_it_refuses_those_who_cannot(name: str) -> None:
         assert consumer.statistics().rejected == 1
 
 
-def test_an_offer_is_made_once() -> None:
-    """A HELLO that is repeated gets the same offer again; the descriptors do not become more."""
-    with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
-        first = _talk(consumer, raw, _hello("producer")).shared_memory
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(5):
-            assert _talk(consumer, raw, _hello("producer")).shared_memory == first
-        assert len(os.listdir("/proc/self/fd")) == before
-        refusing = SharedMemoryTerms("auto", os.geteuid(), why_not="no row left")
-        again = _talk(consumer, raw, _hello("producer", terms=refusing)).shared_memory
-        while again == first:  # WELCOME is repeated, too
-            again = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
-        assert again is not None
-        assert (again.offer, again.why_not) == (None, "no row left")
-        raw.say(*exchange.sent("in frames"))
-        assert consumer.get(PATIENCE) == "in frames"
-        assert len(os.listdir("/proc/self/fd")) < before
+def _claimed(endpoint: str) -> SharedMemoryTerms:
+    """What a connector says that has claimed a queue by the file."""
+    found = rendezvous_file.read(parse(endpoint))
+    assert found is not None
+    offer = found.offers[0]
+    assert rendezvous.reach(HERE, offer, offer.maxsize).claim(offer.maxsize)
+    return SharedMemoryTerms("auto", os.geteuid(), attached=offer.token)
 
 
-def test_a_connector_that_has_forgotten_gets_a_new_offer() -> None:
-    """Its connection was gone for a while: the old queue is of no use to it. Both sides count from there."""
+def test_a_queue_is_given_once() -> None:
+    """A HELLO that is repeated gets the same answer again, and what was given stays; the descriptors do not become more."""
     with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
         first = _talk(consumer, raw, _hello("producer")).shared_memory
         assert first is not None
-        assert first.offer is not None
-        attached = SharedMemoryTerms("auto", os.geteuid(), attached=first.offer.token)
-        assert _talk(consumer, raw, _hello("producer", terms=attached)).shared_memory == first
-        before = len(os.listdir("/proc/self/fd"))
-        raw.say(hello("producer", shared_memory=TERMS))
+        assert (first.attached, first.why_not) == (0, "")
+        claimed = _claimed("offers")
         found = first
         while found == first:  # WELCOME is repeated, too
-            with pytest.raises(tp.Empty):
-                consumer.get(0.1)
-            again = hello_of(raw.hear_of(Kind.WELCOME)).shared_memory
-            assert again is not None
-            found = again
-        assert found.offer is not None
-        assert found.offer.token != first.offer.token
+            found = _talk(consumer, raw, _hello("producer", terms=claimed)).shared_memory or first
+        assert found.attached == claimed.attached
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            assert _talk(consumer, raw, _hello("producer", terms=claimed)).shared_memory == found
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_connector_that_cannot_have_one_says_so() -> None:
+    """Its reason is repeated, and frames are used."""
+    with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
+        refusing = SharedMemoryTerms("auto", os.geteuid(), why_not="no row left")
+        said = _talk(consumer, raw, _hello("producer", terms=refusing)).shared_memory
+        assert said is not None
+        assert (said.attached, said.why_not) == (0, "no row left")
+        raw.say(*exchange.sent("in frames"))
+        assert consumer.get(PATIENCE) == "in frames"
+        assert consumer.statistics().transport == "frames over ipc: no row left"
+
+
+def test_a_connector_that_has_forgotten_gets_a_new_queue() -> None:
+    """Its connection was gone for a while: the old queue is of no use to it. Both sides count from there."""
+    with tp.Consumer("offers") as consumer, RawEnd(consumer.endpoint) as raw:
+        first = _claimed("offers")
+        said = _talk(consumer, raw, _hello("producer", terms=first)).shared_memory
+        assert said is not None
+        assert said.attached == first.attached
+        before = len(os.listdir("/proc/self/fd"))
+        second = _claimed("offers")
+        while said.attached == first.attached:  # WELCOME is repeated, too
+            said = _talk(consumer, raw, _hello("producer", terms=second)).shared_memory
+            assert said is not None
+        assert said.attached == second.attached != first.attached
         assert len(consumer.statistics().peers) == 1
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -383,29 +398,19 @@ def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
     with Child() as child:
         dead = child.call(children.own_identity)
         child.kill()
-    offer = QueueOffer(1, 1, 64, (3, 1), (4, 2), (5, 3))
     with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
         with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
             getting = in_thread(lambda: consumer.get(PATIENCE))
             raw.hear_of(Kind.HELLO)
-            raw.say(
-                hello(
-                    "producer",
-                    Kind.WELCOME,
-                    identity=dead,
-                    end=7,
-                    folder=consumer._link.folder,
-                    shared_memory=msgspec.structs.replace(TERMS, offer=offer),
-                )
-            )
+            dying = {"identity": dead, "end": 7, "folder": consumer._link.folder}
+            raw.say(hello("producer", Kind.WELCOME, shared_memory=TERMS, **dying))
             with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
                 getting()
 
 
-def test_an_offer_whose_queue_is_gone_is_believed_when_it_is_repeated() -> None:
-    """Its binder may just be closing, which is no refusal; one that lives on says the same again, and means it."""
-    offer = QueueOffer(1, 1, 64, (9999, 1), (9998, 2), (9997, 3))
-    welcome = hello("producer", Kind.WELCOME, shared_memory=msgspec.structs.replace(TERMS, offer=offer))
+def test_a_file_that_is_not_there_is_believed_to_be_missing_at_the_second_look() -> None:
+    """Its binder may just be closing, which is no refusal; one that lives on says WELCOME again, and means it."""
+    welcome = hello("producer", Kind.WELCOME, shared_memory=TERMS, end=77)
     with RawEnd("tcp://127.0.0.1:*", bind=True) as raw:
         with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
             getting = in_thread(lambda: consumer.get(PATIENCE))
@@ -415,8 +420,38 @@ def test_an_offer_whose_queue_is_gone_is_believed_when_it_is_repeated() -> None:
             assert again is not None
             assert (again.attached, again.why_not) == (0, "")
             raw.say(welcome)
-            with pytest.raises(tp.Refused, match="the consumer requires shared memory, but the descriptors of pid"):
+            with pytest.raises(
+                tp.Refused, match="the consumer requires shared memory, but the binder's rendezvous file"
+            ):
                 getting()
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
+def test_ends_with_two_runtime_folders_use_frames_and_say_why(
+    endpoint: str, producer_binds: bool, tmp_path: Path
+) -> None:
+    """Shared memory is found through a file in the user's runtime folder, and by nothing that the other end says."""
+    where = f"ipc://{tmp_path}/apart" if endpoint == "ipc" else "tcp://127.0.0.1:0"
+    bound = (tp.Producer if producer_binds else tp.Consumer)(where, bind=True)
+    with bound, Child() as child:
+        child.call(children.set_environment, "XDG_RUNTIME_DIR", str(tmp_path))
+        if producer_binds:
+            child.call(children.open_consumer, bound.endpoint, bind=False)
+            putting = in_thread(lambda: bound.put("in frames", PATIENCE))
+            assert child.call(children.take) == ["in frames"]
+            putting()
+            theirs = child.call(children.consumer_statistics)
+        else:
+            child.call(children.open_producer, bound.endpoint)
+            child.begin(children.put, "in frames")
+            assert bound.get(PATIENCE) == "in frames"
+            child.result()
+            theirs = child.call(children.producer_statistics)
+        words = (
+            f"frames over {endpoint}: the binder's rendezvous file is not to be seen in {tmp_path}/tensorpipe_ipc here"
+        )
+        assert theirs.transport == bound.statistics().transport == words
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])

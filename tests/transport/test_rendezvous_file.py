@@ -201,8 +201,8 @@ def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
         putting()
 
 
-def test_without_a_file_the_two_greet_each_other(consumer: tp.Consumer) -> None:
-    """A binder that answers lets in whoever found no file that is any good."""
+def test_without_a_file_the_two_use_frames(consumer: tp.Consumer) -> None:
+    """A binder that answers lets in whoever found no file that is any good, and both say why they share no memory."""
     DAMAGES["another checksum"]()
     with tp.Producer("filed") as producer:
         with pytest.raises(tp.Full, match="no consumer has come"):
@@ -210,7 +210,10 @@ def test_without_a_file_the_two_greet_each_other(consumer: tp.Consumer) -> None:
         putting = in_thread(lambda: producer.put("greeted", PATIENCE))
         assert consumer.get(PATIENCE) == "greeted"
         putting()
-        assert producer.statistics().transport == "shared memory"
+        for end in (producer, consumer):
+            assert end.statistics().transport.startswith(
+                "frames over ipc: the binder's rendezvous file is not to be seen in"
+            )
 
 
 def test_what_is_planted_is_not_written_to(tmp_path: Path) -> None:
@@ -312,7 +315,7 @@ def test_that_of_a_process_that_cannot_be_seen_is_not_swept(changes: Any, consum
 
 @pytest.mark.parametrize("role", [tp.Consumer, tp.Producer])
 def test_who_has_one(role: Any, tmp_path: Path) -> None:
-    """Ends that bind and may share memory, by whatever address others know; no connector, and none with keys."""
+    """Ends that bind and may share memory, by whatever address others know; no connector."""
     folder = make_keys(tmp_path / "keys")
 
     def files() -> int:
@@ -321,13 +324,12 @@ def test_who_has_one(role: Any, tmp_path: Path) -> None:
     for options in (
         {"shared_memory": "off"},
         {"endpoint": "inproc://x"},
-        {"security": binders(folder)},
         {"bind": False},
     ):
         with role(**{"endpoint": "filed", "bind": True, **options}):
             assert files() == 0
-    for endpoint in ("filed", f"ipc://{tmp_path}/x", "tcp://127.0.0.1:*", "tcp://[::1]:*"):
-        with role(endpoint, bind=True) as end:
+    for endpoint in ("filed", f"ipc://{tmp_path}/x", "tcp://127.0.0.1:*", "tcp://[::1]:*", "keys"):
+        with role(endpoint, bind=True, security=binders(folder) if endpoint == "keys" else None) as end:
             assert files() == 1
             assert rendezvous_file.read(parse(end.endpoint)) is not None
         assert files() == 0

@@ -19,7 +19,6 @@ from tensorpipe_ipc.wire.header import (
     Hello,
     Kind,
     Piece,
-    QueueOffer,
     Refusal,
     SharedMemoryTerms,
 )
@@ -255,9 +254,8 @@ def test_the_longest_hello_can_be_read(name: str) -> None:
     most: Any = (1 << 64) - 1
     names = (name,) * (MAX_NAMES // (len(name) + 2))
     assert MAX_NAMES - len(name) - 2 < header.names_size(names) <= MAX_NAMES
-    offer = QueueOffer(most, most, most, (most, most), (most, most), (most, most))
     who = Identity("h" * 255, "b" * 36 + f" {1 << 32}", most, most, 0.5)
-    terms = SharedMemoryTerms("require", most, offer, most, "w" * 512)
+    terms = SharedMemoryTerms("require", most, most, most, "w" * 512)
     hello = Hello("consumer", who, most, "", names, most, terms, most, most)
     said = header.pack_control(Kind.HELLO, hello)
     assert header.unpack_control(header.unpack(memoryview(said)), Hello) == hello
