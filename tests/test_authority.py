@@ -18,7 +18,7 @@ from raw_ends import RawEnd, hello, hello_of, map_with
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms
+from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -152,6 +152,8 @@ def test_a_binder_names_descriptors(role: str, victim: subprocess.Popen[bytes], 
             else:
                 waiting()
                 raw.hear_of(Kind.DATA)
+                raw.say(pack(Kind.CREDIT, 1))
+                end.flush(PATIENCE)
             _was_not_touched(victim, seen)
             os.kill(os.getpid(), signal.SIGCONT)  # the listener hears signals
             assert seen[-1].startswith("os.kill")
