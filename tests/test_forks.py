@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
 
 SIZE = 100_000  # items
@@ -229,6 +234,47 @@ def test_what_a_child_writes_does_not_reach_its_parent(ctx: Any, name: str, dept
     assert blocks_in_use(ctx) == {}
 
 
+def test_a_child_that_can_have_no_pages_of_its_own_is_warned(ctx: Any) -> None:
+    """The kernel bounds how many mappings a process may have."""
+
+    def parent() -> None:
+        tensor = leased(ctx)
+        libc, pages = ctypes.CDLL(None), mmap.mmap(-1, 1 << 30)
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        for page in range(0, 1 << 30, 2 * mmap.PAGESIZE):
+            if libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ):
+                break
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            pid = os.fork()
+        if not pid:
+            assert "what it writes there may reach its parent: Cannot allocate memory" in str(warned[-1].message)
+            assert tensor[5] == 7
+            os._exit(0)
+        assert reap(pid) == 0
+
+    assert reap(in_child(parent)) == 0
+
+
+def test_what_a_child_writes_does_not_reach_an_end_of_its_parent(ctx: Any) -> None:
+    """The same for what came through an endpoint, and for what is lent by one."""
+    with tp.Consumer("forks") as consumer, tp.Producer("forks") as producer:
+        producer.put(torch.full((SIZE,), 7.0), timeout=LIMIT)
+        tensor = consumer.get(timeout=LIMIT)
+        with producer.loan((SIZE,)) as lent:
+            lent.fill_(7)
+
+            def child() -> None:
+                for each in (tensor, lent):
+                    assert each.unique().tolist() == [7.0]
+                    each.fill_(8)
+
+            assert reap(in_child(child)) == 0
+            assert tensor.unique().tolist() == lent.unique().tolist() == [7.0]
+        assert consumer.get(timeout=LIMIT).unique().tolist() == [7.0]
+        assert producer.statistics().transport == "shared memory"
+
+
 def test_a_child_that_wrote_to_inherited_tensors_still_works_with_the_memory_around_them(ctx: Any) -> None:
     """Leases of all sizes lie between blocks that the child uses: it gets, puts, moves and makes, and so does its parent."""
     there, back = ctx.Queue(), ctx.Queue()
@@ -397,6 +443,24 @@ def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up:
     assert "child: 0" in done.stdout, done.stderr
     assert done.stderr.count("no descriptor was left by which to see when it ends") == (used_up == "before")
     assert "Exception" not in done.stderr
+
+
+def test_the_dead_are_not_among_the_holders(ctx: Any) -> None:
+    """Though nobody waits, or is short of memory."""
+    there, told = ctx.Queue(), ctx.Queue()
+    there.put(torch.ones(SIZE))
+
+    def hold() -> None:
+        kept = there.get()
+        told.put(kept.numel())
+        signal.pause()
+
+    pid = in_child(hold)
+    assert told.get(timeout=LIMIT) == SIZE
+    assert [f"pid {pid} (alive)" in holder.process for holder in there.statistics().holders] == [True]
+    os.kill(pid, signal.SIGKILL)
+    reap(pid)
+    assert there.statistics().holders == ()
 
 
 def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:

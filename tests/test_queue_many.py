@@ -345,6 +345,34 @@ class Breaks:
         return divmod, (1, 0)
 
 
+def test_a_wake_up_among_the_messages_is_no_failure_of_one() -> None:
+    """An object that cannot be made again at its first try, short of memory say, is there for the second."""
+    there = Queue()
+    there._queue.tickets.ring()
+    there.put_many([BreaksOnce(), 2])
+    BreaksOnce.tries = 0
+    with pytest.raises(MemoryError):
+        there.get_many(5, timeout=LIMIT)
+    assert [there.get(timeout=LIMIT), there.get(timeout=LIMIT)] == ["made", 2]
+
+
+class BreaksOnce:
+    """Pickled well, and made again at the second try."""
+
+    tries = 0
+
+    def __reduce__(self) -> Any:
+        return BreaksOnce.make, ()
+
+    @classmethod
+    def make(cls) -> str:
+        """What arrives."""
+        cls.tries += 1
+        if cls.tries == 1:
+            raise MemoryError
+        return "made"
+
+
 def work(tasks: JoinableQueue, count: int) -> None:
     """Deal with some."""
     for _ in range(count):

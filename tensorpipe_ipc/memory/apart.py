@@ -28,21 +28,16 @@ def set_apart(segment: Segment, runs: Iterable[tuple[int, int]]) -> None:
         runs: where in the segment each begins, and its bytes.
     """
     base, refused = segment.octets.ctypes.data, 0
+    own = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     for start, stop in _pages(runs):
-        made = _mmap()(
-            base + start,
-            stop - start,
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE,
-            segment.descriptor,
-            start,
-        )
+        made = _mmap()(base + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, own, segment.descriptor, start)
         if made == _FAILED:
             refused = ctypes.get_errno()
     if refused:
         warnings.warn(
-            f"what this forked process writes to tensors that its parent received may reach the parent: {os.strerror(refused)} "
-            "(raise vm.max_map_count, or fork with fewer of them alive)",
+            "this forked process has no pages of its own for some tensors in shared memory that its parent received or made, "
+            f"so what it writes there may reach its parent: {os.strerror(refused)} (raise vm.max_map_count, or fork with fewer "
+            "of them alive)",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -75,14 +75,17 @@ def _map(node: Any, make: Callable[[TensorSpec], Any]) -> Any:
 def block_bytes(specs: list[TensorSpec]) -> int:
     """What to allocate for tensors; 0 where none has an item."""
     nbytes = _places(specs)[1]
-    return max(ROOM + nbytes, LEAST) if nbytes else 0
+    return _room(nbytes) if nbytes else 0
+
+
+def _room(nbytes: int) -> int:
+    return max(ROOM + nbytes, LEAST)
 
 
 def made(specs: list[TensorSpec], leases: Leases | None, block: int) -> list[torch.Tensor]:
     """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts; 0: in none."""
     places, nbytes = _places(specs)
-    kind = kind_of(block_bytes(specs))
-    array = leases.hold(block, kind, block + HEADER + ROOM, nbytes) if leases and block else None
+    array = leases.hold(block, kind_of(_room(nbytes)), block + HEADER + ROOM, nbytes) if leases and block else None
     return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
 
 

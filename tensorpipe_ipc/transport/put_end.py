@@ -416,6 +416,7 @@ class PutEnd(QueueEnd):
     def _idle(self) -> None:
         self._refuse_if_shut()
         self.undertaker.look()
+        self.leases.look_at_kept()
         self._take_up()
 
     def _why_full(self, what: str) -> str:
