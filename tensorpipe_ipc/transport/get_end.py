@@ -274,7 +274,8 @@ class GetEnd(QueueEnd):
         self.leases.look_at_kept()
 
     def _look_again(self) -> None:
-        if self.words[self.record.shut] or not self.words[self._watch]:
+        self.leases.look_at_kept()
+        if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
             raise _Again
 
     def _tell_of_more(self) -> None:
