@@ -6,9 +6,11 @@ Everything is made anew by a call, from a fixed seed, so that two processes make
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,6 +38,30 @@ class Batch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "history", "made by __post_init__")
+
+
+class Pose:
+    """A class of a user's own, which says how it is taken apart."""
+
+    def __init__(self, rotation: Any, frame: str) -> None:
+        self.rotation, self.frame = rotation, frame
+
+
+tp.register_type(Pose, to=lambda pose: (pose.rotation, pose.frame), from_=lambda parts: Pose(*parts))
+
+
+def ordered() -> OrderedDict[str, Any]:
+    """An ordered dict with an attribute, as a state_dict is."""
+    made: Any = OrderedDict(a=None)
+    made._metadata = OrderedDict()
+    return made  # type: ignore[no-any-return]
+
+
+def _state_dict() -> Any:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    for parameter in module.parameters():
+        torch.nn.init.ones_(parameter)
+    return module.state_dict()
 
 
 def bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -134,6 +160,14 @@ STORAGES: dict[str, Callable[[], Any]] = {
     },
 }
 
+SCALAR_KINDS = ("bool", "int8", "uint8", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128")
+
+
+def _scalar(kind: str) -> Any:
+    least = {"uint64": (1 << 64) - 1, "int64": -(1 << 63)}
+    return np.dtype(kind).type(least.get(kind, 1))
+
+
 SCALARS: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -154,6 +188,7 @@ SCALARS: dict[str, Callable[[], Any]] = {
     "dtype": lambda: torch.bfloat16,
     "Size": lambda: torch.Size([2, 0, 5]),
     "device": lambda: torch.device("cuda", 1),
+    **{f"NumPy {kind}": functools.partial(_scalar, kind) for kind in SCALAR_KINDS},
 }
 
 TREES: dict[str, Callable[[], Any]] = {
@@ -172,6 +207,9 @@ TREES: dict[str, Callable[[], Any]] = {
     "mixed": lambda: {"step": 7, "xs": (torch.ones(2), [np.arange(3), "text", None]), "lr": 1e-3, "z": 1j},
     "NamedTuple": lambda: Sample(bits(torch.uint8, 3, 4, 4), 7),
     "dataclass": lambda: Batch([Sample(torch.ones(2), 1), Sample(torch.zeros(2), 0)], 0.5),
+    "ordered dict": lambda: OrderedDict(b=torch.ones(2), a=[1, np.float32(0.1)]),
+    "state_dict": _state_dict,
+    "class of one's own": lambda: [Pose(torch.eye(3), "map"), Pose({"q": np.ones(4)}, "")],
     "deep": lambda: _nested(64),
     "shared storage": _shared,
     "shared storage, large": _shared_large,
@@ -222,7 +260,11 @@ def same(sent: Any, got: Any, path: str = "tree", strides: bool = True) -> None:
     elif isinstance(sent, torch.storage.TypedStorage):
         assert got.dtype is sent.dtype, path
         same(sent._untyped_storage, got._untyped_storage, path, strides)
+    elif isinstance(sent, Pose):
+        same((sent.rotation, sent.frame), (got.rotation, got.frame), path, strides)
     elif isinstance(sent, dict):
+        if isinstance(sent, OrderedDict):
+            same(vars(sent), vars(got), f"{path}.__dict__", strides)
         assert [(type(key), key) for key in got] == [(type(key), key) for key in sent], path
         for key in sent:
             same(sent[key], got[key], f"{path}[{key!r}]", strides)

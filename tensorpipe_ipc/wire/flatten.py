@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -26,8 +27,9 @@ __all__ = ["Flat", "flatten", "leaf_path", "may_be_tree"]
 
 _U16 = struct.Struct("<H")
 _COUNT = struct.Struct("<BI")
-_OP = [bytes([op]) for op in range(Op.DATACLASS + 1)]
+_OP = [bytes([op]) for op in range(Op.CUSTOM + 1)]
 _TENSOR = _OP[Op.TENSOR]
+_TOO_DEEP = f"nested deeper than {MAX_DEPTH} containers, or it contains itself"
 
 
 class Flat(NamedTuple):
@@ -91,7 +93,7 @@ def _walk(node: Any, flat: Flat, depth: int) -> None:
     if writer is not None:
         writer(node, flat)
     elif depth >= MAX_DEPTH:
-        raise UnsupportedLeaf(f"nested deeper than {MAX_DEPTH} containers, or it contains itself")
+        raise UnsupportedLeaf(_TOO_DEEP)
     elif kind is dict:
         if depth:
             flat.nodes.append(id(node))
@@ -136,13 +138,37 @@ def _walk_items(node: Sequence[Any], flat: Flat, depth: int) -> None:
         raise error.within(f"[{index}]") from None
 
 
+def _walk_ordered(node: OrderedDict[Any, Any], flat: Flat, depth: int) -> None:
+    if depth + 1 >= MAX_DEPTH:
+        raise UnsupportedLeaf(_TOO_DEEP)
+    flat.nodes.append(None)  # what shares its attributes is pickle's to keep
+    flat.spec.append(_OP[Op.ORDERED])
+    _walk_dict(node, flat, depth + 1)
+    try:
+        _walk(dict(vars(node)) or None, flat, depth + 1)  # of a state_dict: its _metadata
+    except UnsupportedLeaf as error:
+        raise error.within(".__dict__") from None
+
+
 def _walk_other(node: Any, flat: Flat, depth: int) -> None:
     entry = BY_TYPE.get(type(node))
     if entry is None:
+        if type(node) is OrderedDict:
+            _walk_ordered(node, flat, depth)
+            return
+        if isinstance(node, np.generic) and node.dtype in BY_NUMPY:  # np.longlong is another type of int64
+            flat.nodes.append(None)
+            _scalar(node, flat)
+            return
         if isinstance(node, TypedStorage):  # torch.HalfStorage and its like are names for it
             _typed_storage(node, flat)
             return
         raise UnsupportedLeaf(_advice(node))
+    if entry.to is not None:
+        flat.nodes.append(None)
+        flat.spec.append(_OP[entry.op] + _name(entry.name))
+        _walk(entry.to(node), flat, depth + 1)
+        return
     flat.nodes.extend((id(node), None))
     flat.spec.append(
         _OP[entry.op] + _name(entry.name) + struct.pack("<I", len(entry.fields)) + b"".join(map(_name, entry.fields))
@@ -215,6 +241,13 @@ def _int(node: int, flat: Flat) -> None:
 def _complex(node: complex, flat: Flat) -> None:
     flat.spec.append(_OP[Op.COMPLEX])
     flat.values.extend((node.real, node.imag))
+
+
+def _scalar(node: np.generic, flat: Flat) -> None:
+    row = BY_NUMPY[node.dtype]
+    flat.spec.append(bytes([Op.SCALAR, row.code]))
+    value = node.item()
+    flat.values.extend((value.real, value.imag) if type(value) is complex else (value,))
 
 
 def _str(node: str, flat: Flat) -> None:
@@ -324,6 +357,7 @@ _WRITERS: dict[type, Callable[[Any, Flat], None]] = {
     np.memmap: _ndarray,
     UntypedStorage: _untyped_storage,
     TypedStorage: _typed_storage,
+    **{dtype.type: _scalar for dtype in BY_NUMPY},
 }
 
 
@@ -337,7 +371,7 @@ def _advice(node: Any) -> str:
     if isinstance(node, torch.Tensor):
         return f"{kind} is a tensor subclass; send .as_subclass(torch.Tensor), or its parts"
     if isinstance(node, np.generic):
-        return f"{kind} is a NumPy scalar; send .item(), or np.asarray() of it"
+        return f"{kind} is a NumPy scalar that torch has no dtype for; send .item() or str() of it"
     if isinstance(node, np.ndarray):
         return f"{kind} is an array subclass; send np.asarray() of it"
     if dataclasses.is_dataclass(node) or (isinstance(node, tuple) and hasattr(node, "_fields")):
@@ -372,14 +406,17 @@ def leaf_path(tree: Any, index: int) -> str:
 
 
 def _leaf_paths(node: Any, path: str) -> Iterator[str]:
-    if type(node) is dict:
+    if type(node) in (dict, OrderedDict):
         for key, child in node.items():
             yield from _leaf_paths(child, f"{path}[{key!r}]")
     elif type(node) in (list, tuple):
         for index, child in enumerate(node):
             yield from _leaf_paths(child, f"{path}[{index}]")
     elif type(node) in BY_TYPE:
-        for field in BY_TYPE[type(node)].fields:
+        entry = BY_TYPE[type(node)]
+        if entry.to is not None:
+            yield from _leaf_paths(entry.to(node), path)
+        for field in entry.fields:
             yield from _leaf_paths(getattr(node, field), f"{path}.{field}")
     elif isinstance(node, (torch.Tensor, np.ndarray, bytes, UntypedStorage, TypedStorage)):
         yield path

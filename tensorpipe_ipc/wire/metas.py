@@ -143,10 +143,6 @@ class LeafMeta(NamedTuple):
     strides: tuple[int, ...] = ()  # in items, for a view
     own: Dtype | None = None  # what the sender's tensor was, if it was narrowed
 
-    def tensor_meta(self) -> TensorMeta:
-        """The tensor's meta, shared by all leaves alike."""
-        return OPAQUE if self.row is None else meta_of(self.row.torch, self.shape, self.order)
-
     def view_end(self) -> int:
         """Bytes of its span that a view reaches, counted from the span's start."""
         assert self.row is not None
@@ -185,13 +181,15 @@ class _Shapes(dict[Any, TensorMeta]):
 
     def __init__(self, row: Dtype, own: Dtype | None = None) -> None:
         super().__init__()
-        self._row, self._own = row, own
+        self._row, self._own, self._dims = row, own, 0
 
     def __missing__(self, key: Any) -> TensorMeta:
         shape, order = key if len(key) == 2 and isinstance(key[0], tuple) else (key, None)
         meta = TensorMeta(self._row, tuple(shape), order, self._own)
-        if len(self) >= 1024:  # a stream has few shapes; one of ever new shapes starts over instead of growing
+        self._dims += len(shape) + 7
+        if self._dims > 8192:  # a stream has few shapes; one of ever new shapes starts over instead of growing
             self.clear()
+            self._dims = len(shape) + 7
         self[meta.shape if order is None else (meta.shape, order)] = meta
         return meta
 

@@ -6,17 +6,19 @@ A spec that arrives is hostile until ``_check`` has walked it, which allocates n
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
+from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import overlaps
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
 
@@ -41,6 +43,7 @@ class Plan:
     Attributes:
         leaves: how many leaves the spec has.
         values: how many values.
+        made: how many nodes something is made for, which is kept: all but values and plain leaves.
         is_leaf: whether the tree is one plain tensor and nothing else.
     """
 
@@ -51,7 +54,7 @@ class Plan:
             ProtocolError: the bytes are no spec, are too deep or hold too many nodes.
             UnsupportedLeaf: it names a type that is not registered here, or has other fields.
         """
-        self.leaves, self.values = _check(spec)
+        self.leaves, self.values, self.made = _check(spec)
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
@@ -95,13 +98,13 @@ class Plan:
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
 
 
-def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int]:
-    """Count a spec's leaves and values, and raise if it is not one. Allocates nothing to speak of.
+def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int, int]:
+    """Count a spec's leaves, values, and nodes that something is made for, and raise if it is none. Allocates next to nothing.
 
     Args:
         kinds: gets the op of each leaf.
     """
-    at = leaves = values = nodes = 0
+    at = leaves = values = nodes = made = 0
     open_counts = [1]
     while open_counts:
         if not open_counts[-1]:
@@ -113,23 +116,17 @@ def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int]:
             raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
         op = _byte(spec, at)
         at += 1
-        if op in (Op.NONE, Op.VALUE, Op.INT, Op.COMPLEX, Op.STR):
+        if op <= Op.STR:
             values += (op != Op.NONE) + (op == Op.COMPLEX)
         elif Op.TENSOR <= op <= Op.UNTYPED:
             leaves += 1
-        elif op == Op.TYPED or op == Op.DTYPE:
-            if _byte(spec, at) not in BY_CODE:
-                raise ProtocolError(f"dtype code {spec[at]} is not in the table")
+        elif op < Op.LIST:
+            made += 1
             leaves += op == Op.TYPED
-            at += 1
-        elif op == Op.DEVICE:
-            end = _skip(spec, at)
-            _read_device(spec[at + 2 : end])
-            at = end
-        elif op == Op.SIZE:
-            count, at = _count(spec, at, 8)
-            at += 8 * count
-        elif Op.LIST <= op <= Op.DATACLASS:
+            at = _check_constant(spec, op, at)
+            values += 1 + BY_CODE[spec[at - 1]].torch.is_complex if op == Op.SCALAR else 0
+        elif op <= Op.CUSTOM:
+            made += 1
             count, at = _check_container(spec, op, at)
             open_counts.append(count)
             if len(open_counts) > MAX_DEPTH + 1:
@@ -140,11 +137,32 @@ def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int]:
             kinds.append(op)
     if at != len(spec):
         raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
-    return leaves, values
+    return leaves, values, made
+
+
+def _check_constant(spec: Buffer, op: int, at: int) -> int:
+    """Where a node ends that says more than its kind, and has no nodes in it."""
+    if op in (Op.TYPED, Op.DTYPE, Op.SCALAR):
+        row = BY_CODE.get(_byte(spec, at))
+        if row is None or (op == Op.SCALAR and row.numpy is None):
+            raise ProtocolError(f"dtype code {spec[at]} is not in the table")
+        return at + 1
+    if op == Op.DEVICE:
+        end = _skip(spec, at)
+        _read_device(spec[at + 2 : end])
+        return end
+    if op == Op.SIZE:
+        count, at = _count(spec, at, 8)
+        return at + 8 * count
+    raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
 
 
 def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:
-    if op in (Op.NAMEDTUPLE, Op.DATACLASS):
+    if op == Op.ORDERED:
+        if _byte(spec, at) != Op.DICT:
+            raise ProtocolError(f"node 0x{spec[at]:02x} in an ordered dict, which begins with a dict")
+        return 2, at
+    if op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
         return _check_registered(spec, op, at)
     count, at = _count(spec, at, 1 if op in (Op.LIST, Op.TUPLE) else 3)
     if op == Op.DICT:
@@ -158,10 +176,16 @@ def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:
 def _check_registered(spec: Buffer, op: int, at: int) -> tuple[int, int]:
     end = _skip(spec, at)
     name = _text(spec[at + 2 : end])
-    count, at = _count(spec, end, 3)
     entry = BY_NAME.get(name)
     if entry is None:
         raise UnsupportedLeaf(f"the message holds a {name!r}, which is not registered here: call register_type()")
+    if Op.CUSTOM in (op, entry.op):
+        if op != entry.op:
+            raise UnsupportedLeaf(
+                f"the message's {name!r} is made by from_= on one end only: register it alike on both"
+            )
+        return 1, end
+    count, at = _count(spec, end, 3)
     if (entry.op, len(entry.fields)) != (op, count):
         raise UnsupportedLeaf(f"the message's {name!r} has {count} fields, the one registered here {entry.fields}")
     for field in entry.fields:
@@ -203,6 +227,8 @@ def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]
     simple = readers.get(op)
     if simple is not None:
         return simple, at
+    if op == Op.SCALAR:
+        return _scalar_reader(BY_CODE[spec[at]]), at + 1
     if op == Op.TYPED:
         return _typed_storage_reader(BY_CODE[spec[at]].torch), at + 1
     if op == Op.DTYPE:
@@ -218,9 +244,16 @@ def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]
 
 def _read_container(spec: Buffer, op: int, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
     name = ""
-    if op in (Op.NAMEDTUPLE, Op.DATACLASS):
+    if op == Op.ORDERED:
+        items, at = _read(spec, at, readers)
+        attributes, at = _read(spec, at, readers)
+        return _ordered_reader(items, attributes), at
+    if op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
         end = _skip(spec, at)
         name, at = _text(spec[at + 2 : end]), end
+    if op == Op.CUSTOM:
+        parts, at = _read(spec, at, readers)
+        return _custom_reader(name, parts), at
     count, at = _count(spec, at, 1)
     keys: list[Any] = []
     if op not in (Op.LIST, Op.TUPLE):
@@ -328,13 +361,61 @@ def _dict_reader(keys: list[Any], children: list[Build]) -> Build:
     return lambda leaves, values: {key: child(leaves, values) for key, child in pairs}
 
 
+def _ordered_reader(items: Build, attributes: Build) -> Build:
+    def build(leaves: Iterator[torch.Tensor], values: Iterator[Any]) -> OrderedDict[Any, Any]:
+        made = OrderedDict(items(leaves, values))
+        own = attributes(leaves, values)
+        if own is not None:
+            if type(own) is not dict or any(type(key) is not str or hasattr(OrderedDict, key) for key in own):
+                raise ValueError("attributes of an ordered dict that would hide its own")
+            vars(made).update(own)
+        return made
+
+    return build
+
+
+def _custom_reader(name: str, parts: Build) -> Build:
+    def build(leaves: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+        make = BY_NAME[name].from_
+        if make is None:
+            raise UnsupportedLeaf(f"the message's {name!r} is registered anew here, without from_=")
+        return make(parts(leaves, values))
+
+    return build
+
+
+def _scalar_reader(row: Dtype) -> Build:
+    assert row.numpy is not None
+    kind: Any = row.numpy.type
+    if row.numpy.kind == "c":
+        return lambda leaves, values: kind(_read_complex(leaves, values))
+    least, most = (np.iinfo(kind).min, np.iinfo(kind).max) if row.numpy.kind in "iu" else (0, 0)
+
+    def build(_: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+        value = next(values)
+        if type(value) is str or most and not (type(value) is int and least <= value <= most):
+            raise ValueError(f"{value!r} for a NumPy scalar of {row.numpy}")
+        with np.errstate(over="ignore"):
+            return kind(value)
+
+    return build
+
+
 def _registered_reader(entry: Registered, children: list[Build]) -> Build:
-    cls, fields, make = entry.cls, entry.fields, _list_reader(children)
+    fields, make = entry.fields, _list_reader(children)
+
+    def cls() -> Any:
+        """What has the name now: a class that was defined anew (a notebook cell run again) replaces its elder."""
+        now = BY_NAME[entry.name]
+        if (now.op, now.fields) != (entry.op, fields):
+            raise UnsupportedLeaf(f"the message's {entry.name!r} is registered anew here, with other fields")
+        return now.cls
+
     if entry.op == Op.NAMEDTUPLE:
-        return lambda leaves, values: tuple.__new__(cls, make(leaves, values))
+        return lambda leaves, values: tuple.__new__(cls(), make(leaves, values))
 
     def build(leaves: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
-        instance: Any = object.__new__(cls)
+        instance: Any = object.__new__(cls())
         for field, value in zip(fields, make(leaves, values), strict=True):
             object.__setattr__(instance, field, value)
         return instance

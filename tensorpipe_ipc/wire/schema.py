@@ -27,8 +27,9 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, Arrival, is_restored, restored_span, widened
+from tensorpipe_ipc.wire.dtypes import BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
-from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, meta_of, unpack_meta
+from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 
@@ -38,6 +39,9 @@ ALIAS = -1  # as ``own`` of Schema.tree: the payload is the receiver's own and a
 SPAN = struct.Struct("<QQ")
 _U32 = struct.Struct("<I")
 _LEAST_META = 12
+# Bytes that are kept of a schema, at most: for each of its own (a key's tuple of small numbers takes most), and for each leaf,
+# span, and node that something is made for.
+_KEPT_OF_DATA, _KEPT_OF_NODE = 28, 960
 _FEW = 512  # values, which take 40 KB at most as Python objects; more are first walked to their end without making any
 
 
@@ -78,7 +82,7 @@ class Schema:
         spec, at = _block(data, at, 4)
         self.serializer = str(name, "ascii", "replace")
         self._data, self._tensors_at = data, at
-        leaves = _check_tensors(data, at)
+        leaves, spans = _check_tensors(data, at)
         self._plan = Plan(spec)
         if self._plan.leaves != leaves:
             raise ProtocolError(f"{leaves} leaf metas for a tree of {self._plan.leaves} leaves")
@@ -86,7 +90,7 @@ class Schema:
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
         self._restored: bytes | None = None
-        self.cost = 2 * len(data) + 32 * len(spec) + 256 * (leaves + 1)
+        self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * (self._plan.made + leaves + spans + 1)
 
     def _see_that_bytes_are_apart(self) -> None:
         """Bytes are copied out of what they came in: as views they would be as many copies of it as there are views."""
@@ -141,7 +145,7 @@ class Schema:
             return _decode(serializer, opened.metas[0], frames[0], own)
         items = _values(values, self._plan.values)
         payloads = iter([frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places])
-        memory = [_span(serializer, size, next(payloads), own) for size in opened.spans]
+        memory = [_span(serializer, meta, next(payloads), own) for meta in opened.spans]
         if not as_sent:
             return self._arrive(opened, memory, payloads, items, serializer, own, arrival)
         leaves = [
@@ -222,7 +226,7 @@ class Schema:
             payloads = [region[start:end] for start, end in opened.in_block]
             return self._plan.build(list(map(decode, opened.metas, payloads)), items)
         rest = iter([region[start:end] for start, end in opened.in_block])
-        memory = [_span(serializer, size, next(rest), -1) for size in opened.spans]
+        memory = [_span(serializer, meta, next(rest), -1) for meta in opened.spans]
         if not as_sent:
             return self._arrive(opened, memory, rest, items, serializer, -1, arrival)
         leaves = [
@@ -279,7 +283,7 @@ class Schema:
 class _Opened(NamedTuple):
     """What is kept of a schema for the messages that have it, once the first of them has brought its frames."""
 
-    spans: list[int]  # bytes of each
+    spans: list[TensorMeta]  # of each, as a row of bytes
     leaves: list[LeafMeta]
     metas: list[TensorMeta]
     places: list[tuple[int, int, int]]  # of each payload: frame, start, end; frame -1: nowhere, it is empty
@@ -295,6 +299,14 @@ class _Opened(NamedTuple):
             if leaf.span is not None:
                 found.setdefault(leaf.span, []).append(index)
         return found
+
+
+class _Metas(dict[tuple[Dtype | None, tuple[int, ...], tuple[int, ...] | None], TensorMeta]):
+    """The metas of one schema, each made once, and kept with it: what a peer sends must not stay in a sender's tables."""
+
+    def __missing__(self, key: tuple[Dtype | None, tuple[int, ...], tuple[int, ...] | None]) -> TensorMeta:
+        meta = self[key] = OPAQUE if key[0] is None else TensorMeta(*key)
+        return meta
 
 
 class _Schemas(dict[bytes, Schema]):
@@ -344,8 +356,8 @@ def _count(data: bytes, at: int, least: int) -> tuple[int, int]:
     return count, at + 4
 
 
-def _check_tensors(data: bytes, at: int) -> int:
-    """Read all spans and leaf metas and keep none. Gives how many leaves there are."""
+def _check_tensors(data: bytes, at: int) -> tuple[int, int]:
+    """Read all spans and leaf metas and keep none. Gives how many leaves and spans there are."""
     spans, first = _count(data, at, SPAN.size)
     at = first + spans * SPAN.size
     for span in SPAN.iter_unpack(memoryview(data)[first:at]):
@@ -366,7 +378,7 @@ def _check_tensors(data: bytes, at: int) -> int:
                 raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
     if at != len(data):
         raise ProtocolError(f"{len(data) - at} bytes after the end of the schema")
-    return count
+    return count, spans
 
 
 def _leaves(data: bytes, at: int) -> Iterator[LeafMeta]:
@@ -383,10 +395,12 @@ def _open(data: bytes, at: int) -> _Opened:
     leaves = list(_leaves(data, end))
     sizes = [payload for _, payload in spans] + [leaf.nbytes for leaf in leaves if leaf.span is None]
     places, frame_sizes = places_of(sizes)
+    octet = BY_TORCH[torch.uint8]
+    metas = _Metas()
     return _Opened(
-        [size for size, _ in spans],
+        [metas[octet, (size,), None] for size, _ in spans],
         leaves,
-        [leaf.tensor_meta() for leaf in leaves],
+        [metas[leaf.row, leaf.shape, leaf.order] for leaf in leaves],
         places,
         frame_sizes,
         *in_block(places),
@@ -463,9 +477,9 @@ def _aligned(payload: memoryview) -> bool:
     return ctypes.addressof(ctypes.c_char.from_buffer(payload)) % 8 == 0
 
 
-def _span(serializer: Decoder, size: int, payload: memoryview, own: int) -> torch.Tensor:
+def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     """Memory that starts where its storage starts, for views count from there."""
-    span = _decode(serializer, meta_of(torch.uint8, (size,)), payload, own)
+    span = _decode(serializer, meta, payload, own)
     return span.clone() if span.storage_offset() or not span.is_contiguous() else span
 
 

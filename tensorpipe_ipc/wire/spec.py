@@ -11,9 +11,12 @@ many bytes (a key is msgpack, a name UTF-8)::
     05 DTYPE  code u8                15 BYTES
     06 SIZE   count  count x i64     16 UNTYPED (storage)
     07 DEVICE name                   17 TYPED (storage)  code u8
+    08 SCALAR code u8 (NumPy's)      25 ORDERED dict: its DICT, and its attributes: NONE or a DICT
+                                     26 CUSTOM  name  node: what a registered ``to`` made
 
 TENSOR to TYPED are the leaves: the next tensor of the message, dressed as what it was. Values are bool, int, float and
-str (INT takes one, in hexadecimal; COMPLEX takes two; STR takes one, its UTF-8 bytes as Latin-1). They vary from
+str (INT takes one, in hexadecimal; COMPLEX takes two, and so does a complex SCALAR; STR takes one, its UTF-8 bytes as
+Latin-1). They vary from
 message to message, so they are not in the spec: a steady stream has one spec. Whether one object stands twice in a tree
 is not kept; whether two leaves share memory is (``sharing``).
 """
@@ -21,7 +24,8 @@ is not kept; whether two leaves share memory is (``sharing``).
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "BY_NAME",
@@ -56,51 +60,71 @@ def is_too_nested(key: bytes | memoryview) -> bool:
 class Op:
     """The first byte of a node. Plain ints: an IntEnum member costs ten times as much to compare."""
 
-    NONE, VALUE, INT, COMPLEX, STR, DTYPE, SIZE, DEVICE = range(0x00, 0x08)
+    NONE, VALUE, INT, COMPLEX, STR, DTYPE, SIZE, DEVICE, SCALAR = range(0x00, 0x09)
     TENSOR, TENSOR_GRAD, PARAMETER, FROZEN, NDARRAY, BYTES, UNTYPED, TYPED = range(0x10, 0x18)
-    LIST, TUPLE, DICT, NAMEDTUPLE, DATACLASS = range(0x20, 0x25)
+    LIST, TUPLE, DICT, NAMEDTUPLE, DATACLASS, ORDERED, CUSTOM = range(0x20, 0x27)
 
 
 T = TypeVar("T", bound=type)
 
 
 class Registered(NamedTuple):
-    """A NamedTuple or dataclass that may travel: its name on the wire and its fields, in order."""
+    """A class whose instances may travel: its name on the wire, and its fields, in order, or what takes it apart."""
 
     cls: type
     op: int
     name: str
     fields: tuple[str, ...]
+    to: Callable[[Any], Any] | None = None
+    from_: Callable[[Any], Any] | None = None
 
 
 BY_TYPE: dict[type, Registered] = {}
 BY_NAME: dict[str, Registered] = {}
 
 
-def register_type(cls: T, *, name: str | None = None) -> T:
-    """Let instances of a NamedTuple or dataclass travel. Call it on both ends; it also works as a decorator.
+def register_type(
+    cls: T,
+    *,
+    name: str | None = None,
+    to: Callable[[Any], Any] | None = None,
+    from_: Callable[[Any], Any] | None = None,
+) -> T:
+    """Let instances of a class travel. Call it on both ends; for a NamedTuple or dataclass it also works as a decorator.
 
-    The receiver makes the instance without running any of its code: a dataclass's fields are set one by one, without
-    ``__init__`` and ``__post_init__``.
+    The receiver makes a NamedTuple or dataclass without running any of its code: a dataclass's fields are set one by one,
+    without ``__init__`` and ``__post_init__``. Any other class needs ``to`` and ``from_``::
+
+        tp.register_type(Pose, to=lambda pose: (pose.rotation, pose.frame), from_=lambda parts: Pose(*parts))
+
+    A class that is defined anew (a notebook cell run again) replaces its elder when it is registered again.
 
     Args:
         cls: the class.
         name: what it is called on the wire, the same on both ends; by default ``cls.__qualname__``.
+        to: takes an instance apart: gives a tree of what can travel. It runs in ``put``.
+        from_: makes an instance of such a tree. It runs in ``get``, and a peer may have made up the tree: an exception drops
+            the message.
 
     Returns:
         ``cls``.
 
     Raises:
-        TypeError: ``cls`` is neither a NamedTuple nor a dataclass.
+        TypeError: ``cls`` is neither a NamedTuple nor a dataclass, and ``to`` or ``from_`` is missing.
         ValueError: another class is registered under that name, or it is too long or no UTF-8.
     """
-    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+    fields: tuple[str, ...]
+    if to is not None or from_ is not None:
+        if not (isinstance(cls, type) and callable(to) and callable(from_)):
+            raise TypeError(f"to={to!r} and from_={from_!r} for {cls!r}: give a class and two functions")
+        op, fields = Op.CUSTOM, ()
+    elif isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         op, fields = Op.NAMEDTUPLE, tuple(cls._fields)
     elif isinstance(cls, type) and dataclasses.is_dataclass(cls):
         op, fields = Op.DATACLASS, tuple(field.name for field in dataclasses.fields(cls))
     else:
-        raise TypeError(f"{cls!r} is neither a NamedTuple nor a dataclass; send its parts as a dict or tuple")
-    entry = Registered(cls, op, name or cls.__qualname__, fields)
+        raise TypeError(f"{cls!r} is neither a NamedTuple nor a dataclass; give to= and from_=, or send its parts")
+    entry = Registered(cls, op, name or cls.__qualname__, fields, to, from_)
     if len(entry.name.encode()) > MAX_TEXT:
         raise ValueError(f"a name of {len(entry.name.encode()):,} bytes for {cls!r}, the limit is {MAX_TEXT:,}")
     known = BY_NAME.setdefault(entry.name, entry)

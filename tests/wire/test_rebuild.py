@@ -27,11 +27,11 @@ def keys(*packed: bytes) -> bytes:
     [
         (b"\x00", b"", "spec cut short at byte 0"),
         (b"\x00", b"\x00\x00", "1 bytes after the end of the spec"),
-        (b"\x04", b"\x08" + b"\x00", "unknown node 0x08"),
+        (b"\x04", b"\x09" + b"\x00", "unknown node 0x09"),
         (b"\x10", b"\x0f", "unknown node 0x0f"),
         (b"\x16", b"\x18", "unknown node 0x18"),
         (join(["20 00000000"]), b"\x1f", "unknown node 0x1f"),
-        (join(["22 00000000"]), b"\x25", "unknown node 0x25"),
+        (join(["22 00000000"]), b"\x27", "unknown node 0x27"),
         (b"\x05\x01", b"\x05", "spec cut short at byte 1"),
         (b"\x05\x16", b"\x05\x17", "dtype code 23 is not in the table"),
         (b"\x17\x01", b"\x17\x00", "dtype code 0 is not in the table"),

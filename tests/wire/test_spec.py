@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import zoo
 from exchange import join
 
-from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered, register_type
@@ -19,6 +20,15 @@ from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered, register_
 ONE = torch.ones(1)
 # A change to any of these is a change of the format: it must change header.VERSION in the same commit.
 GOLDEN: dict[str, tuple[Any, bytes, list[Any]]] = {
+    "SCALAR": (np.float16(0.5), b"\x08\x0a", [0.5]),
+    "SCALAR, complex": (np.complex64(1 - 2j), b"\x08\x15", [1.0, -2.0]),
+    "ORDERED": (OrderedDict(a=None), join(["25 22 01000000", "0200 a161", "00 00"]), []),
+    "ORDERED, with attributes": (
+        zoo.ordered(),
+        join(["25 22 01000000", "0200 a161", "00 22 01000000", "0a00 a9", b"_metadata", "25 22 00000000 00"]),
+        [],
+    ),
+    "CUSTOM": (zoo.Pose(1, "map"), join(["26 0400", b"Pose", "21 02000000 01 01"]), [1, "map"]),
     "NONE": (None, b"\x00", []),
     "VALUE, bool": (True, b"\x01", [True]),
     "VALUE, int": (7, b"\x01", [7]),
@@ -123,6 +133,66 @@ def test_a_name_belongs_to_one_class(registry: None) -> None:
     register_type(Point)
     register_type(again)
     assert BY_NAME["Point"].cls is again
+
+
+def _through(tree: Any) -> Any:
+    flat = flatten(tree)
+    return Plan(b"".join(flat.spec)).build([leaf.clone() for leaf in flat.leaves], flat.values)
+
+
+def test_a_class_of_ones_own_needs_both_ways(registry: None) -> None:
+    """What takes an instance apart and what makes one come together; a class without them is refused with the remedy."""
+    for options in ({"to": list}, {"from_": list}, {"to": 1, "from_": 2}):
+        with pytest.raises(TypeError, match="give a class and two functions"):
+            register_type(Pair, **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="give to= and from_=, or send its parts"):
+        register_type(range)
+    register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=lambda parts: range(*parts))
+    assert _through([range(3), range(2, 9, 2)]) == [range(3), range(2, 9, 2)]
+
+
+def test_what_is_registered_anew_is_what_arrives_from_then_on(registry: None) -> None:
+    """Also of a stream whose plan was made before: the cell of a notebook was run again in between."""
+
+    def define() -> type:
+        made = dataclasses.make_dataclass("Cell", ["x"])
+        made.__module__ = __name__
+        return register_type(made)
+
+    elder = define()
+    flat = flatten(elder(1))
+    plan = Plan(b"".join(flat.spec))
+    assert type(plan.build([], [1])) is elder
+    younger = define()
+    assert type(plan.build([], [1])) is younger
+    other = dataclasses.make_dataclass("Cell", ["y"])
+    other.__module__ = __name__
+    register_type(other)
+    with pytest.raises(UnsupportedLeaf, match="registered anew here, with other fields"):
+        plan.build([], [1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "values", "says"),
+    [
+        (join(["08 0d"]), [], "not in the table"),
+        (join(["08 02"]), [256], "256 for a NumPy scalar of uint8"),
+        (join(["08 09"]), [1.5], "1.5 for a NumPy scalar of int64"),
+        (join(["08 0c"]), ["1"], "'1' for a NumPy scalar of float64"),
+        (join(["08 16"]), [1.0, "x"], "does not fit"),
+        (join(["25 20 00000000 00"]), [], "which begins with a dict"),
+        (join(["25 22 00000000 01"]), [5], "hide its own"),
+        (join(["25 22 00000000 22 01000000 0600 a5", b"items", "01"]), [5], "hide its own"),
+        (join(["25 22 00000000 22 01000000 0100 05 01"]), [5], "hide its own"),
+        (join(["26 0400", b"Pose", "01"]), [5], "does not fit"),
+        (join(["26 0600", b"Sample", "01"]), [5], "from_= on one end only"),
+        (join(["23 0400", b"Pose", "00000000"]), [], "from_= on one end only"),
+    ],
+)
+def test_new_kinds_that_are_none_are_refused(spec: bytes, values: list[Any], says: str) -> None:
+    """NumPy's scalars of no dtype or out of range, ordered dicts that hide their methods, classes of one end only."""
+    with pytest.raises((ProtocolError, UnsupportedLeaf), match=says):
+        Plan(spec).build([], values)
 
 
 def test_the_length_of_a_name_has_two_sides(registry: None) -> None:
