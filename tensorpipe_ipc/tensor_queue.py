@@ -89,6 +89,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
         """Put an object. Once this returns it has been read, and survives this process.
 
+        What the program itself put into torch's shared memory (``share_memory_()``) stays shared: what either side writes, the
+        other sees. torch's own handle is sent, which needs a descriptor for each storage, and this process until the
+        object was taken. What is one object in ``obj`` is one object in what ``get`` returns, as pickle keeps it.
+
         Args:
             obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.
             block: whether to wait for room.
@@ -101,7 +105,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         Raises:
             Full: there was no room in time. Who holds what is named; the object stays with the caller.
             Closed: the queue is closed here (a ValueError, as multiprocessing says it).
-            UnsupportedLeaf: a tensor with autograd history, say. Whatever the object raises on pickling.
+            UnsupportedLeaf: a tensor with autograd history, say (a RuntimeError, as torch's queue raises it, and a TypeError).
+            Exception: whatever the object raises on pickling.
             SharedMemoryError, OutOfMemory: a tensor is larger than memory, as one that is expanded may be. The sizes are named.
         """
         if self._closed:
@@ -226,7 +231,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
                 The message is the next that a get in this process takes. Or, ``cuda_ipc``: this process cannot read the GPU
                 memory that the object lay in. It is dropped.
-            PeerLost: ``cuda_ipc``, and the process that put the object is gone, and its GPU memory with it.
+            PeerLost: the process that put the object is gone, and with it GPU memory (``cuda_ipc``), or a handle of torch's
+                shared memory. The object is dropped.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")

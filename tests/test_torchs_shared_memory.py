@@ -277,3 +277,24 @@ def test_history_is_refused_as_torch_refuses_it() -> None:
                 there.put(obj)
     with contextlib.suppress(tp.Empty):
         raise AssertionError(there.get_nowait())
+
+
+def _add_one(tensor: torch.Tensor) -> torch.Tensor:
+    tensor += 1
+    return tensor
+
+
+def test_a_pool_shares_what_the_program_shared() -> None:
+    """A worker writes to a shared argument, and gives it back as the same memory."""
+    shared = _shared(3)
+    with tp.get_context("fork").Pool(1) as pool:
+        got = pool.apply_async(_add_one, (shared,)).get(LIMIT)
+        assert shared.tolist() == [1, 1, 1]
+        got += 1
+        assert shared.tolist() == [2, 2, 2]
+        private = torch.zeros(3)
+        assert pool.apply_async(_add_one, (private,)).get(LIMIT).tolist() == [1, 1, 1]
+        assert private.tolist() == [0, 0, 0]
+        pool.close()
+        pool.join()
+    del got
