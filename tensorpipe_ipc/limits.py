@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from typing import Any
 
-__all__ = ["check_bool", "check_count", "check_maxsize", "check_timeout", "deadline_of", "remaining"]
+__all__ = ["check_bool", "check_count", "check_maxsize", "check_seconds", "check_timeout", "deadline_of", "remaining"]
 
+MOST = (1 << 31) - 1  # of messages, as of a semaphore; and of milliseconds, for ZeroMQ
 _FOREVER = 3600.0
 
 
@@ -42,12 +42,12 @@ def check_count(value: int, name: str) -> int:
 
     Raises:
         TypeError: it is no int.
-        ValueError: it is less than 1.
+        ValueError: it is less than 1, or more than 2,147,483,647.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number of at least 1")
-    if value < 1:
-        raise ValueError(f"{name}={value}: give a whole number of at least 1")
+    if not 1 <= value <= MOST:
+        raise ValueError(f"{name}={value}: give a whole number of 1 to {MOST:,}")
     return value
 
 
@@ -56,12 +56,29 @@ def check_timeout(value: float, name: str = "timeout") -> float:
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is negative or not a number.
+        ValueError: it is negative, not a number, or an int beyond all floats.
     """
     if not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds, or None to wait for ever")
-    if math.isnan(value) or value < 0:
+    if not value >= 0:
         raise ValueError(f"{name}={value}: give at least 0 seconds (0 does not wait), or None to wait for ever")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an int beyond all floats; give seconds, or None to wait for ever") from None
+
+
+def check_seconds(value: float, name: str) -> float:
+    """``value``, a number of seconds that ZeroMQ can count in milliseconds: 0 to 2,147,483. No bool.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
+    if not 0 <= value <= MOST // 1000:
+        raise ValueError(f"{name}={value}: give 0 to {MOST // 1000:,} seconds")
     return float(value)
 
 
@@ -69,8 +86,10 @@ def deadline_of(timeout: float | None) -> float | None:
     """When a wait of ``timeout`` seconds that begins now ends, by time.monotonic(). None: never.
 
     Raises:
-        TypeError, ValueError: as ``check_timeout``.
+        TypeError, ValueError: as ``check_timeout``; and a bool, which is a queue's ``block`` and no number of seconds here.
     """
+    if isinstance(timeout, bool):
+        raise TypeError(f"timeout={timeout} is a bool; give seconds, 0 not to wait, or None to wait for ever")
     return None if timeout is None else time.monotonic() + check_timeout(timeout)
 
 

@@ -15,7 +15,7 @@ import torch
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.guard import Guard
-from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.limits import check_bool, check_count, check_seconds, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
@@ -138,7 +138,7 @@ class Producer:
         """
         self._serializer = serializer_named(serializer)
         self._narrowing = narrowing(self._serializer, wire_dtype)
-        check_timeout(linger, "linger")
+        linger = check_seconds(linger, "linger")
         self._link = SendLink(
             endpoint,
             bind=check_bool(bind, "bind"),

@@ -84,6 +84,10 @@ class Curve:
             Refused: the file is not there, is no key file, or others may read it.
         """
         found = _read(self._secret, private=True)
+        if "secret" not in found and "public" in found:
+            raise Refused(
+                f"{self._secret} holds a public key where the secret one is wanted: name the {SECRET} file beside it"
+            )
         if "secret" not in found or "public" not in found:
             raise Refused(f"{self._secret} holds no key pair: it must be a {SECRET} file of `tensorpipe-ipc keygen`")
         return found["public"], found["secret"]

@@ -126,7 +126,15 @@ def test_messages_wait_while_nobody_takes_them(consumer: tp.Consumer) -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "error"),
-    [(-1, ValueError), (-0.001, ValueError), (float("nan"), ValueError), ("1", TypeError), ([], TypeError)],
+    [
+        (-1, ValueError),
+        (-0.001, ValueError),
+        (float("nan"), ValueError),
+        ("1", TypeError),
+        ([], TypeError),
+        (True, TypeError),
+        (False, TypeError),
+    ],
 )
 def test_timeouts_out_of_range(consumer: tp.Consumer, timeout: Any, error: type[Exception]) -> None:
     """A timeout is None or a number of seconds from 0 up; the text says so."""
@@ -141,6 +149,7 @@ def test_timeouts_out_of_range(consumer: tp.Consumer, timeout: Any, error: type[
         ({"maxsize": -1}, ValueError, "maxsize=-1"),
         ({"maxsize": 1.5}, TypeError, "maxsize=1.5 is a float"),
         ({"maxsize": True}, TypeError, "maxsize=True is a bool"),
+        ({"maxsize": 1 << 64}, ValueError, "give a whole number of 1 to 2,147,483,647"),
         ({"bind": "no"}, TypeError, "bind='no' is a str; give True or False"),
         ({"bind": None}, TypeError, "bind=None is a NoneType"),
         ({"accept": "raw"}, TypeError, r"accept='raw' is a str; give a list of names: \['raw'\]"),

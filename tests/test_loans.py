@@ -3,6 +3,7 @@
 import queue
 import time
 
+import numpy as np
 import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use, drained
@@ -118,3 +119,10 @@ def test_a_spec_is_compared_by_value_and_checked():
     assert TensorSpec((3, 4), torch.float64).nbytes == 96
     with pytest.raises(ValueError, match="not negative"):
         TensorSpec((3, -1))
+
+
+def test_a_dtype_that_is_not_torchs_is_named(ctx):
+    """A string or NumPy's dtype is a TypeError of loan, which says what to give."""
+    for dtype in ("float32", np.float32, None):
+        with pytest.raises(TypeError, match="give a torch.dtype, as torch.float32"):
+            ctx.Queue().loan((3,), dtype)

@@ -298,7 +298,7 @@ def test_timeouts_out_of_range(method: str, timeout: Any, error: type[Exception]
         producer.put(1, timeout) if method == "put" else producer.flush(timeout)
 
 
-@pytest.mark.parametrize("timeout", [0, 0.0, False])
+@pytest.mark.parametrize("timeout", [0, 0.0])
 def test_a_timeout_of_zero_does_not_wait(timeout: float) -> None:
     """timeout=0 looks once."""
     with tp.Producer("timed") as producer:
@@ -320,6 +320,10 @@ def test_a_timeout_of_zero_does_not_wait(timeout: float) -> None:
         ({"bind": None}, TypeError, "bind=None is a NoneType"),
         ({"linger": -1}, ValueError, "linger=-1"),
         ({"linger": "5"}, TypeError, "linger='5' is a str"),
+        ({"linger": True}, TypeError, "linger=True is a bool"),
+        ({"linger": float("inf")}, ValueError, "linger=inf: give 0 to 2,147,483 seconds"),
+        ({"linger": 2_147_484}, ValueError, "linger=2147484"),
+        ({"maxsize": 1 << 64}, ValueError, "give a whole number of 1 to 2,147,483,647"),
         (
             {"serializer": "pickle"},
             tp.UnknownSerializer,

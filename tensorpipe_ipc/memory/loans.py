@@ -39,6 +39,10 @@ class TensorSpec:
         shape = tuple(self.shape)
         if any(type(size) is not int or size < 0 for size in shape):
             raise ValueError(f"a shape of {shape}: sizes are integers, and not negative")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(
+                f"dtype={self.dtype!r} is a {type(self.dtype).__name__}; give a torch.dtype, as torch.float32"
+            )
         object.__setattr__(self, "shape", shape)
 
     @property

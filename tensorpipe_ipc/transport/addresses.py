@@ -144,7 +144,7 @@ def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
             f"endpoint {endpoint!r}: write tcp://host:port with a port of 0 to 65535, or * for any free one"
         )
     host = host.strip("[]")
-    port = "*" if port in ("0", "*") else port
+    port = "*" if port == "*" or not int(port) else str(int(port))
     is_remote = not _is_loopback(host)
     if is_remote and not has_keys:
         raise Refused(
