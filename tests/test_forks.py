@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -32,7 +33,7 @@ class Gate:
     """A pipe by which one process lets another go on."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe()
+        self.descriptors = self._read, self._write = os.pipe()
 
     def wait(self) -> None:
         """Until it is open. Bounded by the alarm of each child."""
@@ -337,6 +338,30 @@ def test_a_child_that_buries_its_killed_parent_leaves_it_what_the_child_reads(ct
     assert blocks_in_use(ctx) == {}
 
 
+def test_a_child_that_closes_all_descriptors_reads_what_its_parent_let_go(ctx: Any, gates: list[Gate]) -> None:
+    """As daemons do, which fork once more."""
+    box, (go, *_) = [leased(ctx)], gates
+
+    def daemon() -> None:
+        kept = {*go.descriptors, 2}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number not in kept:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        go.wait()
+        assert box[0].unique().tolist() == [7.0]
+        os._exit(0)
+
+    pid = in_child(daemon)
+    box.clear()
+    for _ in range(3):
+        assert blocks_in_use(ctx) == {"held": 1}
+        use_memory(ctx)
+    go.open()
+    assert reap(pid) == 0
+    assert blocks_in_use(ctx) == {}
+
+
 def test_a_long_lived_child_keeps_what_it_can_read_and_no_more(ctx: Any, gates: list[Gate]) -> None:
     """A lease that was made after it was forked, and let go after another fork, comes back when that one's child is gone."""
     go, short, *_ = gates
@@ -443,24 +468,6 @@ def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up:
     assert "child: 0" in done.stdout, done.stderr
     assert done.stderr.count("no descriptor was left by which to see when it ends") == (used_up == "before")
     assert "Exception" not in done.stderr
-
-
-def test_the_dead_are_not_among_the_holders(ctx: Any) -> None:
-    """Though nobody waits, or is short of memory."""
-    there, told = ctx.Queue(), ctx.Queue()
-    there.put(torch.ones(SIZE))
-
-    def hold() -> None:
-        kept = there.get()
-        told.put(kept.numel())
-        signal.pause()
-
-    pid = in_child(hold)
-    assert told.get(timeout=LIMIT) == SIZE
-    assert [f"pid {pid} (alive)" in holder.process for holder in there.statistics().holders] == [True]
-    os.kill(pid, signal.SIGKILL)
-    reap(pid)
-    assert there.statistics().holders == ()
 
 
 def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:

@@ -21,16 +21,22 @@ _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def set_apart(segment: Segment, runs: Iterable[tuple[int, int]]) -> None:
+def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int = -1) -> bool:
     """Make runs of bytes of a segment this process's own. All pages that they touch are, so nothing else may lie there.
 
     Args:
         runs: where in the segment each begins, and its bytes.
+        descriptor: of the segment, to map them by: what is locked through it stays so as long as they are mapped. -1: any.
+
+    Returns:
+        Whether any was mapped, and all were.
     """
+    pages = _pages(runs)
     base, refused = segment.octets.ctypes.data, 0
+    by = descriptor if descriptor >= 0 else segment.descriptor
     own = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-    for start, stop in _pages(runs):
-        made = _mmap()(base + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, own, segment.descriptor, start)
+    for start, stop in pages:
+        made = _mmap()(base + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, own, by, start)
         if made == _FAILED:
             refused = ctypes.get_errno()
     if refused:
@@ -41,6 +47,7 @@ def set_apart(segment: Segment, runs: Iterable[tuple[int, int]]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+    return bool(pages) and not refused
 
 
 def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

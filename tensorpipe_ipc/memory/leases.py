@@ -86,7 +86,9 @@ class Leases:
         for handover in leaving:  # a signal's handler has forked in the middle of a put
             handover.empty()
         self._forget()
-        set_apart(self.arena.segment, self._inherited)
+        rows = self.arena.rows
+        if set_apart(self.arena.segment, self._inherited, rows.witness):
+            rows.close_witness()
 
     def _forget(self) -> None:
         _holding.discard(self)

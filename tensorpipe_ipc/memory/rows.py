@@ -24,10 +24,11 @@ After a fork the child has no row. It attaches anew at its first use.
 
 **Witnesses.** A child inherits the tensors that lie on its parent's leases, and may read them long after the parent let go,
 or died. So a process that forks while it has any leaves a witness: fork number k read-locks byte ``1 + k % WITNESSES`` of
-the row, through an open file description of its own. The parent closes that after the fork. The child keeps it as long
-as it has the segment mapped, most often until it ends, and its own children inherit it. So *byte k is locked as long as any
-process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at once, whether or
-not the row's process lives (``has_witness``).
+the row, through an open file description of its own. The parent closes that after the fork. The child maps its pages of
+the leases by it (apart.py). So the kernel keeps it, and the lock, as long as the child has these pages, most often until it
+ends, even if it closes all descriptors, as daemons do; and its own children inherit it with the pages. So *byte k is locked
+as long as any process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at
+once, whether or not the row's process lives (``has_witness``).
 
 The descriptor is opened ahead, when the first lease is made, so that a process that has none left can fork all the same.
 Where there is none even so, nobody can tell when that child ends. Then what it may read is never used again: the process
@@ -93,6 +94,7 @@ class Rows:
         incarnation: how often that row has been attached to, this process included.
         forks: how many times this process has forked while it had leases.
         spare: the descriptor of the next fork's witness; -1: not open.
+        witness: in a child that has just been forked, the descriptor of the witness for it; -1: none.
         no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
     """
 
@@ -106,7 +108,7 @@ class Rows:
         self._after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
     def _forget(self) -> None:
-        self.spare = -1
+        self.spare = self.witness = -1
         self._unwitnessed = 0  # the last fork without a witness
         self._leaves_witness = False
         self.index = -1
@@ -247,13 +249,23 @@ class Rows:
         self.reserve_witness()
 
     def _drop_in_child(self) -> None:
-        if self.spare >= 0 and self._leaves_witness:  # it stands for this process, and all that come from it
-            weakref.finalize(self.segment.memory, os.close, self.spare).atexit = False
-        elif self.spare >= 0:
+        witness = self.spare if self._leaves_witness else -1
+        if self.spare >= 0 and witness < 0:
             os.close(self.spare)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._forget()
+        self.witness = witness
+
+    def close_witness(self) -> None:
+        """In a forked child: pages that are mapped by it are the witness from now on."""
+        witness, self.witness = self.witness, -1
+        if witness >= 0:
+            os.close(witness)
+
+    def _keep_witness(self) -> None:
+        if self.witness >= 0:  # nothing is mapped by it, and it may be that something should
+            weakref.finalize(self.segment.memory, os.close, self.witness).atexit = False
 
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
@@ -433,6 +445,7 @@ def _after_fork_in_child() -> None:
     hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
     for rows in attached:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
+    hooks += [rows._keep_witness for rows in attached]
     _call_all(hooks)
 
 
