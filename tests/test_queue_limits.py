@@ -138,6 +138,39 @@ def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process() -> None
     assert (done.status, done.out) == (0, "few enough\n"), done.err
 
 
+SMALL_PIPES = """
+import ctypes, fcntl, os, resource
+from tensorpipe_ipc.tensor_queue import Queue
+first = Queue(1)
+first.put({1: 2})
+first.get()
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+os.setresuid(65533, 65533, 65533)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else /proc/self/fd is root's
+pages = int(open("/proc/sys/fs/pipe-user-pages-soft").read())
+pipes = [os.pipe() for _ in range(pages // 16)]
+assert fcntl.fcntl(os.pipe()[1], 1032) < 1 << 16  # F_GETPIPE_SZ
+for maxsize in (0, 1, 2, 449, 450, 2000):
+    queue, count = Queue(maxsize), maxsize or 2000
+    for several in (False, True, False):
+        for start in range(0, count, 50) if several else ():
+            queue.put_many(list(range(start, min(start + 50, count))), 0)
+        for number in () if several else range(count):
+            queue.put_nowait(number)
+        assert queue.qsize() == count
+        assert not maxsize or queue.full()
+        assert [queue.get(timeout=10) for _ in range(count)] == list(range(count))
+print("nobody waited")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's budget of pipes is used up, which takes root")
+def test_a_user_who_has_used_up_his_pipes_waits_for_nothing() -> None:
+    """The kernel gives him pipes of one or two pages: what they cannot hold at once lies beside them."""
+    done = ran("-c", SMALL_PIPES)
+    assert (done.status, done.out) == (0, "nobody waited\n"), done.err
+
+
 def test_100_mib_cross_where_dev_shm_has_64_kib() -> None:
     """A container's small /dev/shm does not matter: nothing is put there."""
     alone = ["unshare", "--mount", "--propagation", "private"]

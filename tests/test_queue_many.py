@@ -130,6 +130,19 @@ def test_what_get_many_cannot_hand_over_is_kept_for_the_next_get() -> None:
     assert [each.dtype for each in got] == [np.float32, torch.bfloat16, torch.float32]
 
 
+def test_what_was_only_put_aside_was_not_tried() -> None:
+    """A bell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
+    there = Queue()
+    there.put(torch.ones(3, dtype=torch.bfloat16))
+    there._queue.tickets.ring()
+    there.put("next")
+    with pytest.raises(UnsupportedLeaf, match="bfloat16"):
+        there.get_many(3, as_numpy=True)
+    assert there.get(timeout=LIMIT).dtype == torch.bfloat16
+    assert there.get(timeout=LIMIT) == "next"
+    assert there.statistics().undecodable == 0
+
+
 @pytest.mark.parametrize("shut", [False, True])
 def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
     """A bell among the tickets has each served by itself, but in the same call: the caller may be about to end."""
