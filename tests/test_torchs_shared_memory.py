@@ -298,3 +298,47 @@ def test_a_pool_shares_what_the_program_shared() -> None:
         pool.close()
         pool.join()
     del got
+
+
+def test_shared_memory_that_was_received_may_be_sent_on() -> None:
+    """A process between sends on what it received, and is not needed for it afterwards; descriptors stay as many as tensors."""
+    there, on, back = tp.Queue(), tp.Queue(), tp.Queue()
+
+    def pass_on() -> None:
+        for _ in range(50):
+            on.put([there.get(timeout=LIMIT)])
+            back.get(timeout=LIMIT)
+
+    child = in_child(pass_on)
+    shared, counts = _shared(3), []
+    for number in range(50):
+        there.put(shared)
+        (got,) = on.get(timeout=LIMIT)
+        back.put("have it")
+        got[0] = number
+        assert shared[0] == number
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert reap(child) == 0
+    assert counts[-1] <= counts[1]
+
+
+def test_of_many_messages_those_of_a_dead_sender_are_lost_and_others_come() -> None:
+    """get_many and get give all but what a dead process shared, each of which is one PeerLost."""
+    there = tp.Queue()
+
+    def put_and_die() -> None:
+        for number in range(3):
+            there.put(number)
+            there.put(torch.full((2,), float(number)).share_memory_())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert reap(in_child(put_and_die)) == -signal.SIGKILL
+    there.put("last")
+    got: list[Any] = []
+    lost = 0
+    while "last" not in got:
+        try:
+            got += there.get_many(3, timeout=LIMIT)
+        except tp.PeerLost:
+            lost += 1
+    assert (got, lost) == ([0, 1, 2, "last"], 3)
