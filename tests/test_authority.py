@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import children
 import containers
 import exchange
 import msgspec
 import pytest
-from children import PATIENCE, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 from raw_ends import RawEnd, hello, hello_of, map_with
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport import address_claim
+from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack
 
 pytestmark = pytest.mark.limit(20)
@@ -157,3 +168,185 @@ def test_a_binder_names_descriptors(role: str, victim: subprocess.Popen[bytes], 
             _was_not_touched(victim, seen)
             os.kill(os.getpid(), signal.SIGCONT)  # the listener hears signals
             assert seen[-1].startswith("os.kill")
+
+
+# -- ipc: whose socket it is
+
+
+@pytest.fixture
+def sticky() -> Iterator[Path]:
+    """A folder like /tmp: everybody may put something there, and remove what is theirs."""
+    with tempfile.TemporaryDirectory(prefix="tp-sticky-", dir="/tmp") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+def _listen_as_another(path: str, ready: str, done: str) -> None:
+    """Bind there, answer HELLO with WELCOMEs of both roles, and say what came."""
+    with RawEnd(f"ipc://{path}", bind=True) as raw:
+        Path(path).chmod(0o666)
+        Path(ready).touch()
+        came = not raw.is_quiet(3)
+        Path(done).write_text("something came" if came else "nothing came", encoding="ascii")
+
+
+@needs_root
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_socket_that_another_user_put_there_gets_nothing(role: str, sticky: Path) -> None:
+    """An end that waits for its binder says whose socket is at its address, and sends nothing by it; then it meets its own."""
+    path, ready, done = (str(sticky / name) for name in ("socket", "ready", "done"))
+    made = tp.Producer if role == "producer" else tp.Consumer
+    with made(f"ipc://{path}", bind=False, **({"linger": 0} if role == "producer" else {})) as end:
+        listening = in_thread(lambda: _of_another_user(lambda: _listen_as_another(path, ready, done)))
+        wait_until(lambda: os.path.exists(ready))
+
+        def said() -> str:
+            with pytest.raises((tp.Full, tp.Empty)) as raised:
+                end.put("secret", 0.1) if isinstance(end, tp.Producer) else end.get(0.1)
+            return str(raised.value)
+
+        wait_until(lambda: f"{path} is a socket of uid {containers.NOBODY}, not of uid 0: nothing was sent" in said())
+        listening()
+        assert Path(done).read_text(encoding="ascii") == "nothing came"
+        with pytest.raises(tp.Refused, match=f"uid {containers.NOBODY}"):
+            made(f"ipc://{path}", bind=False)
+        os.unlink(path)
+        other = (tp.Consumer if role == "producer" else tp.Producer)(f"ipc://{path}", bind=True)
+        with other:
+            producer, consumer = (end, other) if isinstance(end, tp.Producer) else (other, end)
+            putting = in_thread(lambda: producer.put("word", PATIENCE))
+            assert consumer.get(PATIENCE) == "word"
+            putting()
+
+
+@needs_root
+def test_another_user_cannot_connect_even_where_the_file_lets_him(sticky: Path) -> None:
+    """The binder asks the kernel who connects."""
+    path = str(sticky / "socket")
+    with tp.Consumer(f"ipc://{path}") as consumer:
+        Path(path).chmod(0o666)
+        _of_another_user(lambda: _say_all(f"ipc://{path}", "producer", [hello("producer")]))
+        with pytest.raises(tp.Empty, match="no producer has come"):
+            consumer.get(0.3)
+        assert consumer.statistics().rejected == 0
+
+
+@needs_root
+def test_another_users_lock_on_the_folder_is_no_matter(sticky: Path) -> None:
+    """He may open the folder, and lock it for as long as he likes."""
+
+    def keep() -> None:
+        descriptor = os.open(sticky, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        (sticky / "kept").touch()
+        deadline = time.monotonic() + PATIENCE
+        while not (sticky / "enough").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    keeping = in_thread(lambda: _of_another_user(keep))
+    wait_until((sticky / "kept").exists)
+    began = time.monotonic()
+    with tp.Consumer(f"ipc://{sticky}/socket"):
+        pass
+    assert time.monotonic() - began < 4
+    (sticky / "enough").touch()
+    keeping()
+
+
+def test_a_stopped_process_of_ones_own_keeps_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bind is refused when it cannot have the lock, and says who has it."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(address_claim, "_PATIENCE", 0.2)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(tp.Refused, match=f"pid {os.getpid()} keeps the lock"):
+            tp.Consumer(f"ipc://{tmp_path}/socket")
+    finally:
+        os.close(descriptor)
+    with tp.Consumer(f"ipc://{tmp_path}/socket"):
+        pass
+
+
+def test_threads_that_bind_leave_the_umask_as_it_was(tmp_path: Path) -> None:
+    """Two folders, one process: what other threads make meanwhile has the mode that it should have."""
+    before = os.umask(0o022)
+    try:
+
+        def bind_often(name: str) -> None:
+            folder = tmp_path / name
+            folder.mkdir(mode=0o700)
+            for _ in range(20):
+                with tp.Consumer(f"ipc://{folder}/socket", shared_memory="off"):
+                    assert stat.S_IMODE((folder / "socket").stat().st_mode) == 0o600
+
+        binding = [in_thread(partial(bind_often, name)) for name in ("one", "two")]
+        for number in range(200):
+            descriptor = os.open(tmp_path / f"file{number}", os.O_CREAT | os.O_WRONLY, 0o666)
+            os.close(descriptor)
+        for wait in binding:
+            wait()
+        assert {stat.S_IMODE((tmp_path / f"file{number}").stat().st_mode) for number in range(200)} == {0o644}
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("how", ["writable by others", "writable by its group", "another user's", "behind his link"])
+def test_a_folder_above_that_others_can_replace(how: str, tmp_path: Path) -> None:
+    """The whole chain up to / counts: who can rename a folder on the way can put his own in its place."""
+    if os.geteuid() and "another" in how or os.geteuid() and "his" in how:
+        pytest.skip("takes two users, and so root")
+    above, folder = tmp_path / "above", tmp_path / "above" / "mine"
+    folder.mkdir(parents=True, mode=0o700)
+    above.chmod({"writable by others": 0o707, "writable by its group": 0o770}.get(how, 0o700))
+    if how == "another user's":
+        os.chown(above, containers.NOBODY, containers.NOBODY)
+    if how == "behind his link":
+        (tmp_path / "link").symlink_to(above)
+        os.chown(tmp_path / "link", containers.NOBODY, containers.NOBODY, follow_symlinks=False)
+        folder = tmp_path / "link" / "mine"
+    for bind in (True, False):
+        with pytest.raises(tp.Refused, match="lets others put a socket into"):
+            tp.Consumer(f"ipc://{folder}/socket", bind=bind)
+    if os.path.isdir(above):
+        above.chmod(0o1777 if how == "writable by others" else 0o755)
+    if how.startswith("writable"):
+        with tp.Consumer(f"ipc://{folder}/socket"):
+            pass
+
+
+def test_a_binder_whose_folder_is_gone_closes(tmp_path: Path) -> None:
+    """Without an error, and with nothing left open."""
+    folder = tmp_path / "gone"
+    folder.mkdir(mode=0o700)
+    consumer = tp.Consumer(f"ipc://{folder}/socket")
+    shutil.rmtree(folder)
+    consumer.close()
+
+
+def test_a_binder_removes_no_socket_but_its_own(tmp_path: Path) -> None:
+    """Another one may have its path by now."""
+    path = tmp_path / "socket"
+    tmp_path.chmod(0o700)
+    with tp.Consumer(f"ipc://{path}"):
+        path.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            other.listen()
+            inode = path.stat().st_ino
+    assert path.stat().st_ino == inode
+    path.unlink()
+
+
+def test_sockets_of_killed_binders_are_swept_by_the_next_one() -> None:
+    """By whoever binds next in the runtime folder, by any name; those of the living stay."""
+    with Child() as child, Child() as living:
+        paths = [
+            parse(one.call(children.open_consumer, name)).path for one, name in ((child, "killed"), (living, "lives"))
+        ]
+        child.kill()
+        assert all(map(os.path.exists, paths))
+        with tp.Consumer("next"):
+            assert list(map(os.path.exists, paths)) == [False, True]
+        living.call(children.close)

@@ -1,4 +1,9 @@
-"""Whose an ipc address is: a bind never takes over a live owner's, takes over a dead one's, and gives it back at the end."""
+"""Whose an ipc address is: a bind never takes over a live owner's, takes over a dead one's, and gives it back at the end.
+
+Binds at one path exclude each other by a lock (flock, which a killed process lets go of) on a folder that no other user can
+open: the path's own, or else the runtime folder. The process's umask is left alone. libzmq makes the socket file with whatever
+mode that gives; until it is 0600, other users are turned away by their uid (``zmq_sockets``).
+"""
 
 from __future__ import annotations
 
@@ -6,25 +11,30 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
+from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, runtime_folder
 
-__all__ = ["claimed", "owner_of", "private_to_us", "unclaim"]
+__all__ = ["bound", "owner_of", "private_to_us", "unclaim"]
+
+_PATIENCE = 5.0  # seconds for the lock, which is held for a bind
 
 
-@contextmanager
-def claimed(address: Address) -> Iterator[None]:
-    """Hold an ipc path for a bind: its folder and itself are safe, and nobody who lives is bound to it.
+def bound(address: Address, bind: Callable[[], None]) -> os.stat_result | None:
+    """Bind, having seen that the folder of an ipc path and the path itself are safe, and that nobody who lives is bound to it.
+
+    Returns:
+        What the socket file is then; None of what has no path.
 
     Raises:
-        Refused: a live process has it, or it is not safe.
+        Refused: a live process has it, or it is not safe, or another process keeps the lock.
     """
     if not address.path:
-        yield
-        return
+        bind()
+        return None
     check_folder(address.path)
     with private_to_us(address.path):
         if check_socket_file(address.path):
@@ -34,32 +44,83 @@ def claimed(address: Address) -> Iterator[None]:
                     f"{address.text} belongs to pid {owner}, which is alive; close it or use another endpoint"
                 )
             os.unlink(address.path)
-        yield
+        _sweep(os.path.dirname(address.path))
+        bind()
         os.chmod(address.path, 0o600)
+        return os.lstat(address.path)
 
 
-def unclaim(path: str) -> None:
-    """Clear away the socket file of an end that closes."""
-    with private_to_us(path), suppress(FileNotFoundError):
-        os.unlink(path)
+def unclaim(path: str, made: os.stat_result) -> None:
+    """Clear away the socket file of an end that closes, if it is still the one that it made."""
+    with suppress(OSError, Refused), private_to_us(path):
+        if os.path.samestat(os.lstat(path), made):
+            os.unlink(path)
+
+
+def _sweep(folder: str) -> None:
+    """Remove the sockets of binders that were killed, where all sockets are binders' of this user."""
+    if folder != runtime_folder():
+        return
+    with suppress(OSError):
+        paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".sock")]
+        with open("/proc/net/unix", "rb") as lines:
+            bound_here = {line.rstrip(b"\n").partition(b"/")[2] for line in lines}
+        for path in paths:
+            if os.fsencode(path)[1:] not in bound_here and check_socket_file(path) and owner_of(path) is None:
+                os.unlink(path)
 
 
 @contextmanager
 def private_to_us(path: str) -> Iterator[None]:
-    """A lock on the folder (flock, which a killed process lets go of), and 0077 as umask for what is made meanwhile.
+    """Exclude this user's other processes, and threads, that do the same for ``path``.
 
-    The umask is the process's: a file that another thread makes in this millisecond is private too.
+    Raises:
+        Refused: one of them does not come to an end.
     """
-    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = _folder_for_lock(path)
+    if folder < 0:
+        yield
+        return
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        before = os.umask(0o077)
-        try:
-            yield
-        finally:
-            os.umask(before)
+        deadline = time.monotonic() + _PATIENCE
+        while not _locked(folder):
+            if time.monotonic() > deadline:
+                raise Refused(f"{path}: {_holder(folder)} keeps the lock for {_PATIENCE:.0f} s: is it stopped?")
+            time.sleep(0.002)
+        yield
     finally:
         os.close(folder)
+
+
+def _folder_for_lock(path: str) -> int:
+    """A descriptor of a folder that only this user can open; -1 if there is none."""
+    for folder in (os.path.dirname(path), runtime_folder()):
+        with suppress(OSError):
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(opened)
+            if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+                return opened
+            os.close(opened)
+    return -1
+
+
+def _locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(folder: int) -> str:
+    """The process that has the lock, in words."""
+    inode = os.fstat(folder).st_ino
+    with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
+        for line in lines:
+            fields = line.split()
+            if fields[1:2] == ["FLOCK"] and fields[5].rpartition(":")[2] == str(inode):
+                return f"pid {fields[4]}"
+    return "another process of yours"
 
 
 def owner_of(path: str) -> int | None:

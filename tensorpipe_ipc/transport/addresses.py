@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from tensorpipe_ipc.errors import Refused
 
-__all__ = ["Address", "check_folder", "check_socket_file", "parse", "runtime_folder"]
+__all__ = ["Address", "check_folder", "check_socket_file", "is_shared", "parse", "runtime_folder"]
 
+_MOST_LINKS = 40
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
@@ -75,16 +76,18 @@ def runtime_folder() -> str:
 
 
 def check_folder(path: str) -> None:
-    """See that nobody else can replace what lies in the folder of ``path``. The runtime folder is made (0700) if there is none.
+    """See that nobody else can replace the folder of ``path``, or what this user has put there. The runtime folder is made
+    (0700) if there is none.
 
-    The runtime folder must be this user's alone. Any other may be read by others, but must not be theirs to write to
-    (a sticky one like /tmp may: there they cannot touch what is not theirs).
+    The runtime folder must be this user's alone. Any other may be read by others. It and all above it, up to /, must be root's
+    or this user's, and not for others to write to (but for sticky ones like /tmp, where they cannot touch what is not theirs).
 
     Raises:
-        Refused: there is no such folder, or it is a symbolic link, another user's, or open to others.
+        Refused: there is no such folder, or it is a symbolic link, or one of them is another user's, or open to others.
     """
     folder = os.path.dirname(path)
-    if folder == runtime_folder():
+    is_runtime = folder == runtime_folder()
+    if is_runtime:
         _make(folder)
     try:
         found = os.lstat(folder)
@@ -94,17 +97,40 @@ def check_folder(path: str) -> None:
         ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise Refused(f"{folder} is no folder of its own (a symbolic link or a file); remove it or use another path")
-    if folder == runtime_folder():
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise Refused(
-                f"{folder} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be "
-                f"yours (uid {os.geteuid()}) with mode 0700: remove it, or chmod 700"
-            )
-    elif found.st_uid not in (0, os.geteuid()) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+    if is_runtime and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
         raise Refused(
-            f"{folder} (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}) lets others put a socket there; use "
-            "a folder of your own, or a bare name"
+            f"{folder} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be "
+            f"yours (uid {os.geteuid()}) with mode 0700: remove it, or chmod 700"
         )
+    _check_chain(folder, 0)
+
+
+def is_shared(folder: str) -> bool:
+    """Return whether other users may put something into a folder."""
+    return bool(os.lstat(folder).st_mode & 0o022)
+
+
+def _check_chain(path: str, links: int) -> None:
+    """See that nobody else can replace a folder on the way to ``path``, or a link that leads there."""
+    if links > _MOST_LINKS:
+        raise Refused(f"{path} leads through more than {_MOST_LINKS} symbolic links")
+    top = os.lstat("/").st_uid  # in a user namespace, root's folders are those of a uid that has no name there
+    owners, prefix = {0, os.geteuid(), top}, "/"
+    for name in ["", *filter(None, path.split("/"))]:
+        prefix = os.path.join(prefix, name)
+        found = os.lstat(prefix)
+        is_link = stat.S_ISLNK(found.st_mode)
+        is_open = not is_link and bool(found.st_mode & 0o022)
+        if found.st_uid not in owners or (is_open and not found.st_mode & stat.S_ISVTX):
+            raise Refused(
+                f"{prefix} (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}) lets others put a socket "
+                + ("there" if prefix == path else f"into {path}")
+                + "; use a folder of your own, or a bare name"
+            )
+        if is_link:
+            _check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
+        if is_open:
+            owners = {0, os.geteuid()}
 
 
 def check_socket_file(path: str) -> bool:

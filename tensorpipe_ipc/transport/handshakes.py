@@ -5,11 +5,15 @@ tells a monitor. Where the connection just ended it tries again by itself; once 
 So that a binder which was started anew, with other keys or a longer list, is found, the connector connects anew then. So it
 does where it got on the line with itself (``kernel_sockets.is_to_itself``), which would keep the address from its binder.
 
+Over ipc, whoever may write to the folder may have put a socket there. So the kernel is asked who listens, of each connection,
+before anything is sent by it; one of another user's is hung up.
+
 The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from contextlib import suppress
@@ -17,8 +21,9 @@ from typing import Any
 
 import zmq
 
+from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.alarm import Alarm
-from tensorpipe_ipc.transport.kernel_sockets import is_to_itself
+from tensorpipe_ipc.transport.kernel_sockets import is_to_itself, uid_behind
 
 __all__ = ["Handshakes"]
 
@@ -39,9 +44,10 @@ class Handshakes:
         connection: the number of the connection as it was last heard of; 0 while there is none.
         monitor: what libzmq tells of them by.
         with_itself: how often it had itself on the line.
+        stranger: the other user whose socket is at the address, at the last look; None: none.
     """
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], address: str, has_keys: bool) -> None:
+    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], address: Address, has_keys: bool) -> None:
         """
         Args:
             context: the socket's.
@@ -50,7 +56,9 @@ class Handshakes:
             has_keys: whether it uses CURVE.
         """
         self.connection = self._connections = 0
-        self._socket, self._address, self._has_keys = socket, address, has_keys
+        self._socket, self._address, self._has_keys = socket, address.text, has_keys
+        self._path = address.path
+        self.stranger: int | None = None
         self._failure: tuple[int, int] | None = None
         self._failures = 0
         self._is_over = False  # libzmq will not try again
@@ -86,7 +94,9 @@ class Handshakes:
 
     def _note(self, event: int, number: int) -> None:
         if event == _CONNECTED:
-            if is_to_itself(number):
+            if self._path:
+                self._see_who_listens(number)
+            elif is_to_itself(number):
                 self.with_itself += 1
                 self._hang_up()
             return
@@ -101,6 +111,12 @@ class Handshakes:
                 self._failure = event, number
             self._failures += 1
             self._is_over = self._is_over or event != _BROKEN_OFF
+
+    def _see_who_listens(self, fd: int) -> None:
+        uid = uid_behind(fd, self._path)
+        self.stranger = None if uid == os.geteuid() else uid
+        if self.stranger is not None:
+            self._hang_up()
 
     def _hang_up(self) -> None:
         self._tried, self._is_over = time.monotonic(), True
@@ -119,6 +135,11 @@ class Handshakes:
     def trouble(self) -> str:
         """Why it does not get in; "" as long as nothing is known to be in the way."""
         self.hear()
+        if self.stranger is not None:
+            return (
+                f"{self._path} is a socket of uid {self.stranger}, not of uid {os.geteuid()}: nothing was sent to it; "
+                "remove it, or use a path in a folder of your own"
+            )
         if self._failure is None:
             return ""
         times = f" ({self._failures} times)" if self._failures > 1 else ""

@@ -32,9 +32,10 @@ from contextlib import suppress
 
 from tensorpipe_ipc.transport.addresses import Address
 
-__all__ = ["is_to_itself", "prepare_for_bulk"]
+__all__ = ["is_to_itself", "prepare_for_bulk", "uid_behind"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RESET = struct.pack("ii", 1, 0)  # on closing, so that the kernel does not keep the address for another minute
 
 
@@ -51,6 +52,21 @@ def is_to_itself(fd: int) -> bool:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 return True
     return False
+
+
+def uid_behind(fd: int, path: str) -> int | None:
+    """The user that listens at the other end of a connection to a unix socket; None if it is no such connection any more.
+
+    Args:
+        fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
+        path: what it was connected to.
+    """
+    with suppress(OSError):
+        with socket.socket(fileno=_duplicate(fd)) as connection:
+            if connection.family == socket.AF_UNIX and connection.getpeername() == path:
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                return int(_CREDENTIALS.unpack(credentials)[1])
+    return None
 
 
 def _duplicate(fd: int) -> int:

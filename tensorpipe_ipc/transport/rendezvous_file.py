@@ -28,6 +28,7 @@ from typing import Annotated
 
 import msgspec
 
+from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.process import Identity, identity, is_alive
 from tensorpipe_ipc.transport.address_claim import private_to_us
 from tensorpipe_ipc.transport.addresses import Address, check_folder, runtime_folder
@@ -107,6 +108,7 @@ class RendezvousFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o600)
             try:
+                os.fchmod(self._descriptor, 0o600)  # whatever the umask took from it
                 self.write(hello, ())  # while nobody sweeps: so what they find empty is a dead one's
             except BaseException:
                 os.unlink(self._path)
@@ -126,7 +128,7 @@ class RendezvousFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        with contextlib.suppress(OSError), private_to_us(self._path):
+        with contextlib.suppress(OSError, Refused), private_to_us(self._path):
             if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
                 os.unlink(self._path)
         os.close(descriptor)
@@ -188,7 +190,7 @@ def _all() -> list[str]:
 
 
 def _sweep(path: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, Refused):
         if _is_left(path):
             with private_to_us(path):
                 if _is_left(path):  # and not another binder's by now

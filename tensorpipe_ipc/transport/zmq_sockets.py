@@ -30,8 +30,8 @@ import zmq
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport.address_claim import claimed, unclaim
-from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file
+from tensorpipe_ipc.transport.address_claim import bound, unclaim
+from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.handshakes import Handshakes
@@ -129,7 +129,8 @@ class FrameSocket:
         self._gate: Gate | None = None
         self._gate_fd = -1
         self._monitored = not bind and address.scheme != "inproc"
-        self._keeps = not bind and address.scheme == "ipc" and not receives  # what came, when a connection ends
+        self._keeps = False  # what came, when a connection ends
+        self._made: os.stat_result | None = None  # the socket file of a binder
         self._context = acquire(own=bind and security is not None)
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
@@ -147,6 +148,11 @@ class FrameSocket:
             raise
 
     def _open(self, address: Address) -> None:
+        if not self.binds and address.path:
+            check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
+            check_socket_file(address.path)
+            # Where others may put a socket, what was to go by a connection that ended would go to theirs.
+            self._keeps = not self._receives and not is_shared(os.path.dirname(address.path))
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
@@ -170,17 +176,15 @@ class FrameSocket:
         for option, value in options.items():
             self._socket.setsockopt(option, value)
         if self.binds:
-            with claimed(address):
-                self._bind(address)
+            if address.path:
+                self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # whoever else connects is hung up on
+            self._made = bound(address, lambda: self._bind(address))
             if address.scheme == "tcp":  # the port that was chosen; of 127.0.0.1 libzmq says [::ffff:127.0.0.1]
                 port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
                 self.address = address._replace(text=f"{address.text.rpartition(':')[0]}:{port}")
         else:
-            if address.path:
-                check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
-                check_socket_file(address.path)
             if address.scheme != "inproc":
-                self._handshakes = Handshakes(self._context, self._socket, address.text, self._has_keys)
+                self._handshakes = Handshakes(self._context, self._socket, address, self._has_keys)
             try:
                 self._socket.connect(address.text)
             except zmq.ZMQError as error:
@@ -480,8 +484,8 @@ class FrameSocket:
         """Close. What was sent goes on leaving for up to ``linger`` seconds."""
         if self._poll_fd is not None:
             self._poll_fd.close()
-        if self.binds and self.address.path:
-            unclaim(self.address.path)  # libzmq leaves the file
+        if self._made is not None:
+            unclaim(self.address.path, self._made)  # libzmq leaves the file
         self._close_sockets(linger)
         release(self._context)
 
