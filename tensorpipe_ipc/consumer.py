@@ -23,7 +23,7 @@ from tensorpipe_ipc.errors import (
     SharedMemoryError,
     UnsupportedLeaf,
 )
-from tensorpipe_ipc.guard import Guard
+from tensorpipe_ipc.guard import Guard, postponed, undisturbed
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
@@ -148,17 +148,18 @@ class Consumer:
         names = None if accept is None else tuple(dict.fromkeys(serializer_named(name).name for name in accept))
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._arrival = arrival_of(restore, as_numpy, device)
-        self._link = ReceiveLink(
-            endpoint,
-            bind=check_bool(bind, "bind"),
-            window=check_count(maxsize, "maxsize"),
-            accept=names,
-            shared_memory=shared_memory,
-            security=security,
-            restores=restore and copy is not True and self._arrival.unstage is None,
-            producers=_number_of(producers),
-            peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
-        )
+        with undisturbed():
+            self._link = ReceiveLink(
+                endpoint,
+                bind=check_bool(bind, "bind"),
+                window=check_count(maxsize, "maxsize"),
+                accept=names,
+                shared_memory=shared_memory,
+                security=security,
+                restores=restore and copy is not True and self._arrival.unstage is None,
+                producers=_number_of(producers),
+                peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
+            )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
@@ -417,8 +418,9 @@ def _number_of(producers: Any) -> int | None:
 
 def _close(link: ReceiveLink, guard: Guard) -> None:
     """Close a consumer's link; also when the consumer was dropped, and at exit. It must not know the consumer itself."""
-    if guard.foreign or guard.closed:
+    if guard.foreign or guard.closed or postponed(_close, link, guard):
         return
     guard.closed = guard.closing = True
-    told = link.say_goodbye(link.ending)
-    link.close(linger=1.0 if told else 0.0)
+    with undisturbed():
+        told = link.say_goodbye(link.ending)
+        link.close(linger=1.0 if told else 0.0)

@@ -9,10 +9,42 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tensorpipe_ipc.errors import Busy, Closed
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "postponed", "undisturbed"]
+
+
+class _Section(threading.local):
+    """What this thread must not be disturbed in, and what it then has to do afterwards."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+
+_section = _Section()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Open or close an end, which takes locks: meanwhile garbage collection must close no other end in this thread."""
+    _section.depth += 1
+    try:
+        yield
+    finally:
+        _section.depth -= 1
+        while _section.waiting and not _section.depth:
+            function, arguments = _section.waiting.pop()
+            function(*arguments)
+
+
+def postponed(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Return whether a finalizer's call has to wait until this thread may be disturbed. It is made then."""
+    if _section.depth:
+        _section.waiting.append((function, arguments))
+    return _section.depth > 0
 
 
 class Guard:

@@ -14,7 +14,7 @@ import torch
 
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Full
-from tensorpipe_ipc.guard import Guard
+from tensorpipe_ipc.guard import Guard, postponed, undisturbed
 from tensorpipe_ipc.limits import check_bool, check_count, check_seconds, check_timeout, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
@@ -139,15 +139,16 @@ class Producer:
         self._serializer = serializer_named(serializer)
         self._narrowing = narrowing(self._serializer, wire_dtype)
         linger = check_seconds(linger, "linger")
-        self._link = SendLink(
-            endpoint,
-            bind=check_bool(bind, "bind"),
-            window=check_count(maxsize, "maxsize"),
-            serializer=serializer,
-            shared_memory=shared_memory,
-            security=security,
-            peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
-        )
+        with undisturbed():
+            self._link = SendLink(
+                endpoint,
+                bind=check_bool(bind, "bind"),
+                window=check_count(maxsize, "maxsize"),
+                serializer=serializer,
+                shared_memory=shared_memory,
+                security=security,
+                peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
+            )
         self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()
@@ -432,6 +433,8 @@ def _lent(
 
 def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
     """Close a producer's link when the producer was dropped, or at exit."""
+    if postponed(_close_or_warn, link, guard, linger):
+        return
     untaken = _close(link, guard, linger)
     if untaken:
         warnings.warn(untaken, RuntimeWarning, stacklevel=2)
@@ -454,7 +457,8 @@ def _close(link: SendLink, guard: Guard, linger: float) -> str:
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
         told = link.say_goodbye(link.ending)
-        link.close(max(linger if left else min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0)
+        with undisturbed():
+            link.close(max(linger if left else min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0)
     return (
         f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}"
         if left

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import logging
 import os
 import select
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -571,6 +574,70 @@ def test_one_warning_of_an_end_that_nobody_comes_to(
     logged = [record for record in caplog.records if record.name == "tensorpipe_ipc"]
     assert [record.levelno for record in logged] == [logging.WARNING] * 2
     assert sum("mistyped" in record.getMessage() for record in logged) == 1
+
+
+@EVERYWHERE
+def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
+    """A connector says whether anybody listens; a binder that was made in this very process, and where, is named."""
+    if endpoint.startswith("tcp"):
+        endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Producer(endpoint, shared_memory="off") as producer:
+        with pytest.raises(
+            tp.Full, match="no consumer has come to .*: (nobody listens there; .* bind=True|no end of this)"
+        ):
+            producer.put(1, 0.4)
+        with tp.Consumer(endpoint):
+            with pytest.raises(
+                tp.Full, match=rf"the consumer of this very process, made at {__file__}:\d+, has to be in use"
+            ):
+                producer.put(1, 0.4)
+            with pytest.raises(
+                tp.Refused, match=rf"of this very process \(pid {os.getpid()}\), made at {__file__}:\d+: close"
+            ):
+                tp.Consumer(endpoint)
+
+
+def test_another_program_has_the_port() -> None:
+    """It listens, and does not answer as an end does: that is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with tp.Producer(f"tcp://127.0.0.1:{server.getsockname()[1]}") as producer:
+            with pytest.raises(tp.Full, match="another program may have the address"):
+                producer.put(1, 0.5)
+
+
+def test_those_who_were_turned_away(keys: Path) -> None:
+    """A binder that nobody came to says how often somebody was turned away, and why."""
+    with tp.Consumer("tcp://127.0.0.1:0", security=secured.binders(keys, "other")) as consumer:
+        with tp.Producer(consumer.endpoint, security=secured.connectors(keys), linger=0) as producer:
+            with pytest.raises(tp.Full):
+                in_thread(lambda: producer.put(1, 0.5))()
+            with pytest.raises(tp.Empty, match="no producer .* times somebody was turned away: .* not on the list"):
+                consumer.get(0.5)
+
+
+def test_ends_that_garbage_collection_closes_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for nothing that this thread holds at that moment."""
+    for name in ("tensorpipe_ipc.transport.address_claim.check_socket_file", "zmq.Context"):
+        producer: Any = tp.Producer("cycle", bind=True)
+        consumer: Any = tp.Consumer("inproc://cycle")
+        producer.itself, consumer.itself = producer, consumer
+        del producer, consumer
+        with monkeypatch.context() as patch:
+            _collect_in(patch, name)
+            with tp.Consumer("made"):
+                pass
+
+
+def _collect_in(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Have garbage collected wherever a function is called."""
+    module, _, attribute = name.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+
+    def collecting(*arguments: Any, **options: Any) -> Any:
+        gc.collect()
+        return function(*arguments, **options)
+
+    patch.setattr(name, collecting)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ from typing import Any
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport import rendezvous, whereabouts
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.get_end import is_a_signals
@@ -89,6 +89,7 @@ PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 _COMPLAINT = 5.0  # seconds
+_LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
 MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
 
@@ -130,6 +131,8 @@ class Link(Meeting):
         self.peer_timeout = peer_timeout
         self.ending = Ending()
         self._alone_since = 0.0
+        self._has_complained = False
+        self._probed = (0.0, "")  # when it was last found out why nobody comes, and why
         self.peers: dict[bytes, Peer] = {}
         self.last_left: Peer | None = None
         self.lost = 0
@@ -139,9 +142,19 @@ class Link(Meeting):
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
-        self.socket = FrameSocket(
-            address, bind=bind, receives=self.role == "consumer", security=security, told=self.reject
-        )
+        try:
+            self.socket = FrameSocket(
+                address, bind=bind, receives=self.role == "consumer", security=security, told=self.reject
+            )
+        except Refused:
+            here = whereabouts.binder_here(address.text) if bind else None
+            if here is None:
+                raise
+            raise Refused(
+                f"{address.text} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
+                "close it, or use another name"
+            ) from None
+        whereabouts.note(id(self), self.endpoint, self.role, binds=bind)
         self.presence = Presence() if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
         self.folder = self.presence.folder if self.presence is not None else 0
@@ -233,21 +246,36 @@ class Link(Meeting):
 
     def complain_if_alone(self) -> None:
         """Log, once, that this end has waited for some seconds, and nobody ever came. To be called in each slice of a wait."""
-        if self.peers or self.last_left is not None or self._alone_since < 0:
+        if self.peers or self.last_left is not None or self._has_complained:
             return
         now = time.monotonic()
         self._alone_since = self._alone_since or now
         if now - self._alone_since > _COMPLAINT:
-            self._alone_since = -1.0
+            self._has_complained = True
             log.warning("%s has waited for %.0f s: %s%s", self.endpoint, _COMPLAINT, self.why_alone(), self.trouble())
 
     def why_alone(self) -> str:
         """Say that nobody has come, and what may be the reason."""
         other = "consumer" if self.role == "producer" else "producer"
+        why = self._why_nobody(other)
         turned_away = (
             f"; {self.rejected} times somebody was turned away: {self.last_rejection}" if self.rejected else ""
         )
-        return f"no {other} has come to {self.endpoint} yet{turned_away}"
+        return f"no {other} has come to {self.endpoint} yet{why and f': {why}'}{turned_away}"
+
+    def _why_nobody(self, other: str) -> str:
+        here = whereabouts.others_here(self.endpoint, self.role)
+        if here is not None:
+            return f"the {other} of this very process, made at {here.made_at}, has to be in use meanwhile, in another thread"
+        if self.socket.binds or self.socket.trouble():
+            return ""
+        if self.socket.connection and self.socket.address.scheme != "inproc":
+            return f"the {other} is there and has not answered: it computes, or is stopped"
+        now, (probed, why) = time.monotonic(), self._probed
+        if self._alone_since and now - self._alone_since > _LONELY and (not why or now - probed > REPEAT):
+            why = whereabouts.why_nobody(self.socket.address)
+            self._probed = now, why
+        return why
 
     def reject(self, error: Exception, peer: Peer | None = None) -> None:
         """Count a message that was dropped. Say whose it was, where that is known."""
@@ -428,6 +456,7 @@ class Link(Meeting):
 
     def disconnect(self, linger: float) -> None:
         """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
+        whereabouts.forget(id(self))
         if self.presence is not None:
             self.presence.close(None)
         for peer in self.peers.values():
