@@ -372,8 +372,8 @@ class Link(Meeting):
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
-        if routing not in self.peers and len(self.peers) >= MOST_PEERS:
-            reason = f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
+        if routing not in self.peers and not reason:
+            reason = self._no_place_for(hello)
         if not reason:
             peer = self._admit(routing, hello)
             reason = self.arrangement.unmet(hello, peer.why_not)
@@ -385,6 +385,18 @@ class Link(Meeting):
             self._answer(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
+
+    def _no_place_for(self, hello: Hello) -> str:
+        """Say why a newcomer cannot come in; "" if it can. One that is away and out of sight has to make room for it."""
+        taken = {peer.hello.end for peer in self.peers.values()} | {self.end}
+        if hello.end and hello.end in taken:
+            return "it says that it is an end which is attached already, or this one"
+        if len(self.peers) >= MOST_PEERS:
+            away = [peer for peer in self.peers.values() if peer.away_at and peer.sight.is_out_of_sight]
+            if not away:
+                return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
+            self._leaves(min(away, key=lambda peer: peer.away_at), How.LOST)
+        return ""
 
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
         if hello.role == self.role:

@@ -141,6 +141,9 @@ class Meeting(Role):
         ours = self.own_hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
+        with contextlib.closing(self._sight_of(found.hello)) as sight:
+            if sight.is_gone():
+                return
         with contextlib.suppress(SharedMemoryError):
             queue = self._claimed(found)
             if queue is not None:

@@ -369,6 +369,37 @@ def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> N
             putting()
 
 
+def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers who come, and go without a word, keep nobody out: the one that went first gives its place to a newcomer."""
+    monkeypatch.setattr("tensorpipe_ipc.transport.link.MOST_PEERS", 2)
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer:
+        for _ in range(2):
+            with RawEnd(consumer.endpoint) as raw:
+                _attach(consumer, raw)
+        _listen(consumer, lambda: str(consumer.statistics().peers).count("not heard of") == 2)
+        with tp.Producer(consumer.endpoint) as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+            assert len(consumer.statistics().peers) == 2
+
+
+def test_who_says_that_it_is_another_end() -> None:
+    """An end that is attached already, or the binder itself, is not believed to have come once more: it would seem present."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:0") as consumer,
+        RawEnd(consumer.endpoint) as one,
+        RawEnd(consumer.endpoint) as two,
+    ):
+        _attach(consumer, one, end=5)
+        for token in (5, consumer._link.end):
+            before = consumer.statistics().rejected
+            two.say(hello("producer", end=token, folder=consumer._link.folder))
+            _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
+            assert "attached already" in consumer.statistics().last_rejection
+        assert len(consumer.statistics().peers) == 1
+
+
 def _put_when_let_in(producer: tp.Producer) -> None:
     deadline = time.monotonic() + PATIENCE
     while True:
