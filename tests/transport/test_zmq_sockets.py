@@ -115,13 +115,13 @@ def test_a_live_owners_endpoint_is_not_stolen(theirs: str) -> None:
     with contextlib.ExitStack() as stack:
         child = stack.enter_context(Child())
         if theirs == "of this process":
-            owner, taken = os.getpid(), stack.enter_context(tp.Consumer("owned"))
-            assert taken.endpoint
+            taken = stack.enter_context(tp.Consumer("owned"))
+            says = rf"a consumer of this very process \(pid {os.getpid()}\), made at {__file__}:\d+: close it, or use"
         else:
-            owner = child.pid
             child.call(children.open_consumer, "owned")
+            says = f"pid {child.pid}, which is alive; close it or use"
         for end in (tp.Consumer, tp.Producer):
-            with pytest.raises(tp.Refused, match=f"owned.sock belongs to pid {owner}, which is alive; close it or use"):
+            with pytest.raises(tp.Refused, match=f"owned.sock belongs to {says}"):
                 end("owned", bind=True)
         with tp.Producer("owned") as producer:
             if theirs == "of this process":
@@ -177,7 +177,8 @@ def test_a_port_in_use(free_port: int) -> None:
     with tp.Consumer(endpoint) as owner:
         for end in (tp.Consumer, tp.Producer):
             with pytest.raises(
-                tp.Refused, match=f"127.0.0.1.*:{free_port} is in use: .*; close its owner or use another"
+                tp.Refused,
+                match=f"127.0.0.1.*:{free_port} belongs to a consumer of this very process .*: close it, or use",
             ):
                 end(endpoint, bind=True)
         with tp.Producer(endpoint) as producer:
@@ -187,13 +188,16 @@ def test_a_port_in_use(free_port: int) -> None:
     with socket.socket() as theirs:
         theirs.bind(("127.0.0.1", free_port))
         theirs.listen()
-        with pytest.raises(tp.Refused, match="is in use"):
+        with pytest.raises(tp.Refused, match=f"{free_port} is in use: .*; close its owner or use another"):
             tp.Consumer(endpoint)
 
 
 def test_an_inproc_name_in_use() -> None:
     """It is refused too."""
-    with tp.Consumer("inproc://taken"), pytest.raises(tp.Refused, match="inproc://taken is in use"):
+    with (
+        tp.Consumer("inproc://taken"),
+        pytest.raises(tp.Refused, match="inproc://taken belongs to a consumer of this very"),
+    ):
         tp.Producer("inproc://taken", bind=True)
 
 
