@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+from programs import ran
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -537,3 +539,11 @@ def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:
     assert [reap(pid) for pid in pids] in ([], [0])
     assert got.unique().tolist() == [float(point)]
     return left, len(sent)
+
+
+@pytest.mark.limit(110)
+def test_forks_and_kills_at_random_harm_nobodys_tensors() -> None:
+    """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""
+    done = ran("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", "3")
+    assert done.status == 0, done.err
+    assert re.search(r"about [1-9]\d* forks of helpers", done.out), done.out
