@@ -18,7 +18,9 @@ import io
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import resource_sharer, util
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -87,6 +89,7 @@ class _Reducers(dict[Any, Any]):
         if self.handles == ():
             self.handles = []
         self.handles.append(handle)
+        _sent.add(handle)
         return _of_handle, (os.getpid(), handle[0], *handle[1])
 
 
@@ -159,6 +162,37 @@ def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
         ) from error
 
 
+class _Sent:
+    """The descriptors that wait, in this process, to be asked for: when it ends in order, it gives them a moment.
+
+    Else a pool whose worker ends with its task (``maxtasksperchild``) could not take that worker's last result.
+    """
+
+    MOMENT = 1.0  # seconds
+
+    def __init__(self) -> None:
+        self._keys: set[Any] = set()  # of multiprocessing's resource_sharer
+        self._process = 0
+
+    def add(self, handle: Handle) -> None:
+        if self._process != os.getpid():  # a forked child has sent nothing yet, and its finalizers were cleared
+            self._process, self._keys = os.getpid(), set()
+            util.Finalize(None, self._linger, exitpriority=0)
+        if len(self._keys) > 1024:
+            self._keys &= self._waiting()
+        self._keys.update(each._id[1] for each in handle[1] if hasattr(each, "_id"))
+
+    def _linger(self) -> None:
+        until = time.monotonic() + self.MOMENT
+        while self._process == os.getpid() and self._keys & self._waiting() and time.monotonic() < until:
+            time.sleep(0.002)
+
+    @staticmethod
+    def _waiting() -> set[Any]:
+        return set(getattr(getattr(resource_sharer, "_resource_sharer", None), "_cache", ()))
+
+
+_sent = _Sent()
 _wanted = threading.local()
 
 

@@ -91,7 +91,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
         What the program itself put into torch's shared memory (``share_memory_()``) stays shared: what either side writes, the
         other sees. torch's own handle is sent, which needs a descriptor for each storage, and this process until the
-        object was taken. What is one object in ``obj`` is one object in what ``get`` returns, as pickle keeps it.
+        object was taken: when it ends in order it waits a second at most for that. What is one object in ``obj`` is one
+        object in what ``get`` returns, as pickle keeps it.
 
         Args:
             obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.

@@ -342,3 +342,41 @@ def test_of_many_messages_those_of_a_dead_sender_are_lost_and_others_come() -> N
         except tp.PeerLost:
             lost += 1
     assert (got, lost) == ([0, 1, 2, "last"], 3)
+
+
+def _share_and_end(there: Any) -> None:
+    there.put({"x": torch.full((3,), 7.0).share_memory_()})
+
+
+def _new_shared(number: int) -> torch.Tensor:
+    return torch.full((3,), float(number)).share_memory_()
+
+
+def test_a_process_that_ends_in_order_lets_what_it_shared_be_taken_first() -> None:
+    """A producer that returns after its put, and a pool's workers that end with their task: nothing of theirs is lost."""
+    ctx = tp.get_context("fork")
+    there = ctx.Queue()
+    process = ctx.Process(target=_share_and_end, args=(there,))
+    process.start()
+    assert there.get(timeout=LIMIT)["x"].tolist() == [7, 7, 7]
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    with ctx.Pool(2, maxtasksperchild=1) as pool:
+        got = [pool.apply_async(_new_shared, (number,)) for number in range(6)]
+        assert [each.get(LIMIT).tolist() for each in got] == [[number] * 3 for number in range(6)]
+        pool.close()
+        pool.join()
+
+
+def test_it_does_not_wait_for_ever_for_what_nobody_takes() -> None:
+    """A process ends soon with a shared tensor in a queue that nobody gets from."""
+    ctx = tp.get_context("fork")
+    there = ctx.Queue()
+    process = ctx.Process(target=_share_and_end, args=(there,))
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    with pytest.raises(tp.PeerLost):
+        there.get(timeout=LIMIT)
