@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import random
 import struct
 import sys
@@ -29,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the zoo, where this runs without pytest
 
+import msgspec
 import numpy as np
 import torch
 import zoo
@@ -46,8 +48,10 @@ from tensorpipe_ipc.transport.rendezvous_file import QueueOffer, Rendezvous, pac
 from tensorpipe_ipc.transport.unacknowledged import Kept, Unacknowledged
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
+from tensorpipe_ipc.wire.layout import places_of
 from tensorpipe_ipc.wire.message import encode
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
+from tensorpipe_ipc.wire.spec import Op
 
 Frames = list[bytes]
 SOMEBODY = Identity("host", "01234567-89ab-cdef-0123-456789abcdef", 4026531836, 4242, 123456.0)
@@ -137,6 +141,99 @@ def written() -> list[Frames]:
         header.Hello("producer", SOMEBODY, 8, "raw", (), 0, shared_memory=terms, end=1 << 40),
     ]
     return [[packed(Rendezvous((25, 1 << 33), end, (offer,) * count))] for end in ends for count in (0, 1, 2)]
+
+
+def made_up(rng: random.Random, target: str) -> Frames:
+    """A message put together by the rules of its format, of what once cost more than it was.
+
+    Views of one span with any strides; keys that hash alike; ordered dicts, scalars and classes of one's own; short pieces of
+    several dtypes; too many frames.
+    """
+    if target == "frames" and rng.random() < 0.1:
+        return _made_up_pieces(rng)
+    spec, kinds, values = _node(rng, 0)
+    spans = [rng.choice((0, 1, 8, 64, 200, 4096)) for _ in range(rng.choice((0, 1, 1, 2)))]
+    metas, sizes = [], list(spans)
+    for kind in kinds:
+        if spans and kind != Op.BYTES and rng.random() < 0.7:
+            metas.append(_made_up_view(rng, kind, spans))
+        else:
+            code, item = rng.choice(((2, 1), (11, 4), (9, 8), (13, 2))) if kind in (Op.TENSOR, Op.PARAMETER) else (2, 1)
+            shape = [rng.choice((0, 1, 2, 3, 17)) for _ in range(1 if kind != Op.TENSOR else rng.randrange(4))]
+            sizes.append(item * math.prod(shape))
+            metas.append(struct.pack(f"<BBBBQ{len(shape)}q", code, 0, len(shape), 0, sizes[-1], *shape))
+    packed = b"".join(struct.pack("<QQ", nbytes, nbytes) for nbytes in spans)
+    head = b"\x03raw" + struct.pack("<I", len(spec)) + spec + struct.pack("<I", len(spans)) + packed
+    schema = head + struct.pack("<I", len(metas)) + b"".join(metas)
+    said = msgspec.msgpack.encode(values) if values else b""
+    places, _ = places_of(sizes)
+    payload = rng.randbytes(max((end for _, _, end in places), default=0))
+    if target == "blocks":
+        return [metadata_of(0, schema, said), payload]
+    surplus = [b"" if rng.random() < 0.5 else b"x"] * rng.choice((0, 0, 0, 0, 1, 50))
+    return [header.pack(header.Kind.DATA, 1, schema, said) + payload, *surplus]
+
+
+def _made_up_view(rng: random.Random, kind: int, spans: list[int]) -> bytes:
+    span = rng.randrange(len(spans))
+    ndim = rng.choice((0, 1, 1, 2, 3)) if kind in (Op.TENSOR, Op.NDARRAY) else 1
+    shape = [rng.choice((0, 1, 2, 3, spans[span], 1 << 20, 1 << 46)) for _ in range(ndim)]
+    strides = [rng.choice((0, 0, 1, 1, 2, 8)) for _ in range(ndim)]
+    code = rng.choice((2, 11)) if kind == Op.TENSOR else 2
+    numbers = struct.pack(f"<{ndim}qQ{ndim}q", *shape, rng.choice((0, 0, 4)), *strides)
+    return struct.pack("<BBBBQ", code, 2, ndim, 0, span) + numbers
+
+
+def _node(rng: random.Random, depth: int) -> tuple[bytes, list[int], list[Any]]:
+    """A node: its spec, the kinds of its leaves, its values."""
+    op = rng.choice(_MADE_UP if depth < 3 else _MADE_UP[:12])
+    if Op.TENSOR <= op <= Op.TYPED:
+        return bytes([op, 2] if op == Op.TYPED else [op]), [op], []
+    if op == Op.SCALAR:
+        code = rng.choice((1, 2, 9, 10, 11, 12, 21))
+        return bytes([op, code]), [], [1.0, 0.5] if code == 21 else [rng.choice((0, 1, 255, 0.5, "1", 1 << 63))]
+    if op in (Op.NONE, Op.VALUE):
+        return bytes([op]), [], [7] * (op == Op.VALUE)
+    count = {Op.ORDERED: 2, Op.CUSTOM: 1}.get(op, rng.choice((0, 1, 2, 3, 12)))
+    children = [_node(rng, depth + 1) for _ in range(count)]
+    start = bytes([op]) + struct.pack("<I", count)
+    if op == Op.DICT:
+        packed = [msgspec.msgpack.encode(_key(rng, number)) for number in range(count)]
+        start += b"".join(struct.pack("<H", len(key)) + key for key in packed)
+    elif op == Op.CUSTOM:
+        start = bytes([op]) + struct.pack("<H", 4) + b"Pose"
+    elif op == Op.ORDERED:
+        key = msgspec.msgpack.encode(rng.choice(("a", "_metadata", "items", 5)))
+        own = b"\x22" + struct.pack("<IH", 1, len(key)) + key + b"\0" if rng.random() < 0.5 else b"\0"
+        children = [(b"\x22" + bytes(4), [], []), (own, [], [])]
+        start = bytes([op])
+    return (
+        start + b"".join(child[0] for child in children),
+        [kind for child in children for kind in child[1]],
+        [value for child in children for value in child[2]],
+    )
+
+
+def _key(rng: random.Random, number: int) -> Any:
+    alike = (number >> bit & 1 for bit in range(5))
+    return rng.choice((f"k{number}", number, number << 44, number + 0.5, tuple(bit * ((1 << 61) - 1) for bit in alike)))
+
+
+_MADE_UP = [Op.TENSOR, Op.TENSOR, Op.TENSOR, Op.TENSOR, Op.NDARRAY, Op.BYTES, Op.UNTYPED, Op.TYPED, Op.PARAMETER]
+_MADE_UP += [Op.NONE, Op.VALUE, Op.SCALAR]  # up to here, without nodes
+_MADE_UP += [Op.LIST, Op.TUPLE, Op.DICT, Op.DICT, Op.ORDERED, Op.CUSTOM]
+
+
+def _made_up_pieces(rng: random.Random) -> Frames:
+    total = rng.choice((64, 1000, 100_000, 200_000))
+    found, at = list[bytes](), 0
+    while at < total and len(found) < 60:
+        size = min(rng.choice((1, 2, 64, 4096, 1 << 16, 1 << 17)), total - at)
+        codes = rng.choice(((0, 0), (0, 0), (10, 11), (13, 11)))
+        said = header.Piece(at, total, rng.choice((total, 2 * total)), *codes)
+        found += [header.pack_piece(3, said), bytes(size)]
+        at += size
+    return found
 
 
 _FEW = (
@@ -341,7 +438,12 @@ def fuzz(examples: int, seed: int, progress: bool = False, target: str = "frames
     ends: Counter[str] = Counter()
     for number in range(examples):
         rng = random.Random(f"{seed} {number}")
-        frames = damage(rng, rng.choice(messages), messages)
+        frames = rng.choice(messages)
+        is_made_up = target in ("frames", "blocks") and rng.random() < 0.3
+        if is_made_up:
+            frames = made_up(rng, target)
+        if not is_made_up or rng.random() < 0.5:
+            frames = damage(rng, frames, messages)
         try:
             ends[ending(frames)] += 1
         except BaseException:
