@@ -45,6 +45,7 @@ __all__ = ["Consumer", "ConsumerStatistics"]
 
 _NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
+_KEPT = 1 << 16  # bytes of metadata: larger ones are looked up anew each time, and not kept
 _OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
 
 
@@ -351,10 +352,13 @@ class Consumer:
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """A message in a block: its tree and bytes, or the error that it is."""
         try:
-            if metadata != self._last_metadata:
-                self._last_metadata, self._last_parts = b"", self._parts(metadata)
-                self._last_metadata = metadata
-            how, schema, values, serializer = self._last_parts
+            if metadata == self._last_metadata:
+                parts = self._last_parts
+            else:
+                parts = self._parts(metadata)
+                self._last_metadata, self._last_parts = b"", parts if len(metadata) <= _KEPT else None
+                self._last_metadata = metadata if len(metadata) <= _KEPT else b""
+            how, schema, values, serializer = parts
             if how & (ON_DEVICE | OFFERS):
                 told = on_device.said_of(values)
                 if how & ON_DEVICE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import struct
 import time
@@ -261,6 +262,23 @@ def test_frames_that_belong_to_no_message_are_let_go(is_known: bool, frame: byte
             raw.say(hello("producer"))
         raw.say(*exchange.sent("next", sequence=2))
         assert consumer.get(PATIENCE) == "next"
+
+
+@pytest.mark.parametrize("name", ["131,000 ints", "8,192 tuples of one hash"])
+def test_a_signal_is_heard_while_a_message_is_read(name: str) -> None:
+    """However much a message has to be looked at, a handler runs meanwhile, every tenth of a second of it."""
+    make, _ = KEYS[name]
+    heard: list[float] = []
+    with _talk() as (consumer, raw):
+        raw.say(*_packed_keys(make()))
+        children.wait_until(consumer._link.socket.has_incoming)
+        with children.ticking(0.01, lambda number, frame: heard.append(time.process_time())):
+            began = time.process_time()
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0)
+            ended = time.process_time()
+    moments = [began, *(moment for moment in heard if began < moment < ended), ended]
+    assert max(after - before for before, after in itertools.pairwise(moments)) < 0.25
 
 
 def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:

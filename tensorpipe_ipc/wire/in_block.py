@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 
 from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.header import MAX_HEADER
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Outgoing
 
@@ -49,4 +50,6 @@ def parts_of(metadata: bytes) -> tuple[int, bytes, bytes]:
     end = _HEAD.size + length
     if end > len(metadata):
         raise ProtocolError(f"a schema of {length} bytes in metadata with {len(metadata) - _HEAD.size} left for it")
+    if length > MAX_HEADER:
+        raise ProtocolError(f"a schema of {length} bytes, the limit is {MAX_HEADER}")
     return flags, metadata[_HEAD.size : end], metadata[end:]

@@ -5,6 +5,7 @@ A spec that arrives is hostile until ``_check`` has walked it, which allocates n
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -384,6 +385,7 @@ def _custom_reader(name: str, parts: Build) -> Build:
     return build
 
 
+@functools.cache
 def _scalar_reader(row: Dtype) -> Build:
     assert row.numpy is not None
     kind: Any = row.numpy.type
@@ -443,6 +445,7 @@ def _apart(leaf: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
+@functools.cache
 def _typed_storage_reader(dtype: torch.dtype) -> Build:
     def build(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> TypedStorage:
         return TypedStorage(wrap_storage=_dense(next(leaves)).untyped_storage(), dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -150,6 +150,28 @@ def test_a_valid_tree_costs_its_own_objects() -> None:
     assert most <= sum(map(len, frames)) + 32 * MANY + MARGIN
 
 
+SMALL: dict[str, Callable[[int], list[bytes]]] = {
+    "empty tensors": lambda count: message(data(several(0x10, count), b"", meta(0, (0,)) * count, (0, count))),
+    "empty arrays": lambda count: message(data(several(0x14, count), b"", meta(0, (0,)) * count, (0, count))),
+    "parameters": lambda count: message(data(several(0x12, count), b"", meta(0, (0,), 11) * count, (0, count))),
+    "dicts": lambda count: message(data(b"\x20" + u32(count) + (b"\x22" + u32(0)) * count)),
+    "ordered dicts": lambda count: message(data(b"\x20" + u32(count) + (b"\x25\x22" + u32(0) + b"\0") * count)),
+    "NumPy's scalars": lambda count: message(
+        data(b"\x20" + u32(count) + b"\x08\x0c" * count), b"\xdc" + struct.pack(">H", count) + bytes(count)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_smallest_nodes_cost_a_bounded_number_of_bytes_each(name: str) -> None:
+    """A tree of nothing but nodes: 1,200 bytes of Python objects each, plan and tree together, and not more."""
+    count = 5000
+    frames = SMALL[name](count)
+    most, raised = peak(frames)
+    assert raised is None
+    assert most <= sum(map(len, frames)) + 1200 * count + MARGIN
+
+
 _BOUNDED = """
 import resource, sys
 sys.path[:0] = {path!r}
