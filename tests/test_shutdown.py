@@ -17,6 +17,7 @@ from wholeness import points, stride
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.transport.token_pipe import SHUT
 
 LIMIT = 20  # seconds
 LARGE = torch.ones(1 << 20)  # made here: the threads of OpenMP do not survive a fork
@@ -108,6 +109,24 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits() 
     assert begun
     os.close(ended)
     os.close(tell)
+
+
+def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_looks() -> None:
+    """Both were killed, the process that shut down and the one that it woke: the word of the dead one still says it."""
+    there = Queue(1)
+    there.put(0)
+    there.get()
+
+    def struck() -> None:
+        there._queue._hear = lambda bell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        there.get()
+
+    with waiters(there, [struck]) as pids:
+        there._queue.tickets.ring(SHUT)  # all that the first one came to
+        assert reap(pids[0]) == -signal.SIGKILL
+        assert there.statistics().lost == 0
+        refused(there, lambda there: there.put(1))
+        refused(there, lambda there: there.get())
 
 
 @pytest.mark.parametrize("immediate", [False, True])
