@@ -47,7 +47,7 @@ class Pose:
         self.rotation, self.frame = rotation, frame
 
 
-tp.register_type(Pose, to=lambda pose: (pose.rotation, pose.frame), from_=lambda parts: Pose(*parts))
+tp.register_type(Pose, to=lambda pose: (pose.rotation, pose.frame), from_=lambda parts: Pose(parts[0], parts[1]))
 
 
 def ordered() -> OrderedDict[str, Any]:

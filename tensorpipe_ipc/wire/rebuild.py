@@ -93,7 +93,7 @@ class Plan:
             build = self._build = self._build or _read(self._spec, 0, _READERS)[0]
         try:
             return build(iter(leaves), iter(values))
-        except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError, LookupError) as error:
             if isinstance(error, (ProtocolError, UnsupportedLeaf)):
                 raise
             raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
@@ -390,7 +390,12 @@ def _scalar_reader(row: Dtype) -> Build:
     assert row.numpy is not None
     kind: Any = row.numpy.type
     if row.numpy.kind == "c":
-        return lambda leaves, values: kind(_read_complex(leaves, values))
+
+        def build_complex(leaves: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
+            with np.errstate(over="ignore"):
+                return kind(_read_complex(leaves, values))
+
+        return build_complex
     least, most = (np.iinfo(kind).min, np.iinfo(kind).max) if row.numpy.kind in "iu" else (0, 0)
 
     def build(_: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
