@@ -14,7 +14,7 @@
     ├── ProtocolError(ValueError)     bytes that are not a message: which rule, which value, which limit
     │   └── VersionMismatch           both versions named
     ├── UnknownSerializer(LookupError)
-    ├── UnsupportedLeaf(TypeError)    the leaf's path in the tree, its type, and what to do
+    ├── UnsupportedLeaf(TypeError, RuntimeError)    the leaf's path in the tree, its type, and what to do
     ├── Refused(PermissionError)      serializer not accepted, address, key or uid not allowed
     ├── SharedMemoryError(OSError)    could not be created, attached or grown: sizes, what is free, the remedy
     ├── OutOfMemory(MemoryError)      a message is larger than this process may have: sizes, and the remedy
