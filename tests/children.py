@@ -442,6 +442,21 @@ def take_all_that_is_there(consumer: tp.Consumer) -> list[Any]:
     return found
 
 
+def move_out_of_sight(ends: Ends, folder: str) -> None:
+    """Have another runtime folder from now on: ends of this process are not seen by others, nor these by them."""
+    os.environ["XDG_RUNTIME_DIR"] = folder
+
+
+def put_until_nobody_is_there(ends: Ends) -> str:
+    """Put until there is no consumer any more, and return what is said of that."""
+    while True:
+        try:
+            ends.producer.put(0, 0.1)
+        except tp.Full as full:
+            if "is attached" in str(full):
+                return str(full)
+
+
 def put_and_leave(endpoint: str, *trees: Any) -> None:
     """Put trees by a producer that is open meanwhile only."""
     with tp.Producer(endpoint) as producer:

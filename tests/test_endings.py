@@ -155,6 +155,32 @@ def test_messages_that_were_on_their_way_when_a_line_was_cut() -> None:
         assert consumer.statistics().lost == 3
 
 
+@pytest.mark.parametrize("consumer_binds", [False, True])
+def test_a_goodbye_to_an_end_out_of_sight(tmp_path: Path, consumer_binds: bool) -> None:
+    """A producer elsewhere, that puts, hears the goodbye of its consumer at once, though there is no file to look at."""
+    with Child() as child:
+        child.call(children.move_out_of_sight, str(tmp_path))
+        if consumer_binds:
+            consumer = tp.Consumer("tcp://127.0.0.1:0")
+            child.call(children.open_producer, consumer.endpoint, maxsize=4, linger=0.0)
+        else:
+            endpoint = child.call(children.open_producer, "tcp://127.0.0.1:0", bind=True, maxsize=4, linger=0.0)
+            consumer = tp.Consumer(endpoint, bind=False)
+        child.begin(children.put, 1)
+        assert consumer.get(PATIENCE) == 1
+        child.result()
+        child.begin(children.put_until_nobody_is_there)
+        for _ in range(10):
+            assert consumer.get(PATIENCE) == 0
+        started = time.monotonic()
+        consumer.close()
+        assert f"consumer pid {os.getpid()} on" in child.result()
+        assert time.monotonic() - started < 1 + MARGIN
+        assert child.call(children.producer_statistics).lost <= 4
+        with contextlib.suppress(tp.PeerLost):
+            child.call(children.flush)
+
+
 def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
     """A process is killed whose child has copies of all its descriptors: its peers learn it all the same."""
     with tp.Consumer("forked") as consumer, Child() as child:

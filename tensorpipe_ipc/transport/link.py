@@ -89,6 +89,7 @@ PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 _COMPLAINT = 5.0  # seconds
+_ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
 MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
@@ -182,7 +183,23 @@ class Link(Meeting):
         if self.presence is not None:
             framed = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
             self.presence.close(LastWords(ending, {peer.hello.end: self.position(peer) for peer in framed}))
+        self._hear_answers()
         return any(told)
+
+    def _hear_answers(self) -> None:
+        """Keep the line for a moment, until the peers that are out of sight have read the goodbye and answered it.
+
+        What has come and was not read yet, libzmq drops with the connection.
+        """
+        deadline = time.monotonic() + _ANSWERED
+        while self.keeps and any(peer.sight.is_out_of_sight and not peer.away_at for peer in self.peers.values()):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            incoming = self.socket.receive(min(left, SLICE))
+            self.socket.received()
+            if incoming is not None and incoming[0] in self.peers and _is_goodbye(incoming[1]):
+                self._leaves(self.peers[incoming[0]], How.GOODBYE)
 
     # -- what comes in
 
@@ -311,6 +328,8 @@ class Link(Meeting):
             elif kind == Kind.PIECE:
                 self.piece(peer, header, frames)
             else:
+                if self.keeps and peer.sight.is_out_of_sight:
+                    self._say(peer.routing, pack_goodbye(self.position(peer), Ending()))
                 self._ends(peer, ending_of(header), header.sequence)
         elif kind == Kind.HELLO:
             self._hear_hello(routing, header)
@@ -548,3 +567,10 @@ class Link(Meeting):
             self.drain()
         if self._refusal is not None:
             raise self._refusal
+
+
+def _is_goodbye(frames: list[Any]) -> bool:
+    try:
+        return unpack(frames[0]).kind == Kind.GOODBYE
+    except ProtocolError:
+        return False
