@@ -81,7 +81,7 @@ def consume(who: int, maxsize: int, binds: bool, folder: str) -> None:
             except (tp.Empty, tp.EndOfStream, tp.PeerLost) as found:
                 if stopping and not isinstance(found, tp.PeerLost):
                     break
-                time.sleep(0 if isinstance(found, tp.Empty) else 0.001)  # the end is said again until somebody comes
+                time.sleep(0 if isinstance(found, tp.Empty) else 0.001)
                 continue
             if message[2].numel() >= LARGE:
                 held.append(message)
