@@ -30,6 +30,7 @@ _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
 _ONE_TENSOR = bytes([Op.TENSOR])
 MAX_VALUES = MAX_HEADER // 2  # the other half is the schema's, whose nodes are counted
+_SHORT_SPEC = 4096  # bytes: longer ones are not kept
 _encode_values = msgspec.msgpack.Encoder().encode
 
 
@@ -96,7 +97,9 @@ def encode(
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
         nbytes = len(payload)
-        schema = _one_leaf(serializer.name, _ONE_TENSOR) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
+        schema = _short_leaf(serializer.name, _ONE_TENSOR) + (
+            meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
+        )
         return Outgoing(schema, instead, [payload], nbytes, tree)
     flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
@@ -134,9 +137,13 @@ def _see_that_it_fits(schema: bytes, values: bytes) -> None:
         )
 
 
-@functools.lru_cache(maxsize=64)
 def _one_leaf(name: str, spec: bytes) -> bytes:
     """The schema of a tree that has one leaf, up to the leaf's meta."""
+    return _short_leaf(name, spec) if len(spec) <= _SHORT_SPEC else _head(name, spec) + _NO_SPANS_ONE_LEAF
+
+
+@functools.lru_cache(maxsize=64)
+def _short_leaf(name: str, spec: bytes) -> bytes:
     return _head(name, spec) + _NO_SPANS_ONE_LEAF
 
 

@@ -30,6 +30,7 @@ Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
 
 
 _ONE_TENSOR = bytes([Op.TENSOR])
+_MOST_SAID = 300  # characters of what arrived that an error repeats
 _FEW_KEYS = 8  # of a dict, which cannot cost much, however they hash; and a dict's least size
 _MOST_ALIKE = 4  # keys of one hash: -1 and -2 have one, and numbers that are 2**61 - 1 apart
 _MOST_LOOKS = (
@@ -96,7 +97,9 @@ class Plan:
         except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError, LookupError) as error:
             if isinstance(error, (ProtocolError, UnsupportedLeaf)):
                 raise
-            raise ProtocolError(f"a leaf or value does not fit its place in the tree: {error}") from None
+            raise ProtocolError(
+                f"a leaf or value does not fit its place in the tree: {str(error)[:_MOST_SAID]}"
+            ) from None
 
 
 def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int, int]:
@@ -179,7 +182,9 @@ def _check_registered(spec: Buffer, op: int, at: int) -> tuple[int, int]:
     name = _text(spec[at + 2 : end])
     entry = BY_NAME.get(name)
     if entry is None:
-        raise UnsupportedLeaf(f"the message holds a {name!r}, which is not registered here: call register_type()")
+        raise UnsupportedLeaf(
+            f"the message holds a {name[:_MOST_SAID]!r}, which is not registered here: call register_type()"
+        )
     if Op.CUSTOM in (op, entry.op):
         if op != entry.op:
             raise UnsupportedLeaf(
