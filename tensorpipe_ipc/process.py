@@ -88,7 +88,7 @@ def _identity(pid: int) -> Identity:
 
 
 def is_alive(process: Identity) -> bool:
-    """Whether ``process`` still runs. True for one that cannot be seen from here: nothing is guessed about it.
+    """Whether ``process`` still runs. True for one that cannot be seen from here, or now: nothing is guessed about it.
 
     A zombie is dead: its memory and descriptors are gone, only its parent has not looked yet.
     """
@@ -98,7 +98,7 @@ def is_alive(process: Identity) -> bool:
         return _started(process.pid) == process.started and not _is_zombie(process.pid)
     except psutil.NoSuchProcess:
         return False
-    except PermissionError:  # another user's, where /proc hides those (hidepid)
+    except OSError:  # another user's, where /proc hides those (hidepid); or no descriptor is left to look with
         return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -23,11 +24,12 @@ import exchange
 import msgspec
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from raw_ends import RawEnd, hello, hello_of, map_with
+from raw_ends import RawEnd, hello, hello_of, map_with, refusal_of
+from secured import connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport import address_claim
+from tensorpipe_ipc.transport import address_claim, link
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack
 
@@ -350,3 +352,102 @@ def test_sockets_of_killed_binders_are_swept_by_the_next_one() -> None:
         with tp.Consumer("next"):
             assert list(map(os.path.exists, paths)) == [False, True]
         living.call(children.close)
+
+
+# -- strangers who use up what there is
+
+
+def test_connections_that_last_for_a_moment_do_not_shut_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the most peers, one makes room whose connection has ended, who is out of sight, and for whom nothing is kept."""
+    monkeypatch.setattr(link, "MOST_PEERS", 3)
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
+
+        def listen(seconds: float) -> None:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                with contextlib.suppress(tp.Empty, tp.EndOfStream, tp.PeerLost):
+                    consumer.get(0.05)
+
+        for number in range(1, 13):
+            with RawEnd(consumer.endpoint) as raw:
+                raw.say(hello("producer", end=number, round=1, identity=identity()))
+                listen(0.1)
+        with Child() as child:
+            child.call(children.open_producer, consumer.endpoint, shared_memory="off")
+            child.begin(children.put, "let in")
+            got: list[Any] = []
+            while not got:
+                with contextlib.suppress(tp.EndOfStream, tp.PeerLost):
+                    got.append(consumer.get(PATIENCE))
+            assert got == ["let in"]
+            child.result()
+            child.call(children.close)
+        assert len(consumer.statistics().peers) <= 3
+
+
+def test_who_says_that_it_is_the_binder_itself_costs_no_descriptor() -> None:
+    """Its token is told to anybody who says HELLO. Whoever names it is refused."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, contextlib.ExitStack() as stack:
+        first = stack.enter_context(RawEnd(consumer.endpoint))
+        first.say(hello("producer"))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        welcome = hello_of(first.hear_of(Kind.WELCOME))
+        assert welcome.end
+        count = 10
+        before = len([*_links_to("end")])
+        for _ in range(count):
+            raw = stack.enter_context(RawEnd(consumer.endpoint))
+            raw.say(hello("producer", end=welcome.end, folder=welcome.folder))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.3)
+        assert "it says that it is an end which is attached already, or this one" in refusal_of(raw.hear_header())
+        assert len(consumer.statistics().peers) == 1
+        assert len([*_links_to("end")]) == before
+
+
+def _links_to(suffix: str) -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").endswith("." + suffix):
+                yield name
+
+
+_KEYED = """
+import resource, socket, sys, time
+import tensorpipe_ipc as tp
+keys = sys.argv[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+security = tp.Curve(keys + "/binder.key_secret", clients=[keys + "/friend.key"])
+with tp.Consumer("tcp://127.0.0.1:0", security=security) as consumer:
+    print(consumer.endpoint, flush=True)
+    for _ in range(20):
+        try:
+            consumer.get(0.1)
+        except tp.Empty:
+            pass
+    print("still there", flush=True)
+    print(consumer.get(15), flush=True)
+"""
+
+
+def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Path) -> None:
+    """A binder with keys has none left for whoever comes: get waits, and raises nothing else. Later a friend gets in."""
+    folder = make_keys(tmp_path)
+    with (
+        subprocess.Popen([sys.executable, "-c", _KEYED, str(folder)], stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        endpoint = process.stdout.readline().strip()
+        address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        for _ in range(120):
+            stranger = stack.enter_context(contextlib.closing(socket.socket()))
+            stranger.connect(address)
+        assert process.stdout.readline() == "still there\n"
+        with tp.Producer(endpoint, security=connectors(folder)) as producer:
+            producer.put("word", PATIENCE)
+            assert process.stdout.readline() == "word\n"
+            producer.flush(PATIENCE)
+        assert process.wait(PATIENCE) == 0

@@ -92,7 +92,8 @@ _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
-MOST_PEERS = 1024  # of a binder: each may cost nine descriptors, and is looked at several times a second
+MOST_PEERS = 1024  # of a binder: each may cost five descriptors, and is looked at several times a second
+_ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 
 class Link(Meeting):
@@ -406,16 +407,26 @@ class Link(Meeting):
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
 
     def _no_place_for(self, hello: Hello) -> str:
-        """Say why a newcomer cannot come in; "" if it can. One that is away and out of sight has to make room for it."""
+        """Say why a newcomer cannot come in; "" if it can."""
         taken = {peer.hello.end for peer in self.peers.values()} | {self.end}
         if hello.end and hello.end in taken:
             return "it says that it is an end which is attached already, or this one"
-        if len(self.peers) >= MOST_PEERS:
-            away = [peer for peer in self.peers.values() if peer.away_at and peer.sight.is_out_of_sight]
-            if not away:
-                return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
-            self._leaves(min(away, key=lambda peer: peer.away_at), How.LOST)
+        if len(self.peers) >= MOST_PEERS and not self._make_room():
+            return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
         return ""
+
+    def _make_room(self) -> bool:
+        """Strike off one whose connection has ended, who is out of sight, and for whom nothing is kept. Return whether there
+        was any: so connections that last for a moment do not shut others out for as long as one waits for who may come back."""
+        out = [
+            peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None and not peer.kept
+        ]
+        out.sort(key=lambda peer: (not peer.away_at, peer.heard))
+        for peer in out[:_ASKED]:
+            if not self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer))):
+                self._leaves(peer, How.LOST)
+                return True
+        return False
 
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
         if hello.role == self.role:
