@@ -366,7 +366,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         """Nothing: there is no thread."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``get`` would not wait."""
+        """A descriptor that is readable while ``get`` would not wait; now and then, when more was put than a pipe holds, also
+        when it would. (What a get of this process had taken when an exception ended it, only the next get tells of.)"""
         return self._queue.fileno()
 
     def statistics(self) -> QueueStatistics:
