@@ -541,6 +541,53 @@ def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:
     return left, len(sent)
 
 
+class Interrupt(Exception):
+    """What a signal's handler raises."""
+
+
+def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected(
+    ctx: Any, gates: list[Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment of what is done around the fork, in the parent and in the child."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # nobody could catch it
+    point, left = 1, 0
+    while left <= 0:
+        left = forked_with_an_exception(ctx, gates[0], point)
+        assert blocks_in_use(ctx) == {}
+        point += 3
+    assert point > 50
+    assert len(os.listdir("/proc/self/fd")) < 60
+
+
+def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
+    """How many steps were left to go to the exception."""
+    box, pids = [leased(ctx)], list[int]()
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            return
+        try:
+            sys.settrace(None)
+            box[0][5] = 8
+            gate.wait()
+            os._exit(box[0][:5].tolist() != [7.0] * 5)
+        finally:
+            os._exit(99)
+
+    def interrupt() -> None:
+        raise Interrupt
+
+    left = run_traced(fork, point, interrupt, SIGNAL_CHECKS, before=False)
+    assert box[0].unique().tolist() == [7.0]
+    box.clear()
+    use_memory(ctx)
+    gate.open()
+    assert reap(pids[0]) == 0
+    return left
+
+
 @pytest.mark.limit(110)
 def test_forks_and_kills_at_random_harm_nobodys_tensors() -> None:
     """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""

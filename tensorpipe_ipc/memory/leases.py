@@ -88,6 +88,7 @@ class Leases:
         self._forget()
         rows = self.arena.rows
         if set_apart(self.arena.segment, self._inherited, rows.witness):
+            self._inherited = []  # first: mapped again by another descriptor, they would be no witness
             rows.close_witness()
 
     def _forget(self) -> None:

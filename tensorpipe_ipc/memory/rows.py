@@ -79,6 +79,7 @@ __all__ = ["FINISHED", "INCARNATIONS", "Rows"]
 
 INCARNATIONS = 4096 // 8  # word index
 FINISHED = 8192 // 8
+_OWN = os.O_RDWR | os.O_CLOEXEC
 _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
@@ -152,7 +153,7 @@ class Rows:
 
     def _open(self) -> int:
         try:
-            return os.open(f"/proc/self/fd/{self.segment.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            return os.open(f"/proc/self/fd/{self.segment.descriptor}", _OWN)
         except OSError as failed:
             raise SharedMemoryError(
                 failed.errno, f"the segment could not be opened again: {failed.strerror}"
@@ -200,8 +201,10 @@ class Rows:
     def reserve_witness(self) -> None:
         """Open the descriptor of the next fork's witness, if one is left."""
         if self.spare < 0 <= self._descriptor:
-            with contextlib.suppress(SharedMemoryError):
-                self.spare = self._open()
+            with contextlib.suppress(OSError):  # no exception of a signal's handler can come before it is known here
+                path = f"/proc/self/fd/{self.segment.descriptor}"
+                for self.spare in map(os.open, (path,), (_OWN,)):
+                    pass
 
     def has_witness(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
@@ -220,9 +223,10 @@ class Rows:
 
     def _leave_witness(self) -> None:
         """Before a fork."""
+        if self._leaves_witness:
+            return
         due = [method(owner) for owner, method in list(self._before_fork.items())]
-        self._leaves_witness = self._descriptor >= 0 and any(due)
-        if not self._leaves_witness:
+        if self._descriptor < 0 or not any(due):
             return
         self.reserve_witness()
         self.forks += 1  # the child's, too: forks of others wait
@@ -231,12 +235,14 @@ class Rows:
         else:
             self._unwitnessed = self.forks
             self.words[row_word(self.index) + UNWITNESSED] = 1
+        self._leaves_witness = True
 
     def _close_witness(self) -> None:
         """After a fork, in the parent."""
         if not self._leaves_witness:
             return
         if self.spare < 0:
+            self._leaves_witness = False
             warnings.warn(
                 "a process was forked, and no descriptor was left by which to see when it ends (ulimit -n): shared memory "
                 "that tensors of this process lie on now is not used again",
@@ -244,16 +250,16 @@ class Rows:
                 stacklevel=2,
             )
             return
-        witness, self.spare = self.spare, -1
-        os.close(witness)
+        closing = map(os.close, (self.spare,))
+        self.spare, self._leaves_witness = -1, False
+        list(closing)  # there is no call in between
         self.reserve_witness()
 
     def _drop_in_child(self) -> None:
-        witness = self.spare if self._leaves_witness else -1
-        if self.spare >= 0 and witness < 0:
-            os.close(self.spare)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        if self._leaves_witness and self.spare >= 0:
+            self.witness, self.spare = self.spare, -1
+        self._close()
+        witness = self.witness
         self._forget()
         self.witness = witness
 
@@ -264,8 +270,9 @@ class Rows:
             os.close(witness)
 
     def _keep_witness(self) -> None:
-        if self.witness >= 0:  # nothing is mapped by it, and it may be that something should
-            weakref.finalize(self.segment.memory, os.close, self.witness).atexit = False
+        witness, self.witness = self.witness, -1
+        if witness >= 0:  # nothing is mapped by it, and it may be that something should
+            weakref.finalize(self.segment.memory, os.close, witness).atexit = False
 
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
@@ -274,7 +281,9 @@ class Rows:
             self._forget()
 
     def _close(self) -> None:
-        for descriptor in (self._descriptor, self.spare):
+        own, self._descriptor = self._descriptor, -1
+        spare, self.spare = self.spare, -1
+        for descriptor in (own, spare):
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -416,41 +425,46 @@ def _indexes(values: list[int], wanted: int) -> list[int]:
 _forking = threading.RLock()  # see "A fork waits"
 _attached: weakref.WeakSet[Rows] = weakref.WeakSet()
 _hooked: list[bool] = []
+_told = 0  # the process that was told that it is a fork
 
 
 def _register(rows: Rows) -> None:
     _attached.add(rows)
     if not _hooked:
         _hooked.append(True)
-        os.register_at_fork(
-            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-        )
+        for _ in range(
+            2
+        ):  # the second time for what an exception of a signal's handler ended: a fork cannot be refused
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+            )
+        # Around these, and in C, where no such exception comes in between. The child's thread has it, too.
+        os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
 
 
 def _before_fork() -> None:
-    _forking.acquire()
     _call_all([rows._leave_witness for rows in list(_attached)])
 
 
 def _after_fork_in_parent() -> None:
-    try:
-        _call_all([rows._close_witness for rows in list(_attached)])
-    finally:
-        _forking.release()
+    _call_all([rows._close_witness for rows in list(_attached)])
 
 
 def _after_fork_in_child() -> None:
-    _forking.release()  # this thread has it here, too, and no other is left
+    global _told
+    if _told == os.getpid():
+        return
     attached = list(_attached)
     hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
     for rows in attached:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
     hooks += [rows._keep_witness for rows in attached]
     _call_all(hooks)
+    _told = os.getpid()
 
 
 def _call_all(hooks: list[Callable[[], None]]) -> None:
-    """Call each, whatever one of them raises: Python writes the first such error to stderr, and the fork goes on."""
+    """Call each, whatever one of them raises. Python writes the first such error to stderr."""
     for index, hook in enumerate(hooks):
         try:
             hook()
