@@ -83,7 +83,15 @@ class Curve:
         Raises:
             Refused: the file is not there, is no key file, or others may read it.
         """
-        found = _read(self._secret, private=True)
+        try:
+            found = _read(self._secret, private=True)
+        except Refused as refused:  # others may read a public key's file, and need not be told to hide it
+            try:
+                found = _read(self._secret, private=False)
+            except Refused:
+                raise refused from None
+            if "secret" in found or "public" not in found:
+                raise
         if "secret" not in found and "public" in found:
             raise Refused(
                 f"{self._secret} holds a public key where the secret one is wanted: name the {SECRET} file beside it"

@@ -210,6 +210,19 @@ def test_a_pair_that_is_none(keys: Path) -> None:
     assert "~~~" not in str(refused.value)
 
 
+def test_a_public_key_in_the_place_of_the_secret_one(keys: Path) -> None:
+    """That is said, and not that others may read it, as they should; a secret key that they may read is refused for that."""
+    for mode in (0o644, 0o600):
+        os.chmod(keys / f"friend{PUBLIC}", mode)
+        with pytest.raises(tp.Refused, match=f"friend{PUBLIC} holds a public key where the secret one is wanted: name"):
+            tp.Curve(keys / f"friend{PUBLIC}", server=keys / f"binder{PUBLIC}").own_keys()
+    os.chmod(keys / f"friend{PUBLIC}", 0o644)
+    os.chmod(keys / f"friend{SECRET}", 0o644)
+    with pytest.raises(tp.Refused, match="has mode 0644, so others may have read it"):
+        tp.Curve(keys / f"friend{SECRET}", server=keys / f"binder{PUBLIC}").own_keys()
+    os.chmod(keys / f"friend{SECRET}", 0o600)
+
+
 def test_clients(keys: Path) -> None:
     """One file, several, or a folder of which public keys count; an empty one lets nobody in, and says so."""
     own = keys / f"binder{SECRET}"
