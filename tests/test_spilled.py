@@ -18,7 +18,7 @@ from tensorpipe_ipc.errors import Empty, ShutDown
 from tensorpipe_ipc.tensor_queue import Queue
 
 LIMIT = 20  # seconds
-MANY = 20_000  # more than twice what a pipe holds
+MANY = 10_000  # more than a pipe holds
 
 
 def all_there(there: Queue, got: list[object]) -> None:
