@@ -9,6 +9,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 import sys
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tensorpipe_ipc.transport.addresses import Address
 __all__ = ["End", "binder_here", "forget", "note", "others_here", "why_nobody"]
 
 _MOMENT = 0.05  # seconds that a try to connect may take
+_RESET = struct.pack("ii", 1, 0)
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -78,7 +80,10 @@ def why_nobody(address: Address) -> str:
     try:
         with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
             probe.settimeout(_MOMENT)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # nothing of it stays at the port
             probe.connect(target)
+            if not address.path and probe.getsockname() == probe.getpeername():  # the kernel gave it that very port
+                return nobody
     except (ConnectionRefusedError, FileNotFoundError):
         return nobody
     except OSError as failed:
