@@ -45,6 +45,9 @@ __all__ = ["Consumer", "ConsumerStatistics"]
 
 _NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
+_TURNS = (
+    256  # messages that are no user's, after which it is looked whether the stream has ended, though more may have come
+)
 _KEPT = 1 << 16  # bytes of metadata: larger ones are looked up anew each time, and not kept
 _OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
 
@@ -294,9 +297,10 @@ class Consumer:
 
     def _get(self, deadline: float | None) -> tuple[Any, int]:
         """A tree and its bytes. Once a message is taken, nothing is called that a signal's handler could interrupt."""
-        link = self._link
+        link, turns = self._link, 0
         while True:
             self._guard.check()
+            turns += 1
             if link.kept:
                 taken = link.kept[0]
                 del link.kept[0]
@@ -330,7 +334,7 @@ class Consumer:
                 else:
                     link.taken(peer, header)
                     return taken
-            elif not link.socket.has_incoming() or link.is_late(deadline):
+            elif not link.socket.has_incoming() or link.is_late(deadline) or turns % _TURNS == 0:
                 self._raise_if_ended()
                 link.complain_if_alone()
                 if left <= 0:

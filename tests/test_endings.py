@@ -699,6 +699,19 @@ def test_timeouts_hold_under_a_flood(endpoint: str, call: str, flood: Callable[[
             assert time.monotonic() - started < 0.3 + MARGIN
 
 
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_the_end_of_a_stream_is_told_under_a_flood(endpoint: str, flood: Callable[[str, str], None]) -> None:
+    """Whoever waits without a timeout gets it, too, though there is always something more to read."""
+    with tp.Consumer(endpoint) as consumer:
+        flood(consumer.endpoint, "consumer")
+        wait_until(lambda: _rejected(consumer) > 100)
+        leaving = in_thread(lambda: children.put_and_leave(consumer.endpoint, 1))
+        assert consumer.get() == 1
+        with pytest.raises(tp.EndOfStream):
+            consumer.get()
+        leaving()
+
+
 def _rejected(end: Any) -> int:
     """How much was rejected by now."""
     if isinstance(end, tp.Consumer):
