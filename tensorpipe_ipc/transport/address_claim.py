@@ -53,7 +53,8 @@ def bound(address: Address, bind: Callable[[], None]) -> os.stat_result | None:
 def unclaim(path: str, made: os.stat_result) -> None:
     """Clear away the socket file of an end that closes, if it is still the one that it made."""
     with suppress(OSError, Refused), private_to_us(path):
-        if os.path.samestat(os.lstat(path), made):
+        found = os.lstat(path)
+        if os.path.samestat(found, made) and found.st_ctime_ns == made.st_ctime_ns:  # inodes are used again
             os.unlink(path)
 
 

@@ -85,12 +85,16 @@ class Handshakes:
             elif self._alarm is not None:
                 self._alarm.set(_AGAIN)
 
-    def descriptors(self) -> list[int]:
-        """What tells of something to hear: the monitor's, and one that tells that the next try is due."""
+    def fileno(self) -> int:
+        """A descriptor that tells of something to hear."""
+        return int(self.monitor.getsockopt(zmq.FD))
+
+    def alarm(self) -> int:
+        """A descriptor that tells that the next try is due, for who waits on descriptors alone; -1 where there is none."""
         if self._alarm is None:
             self._alarm = Alarm()
             self.hear()
-        return [int(self.monitor.getsockopt(zmq.FD)), *([self._alarm.fd] if self._alarm.fd >= 0 else [])]
+        return self._alarm.fd
 
     def _note(self, event: int, number: int) -> None:
         if event == _CONNECTED:

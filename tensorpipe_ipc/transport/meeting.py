@@ -16,8 +16,9 @@ The HELLO goes out with the claim, as there is a connection before a file is loo
 both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
 connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
 
-There are two such queues at a time (``spares``). Whoever finds both taken says HELLO, and looks again with the WELCOME: by then
-the file offers two again. With keys nothing is claimed before the WELCOME, so that only those who have shown theirs come in.
+There are two such queues while nobody is attached (``spares``), and then one. Whoever finds none says HELLO, and looks again
+with the WELCOME: by then the file offers one again. With keys nothing is claimed before the WELCOME, so that only those who
+have shown theirs come in.
 
 All that the binder goes by is the token: a random number that only this user can have read, and that it compares with those of
 the queues which it made. Whoever says another gets no queue, and is told so. Where a connector cannot see the file, or what it
@@ -225,7 +226,7 @@ class Meeting(Role):
     def restock(self, room: int) -> None:
         """Bring the file up to date, now that so many peers may still come."""
         if self.spares.is_open:
-            self.spares.stock(self.own_hello(None), room)
+            self.spares.stock(self.own_hello(None), room, is_alone=not self.peers)
 
     def give_spare(self, peer: Peer) -> None:
         """Let a connector that says so have what it has claimed."""

@@ -13,7 +13,7 @@ class PollFd:
     """An epoll descriptor over ZeroMQ's own and one of ours.
 
     ZeroMQ's is readable when it has work to do, and falls silent once it has looked, though messages may be left. So
-    ours speaks for those: it is readable while there are some.
+    ours (an eventfd, made when it first has something to say) speaks for those: it is readable while there are some.
 
     Attributes:
         fd: the epoll descriptor.
@@ -26,11 +26,10 @@ class PollFd:
         """
         self._epoll = select.epoll()
         self._watched: set[int] = set()
-        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._own = -1
         self._shown = False
         for zmq_fd in zmq_fds:
             self._epoll.register(zmq_fd, select.EPOLLIN)
-        self._epoll.register(self._read, select.EPOLLIN)
         self.fd = self._epoll.fileno()
 
     def watch(self, fd: int, edge: bool) -> None:
@@ -55,13 +54,16 @@ class PollFd:
     def show(self, ready: bool) -> None:
         """Be readable, or not, as far as ours is concerned."""
         if ready and not self._shown:
-            os.write(self._write, b"\0")
+            if self._own < 0:
+                self._own = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._epoll.register(self._own, select.EPOLLIN)
+            os.eventfd_write(self._own, 1)
         elif self._shown and not ready:
-            os.read(self._read, 1)
+            os.eventfd_read(self._own)
         self._shown = ready
 
     def close(self) -> None:
         """Close it, and ours."""
         self._epoll.close()
-        os.close(self._read)
-        os.close(self._write)
+        if self._own >= 0:
+            os.close(self._own)

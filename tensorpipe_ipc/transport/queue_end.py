@@ -75,7 +75,9 @@ class QueueEnd:
         self.record = QueueRecord(self.arena, number)
         self.maxsize, self._tag = self.record.maxsize, number & 0xFFFFFFFF
         self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
-        self._read_end, self._tickets_fd = tickets.read_end, tickets.fd
+        self._tickets_fd = tickets.fd
+        # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
+        self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
         tickets.turn = _Turn(self.rows, self.record.turn)
         self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
         self.rows.after_fork(self._renew)

@@ -249,7 +249,7 @@ class ReceiveLink(Link):
                     return NOTHING
             peer.room -= 1
             return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
-        except Empty:
+        except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
             self._only = None
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
             self.reject(error)

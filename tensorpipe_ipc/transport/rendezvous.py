@@ -56,6 +56,7 @@ class PairQueue(SharedMemoryQueue):
 
     offer: QueueOffer
     _claimant: object
+    _waits_in_read = False  # but for several descriptors at a time
 
     def claim(self, maxsize: int) -> bool:
         """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
@@ -218,9 +219,9 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         memory = _opened(process, offer.segment, os.O_RDWR, stat.S_ISREG)
         opened.callback(os.close, memory)
         undertaker = undertaker_of(Segment.known(memory))
-        tickets = _pipe(process, offer.tickets, blocking=True)
+        tickets = _pipe(process, offer.tickets)
         opened.callback(tickets.close)
-        credits = _pipe(process, offer.credits, blocking=False)
+        credits = _pipe(process, offer.credits)
         opened.callback(credits.close)
         undertaker.attach()
         record, life = QueueRecord.reach(undertaker.arena, offer.number)
@@ -238,10 +239,10 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         return queue
 
 
-def _pipe(process: int, offered: tuple[int, int], *, blocking: bool) -> TokenPipe:
+def _pipe(process: int, offered: tuple[int, int]) -> TokenPipe:
     found = _opened(process, offered, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
     try:
-        return TokenPipe.reach(found, blocking=blocking)
+        return TokenPipe.reach(found, blocking=False)
     except BaseException:
         os.close(found)
         raise

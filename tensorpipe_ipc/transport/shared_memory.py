@@ -46,6 +46,8 @@ __all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload"
 class SharedMemoryQueue(PutEnd, GetEnd):
     """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning."""
 
+    _waits_in_read = True  # whether get without a timeout waits in a plain blocking read
+
     @classmethod
     def create(cls, undertaker: Undertaker, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
         """A new, empty one.
@@ -61,7 +63,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         undertaker.attach()
         undertaker.bury_left()
         record, life = QueueRecord.create(undertaker.arena, maxsize, tasks)
-        tickets = TokenPipe.create(maxsize or None)
+        tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
         queue = cls(undertaker, record.number, tickets, credits, life)
         queue._issue_credits()

@@ -18,7 +18,7 @@ from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["Spares"]
 
-_MOST = 2  # each takes nine descriptors and 0.1 ms; who finds none waits for the binder to answer
+_FIRST = 2  # while nobody is attached, and then 1: each takes three descriptors and 0.1 ms; who finds none waits
 _PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
 
 
@@ -49,16 +49,17 @@ class Spares:
             self._file = None
             self.trouble = f"the binder has no rendezvous file: {failed}"
 
-    def stock(self, hello: Hello, room: int) -> None:
+    def stock(self, hello: Hello, room: int, *, is_alone: bool = True) -> None:
         """See that there are as many as there should be, and that the file says so.
 
         Args:
             hello: what this end says to everybody.
             room: how many peers may still come.
+            is_alone: whether nobody is attached.
         """
         if self._file is None:
             return
-        wanted = max(0, min(_MOST, room - sum(bool(queue.claimant) for queue in self._queues)))
+        wanted = max(0, min(_FIRST if is_alone else 1, room - sum(bool(queue.claimant) for queue in self._queues)))
         free = self._free()
         self._drop(free[wanted:])
         try:

@@ -456,7 +456,7 @@ class FrameSocket:
             self._fd = int(self._socket.getsockopt(zmq.FD))
             watched = [self._fd]
             if self._handshakes is not None:
-                self._handshake_fds = self._handshakes.descriptors()
+                self._handshake_fds = [self._handshakes.fileno()]
                 watched += self._handshake_fds
             if self._gate is not None:
                 self._gate_fd = self._gate.fileno()
@@ -467,6 +467,9 @@ class FrameSocket:
     def fileno(self) -> int:
         """A descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
         poll_fd = self._polling()
+        if not self._is_shown and self._handshakes is not None and (alarm := self._handshakes.alarm()) >= 0:
+            poll_fd.watch(alarm, False)
+            self._handshake_fds.append(alarm)
         self._is_shown = True
         return poll_fd.fd
 
