@@ -1,8 +1,8 @@
 """Whose an ipc address is: a bind never takes over a live owner's, takes over a dead one's, and gives it back at the end.
 
 Binds at one path exclude each other by a lock (flock, which a killed process lets go of) on a folder that no other user can
-open: the path's own, or else the runtime folder. The process's umask is left alone. libzmq makes the socket file with whatever
-mode that gives; until it is 0600, other users are turned away by their uid (``zmq_sockets``).
+open: the path's own, or else the runtime folder. The process's umask is left alone: the mode of the socket file is set before
+it is made (``kernel_sockets.listener``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def unclaim(path: str, made: os.stat_result) -> None:
     """Clear away the socket file of an end that closes, if it is still the one that it made."""
     with suppress(OSError, Refused), private_to_us(path):
         found = os.lstat(path)
-        if os.path.samestat(found, made) and found.st_ctime_ns == made.st_ctime_ns:  # inodes are used again
+        if os.path.samestat(found, made) and found.st_mtime_ns == made.st_mtime_ns:  # inodes are used again
             os.unlink(path)
 
 

@@ -32,7 +32,7 @@ from contextlib import suppress
 
 from tensorpipe_ipc.transport.addresses import Address
 
-__all__ = ["is_to_itself", "prepare_for_bulk", "uid_behind"]
+__all__ = ["is_to_itself", "listener", "prepare_for_bulk", "uid_behind"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -52,6 +52,25 @@ def is_to_itself(fd: int) -> bool:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 return True
     return False
+
+
+def listener(path: str, backlog: int) -> socket.socket:
+    """A unix socket that listens at a path, whose file nobody else may connect to from its first moment on.
+
+    The kernel gives the file the socket's own mode, less the umask.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        os.fchmod(made.fileno(), 0o600)
+        made.bind(path)
+        made.listen(backlog)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def uid_behind(fd: int, path: str) -> int | None:

@@ -35,7 +35,7 @@ from tensorpipe_ipc.transport.addresses import Address, check_folder, check_sock
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.handshakes import Handshakes
-from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.transport.kernel_sockets import listener, prepare_for_bulk
 from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.transport.zmq_contexts import acquire, hold_reaper, release
 from tensorpipe_ipc.wire.layout import BULK
@@ -60,6 +60,7 @@ _HEARTBEATS = {
 }
 # Bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word.
 _LARGEST = 1 << 40
+_BACKLOG = 1024
 # Frames that a message has beside those of ``BULK`` bytes or more, and the rest of each where long ones are cut: the sender's
 # name, the header, an empty one that ends what was cut off. An empty frame is two bytes on the wire, and hundreds here.
 _FRAMES = 4
@@ -162,7 +163,7 @@ class FrameSocket:
             zmq.RECONNECT_IVL: 200 if self._has_keys else 10,  # with the wrong ones it goes on for ever
             zmq.RECONNECT_IVL_MAX: 200,
             zmq.HANDSHAKE_IVL: 3000,
-            zmq.BACKLOG: 1024,  # so that a burst of strangers does not crowd out a friend, who would wait a second
+            zmq.BACKLOG: _BACKLOG,  # so that a burst of strangers does not crowd out a friend, who would wait a second
         }
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
@@ -191,6 +192,19 @@ class FrameSocket:
                 raise Refused(f"{address.text} cannot be connected to: {error.strerror}") from None
 
     def _bind(self, address: Address) -> None:
+        if not address.path:
+            self._bind_to(address)
+            return
+        try:
+            made = listener(address.path, _BACKLOG)
+        except OSError as error:
+            raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
+        with made:
+            self._socket.setsockopt(zmq.USE_FD, made.fileno())
+            self._bind_to(address)
+            made.detach()  # it is libzmq's now
+
+    def _bind_to(self, address: Address) -> None:
         deadline = time.monotonic() + _LETTING_GO
         try:
             while True:
