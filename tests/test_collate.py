@@ -14,6 +14,7 @@ from torch.utils.data._utils.collate import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory.segment import CAPACITY
 
 LARGE = 60_000  # items: a stack of two is well over what goes by reference
 
@@ -361,7 +362,7 @@ def test_a_part_that_was_collated_takes_the_rest_with_it(ctx):
 
 
 def test_without_room_it_stacks_in_memory_of_its_own(ctx):
-    ctx.tensorpipe_undertaker().arena.capacity = 700_000  # for one batch, and not for two
+    ctx.tensorpipe_undertaker().arena.words[CAPACITY] = 700_000  # for one batch, and not for two
     loader = DataLoader(Numbers(), 2, num_workers=1, collate_fn=ctx.collate, multiprocessing_context=ctx)
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -9,7 +9,6 @@ from crash_points import dies_at
 from wholeness import stride
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.loans import TensorSpec
 from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
@@ -121,7 +120,7 @@ def test_a_process_killed_at_any_step_of_making_a_tensor_leaves_nothing(ctx):
     def first():
         ctx.tensorpipe_undertaker().attach()
         arena = ctx.tensorpipe_undertaker().arena
-        arena.discard(arena.allocate(4 * SIZE + 1000), kind_of(4 * SIZE + 1000))
+        arena.discard(arena.allocate(4 * SIZE + 1000))
 
     for _ in points(lambda point: dies_at(point, lambda: ctx.empty(SIZE), first), stride(11)):
         ctx.tensorpipe_undertaker().look(inherit=True)

@@ -22,6 +22,7 @@ from programs import ran, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory import headroom
+from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.tensor_queue import Queue
 
 LIMIT = 20  # seconds
@@ -34,7 +35,7 @@ def queue_of(capacity: int, maxsize: int = 0) -> Queue:
     """A queue whose arena may cost so many bytes, all of them under leases."""
     made = Queue(maxsize)
     inner = made._queue
-    inner.arena.capacity = capacity
+    inner.arena.words[CAPACITY] = capacity
     inner.leases.budget = inner.leases._room = 1 << 40
     return made
 

@@ -2,27 +2,17 @@
 
 ::
 
-    memory/rows.py ┬ table: a word per unit ┬ unit ┬ unit ┬ unit ┬ …        a unit is 1 MiB, numbered from the
-                   │ (its page is a hole    │                               segment's start: unit u is at u << 20
-                   │ until it is needed)    │
-
-    a unit's word    63 ──────── 32 31 ───── 16 15 ────── 0
-                     │ units       │ kind      │ row + 1  │    of the first unit of an extent; 0 elsewhere
-                     └─────────────┴───────────┴──────────┘
-
     a block     0         8        16        24                   64                      …  2 ** kind
                 ├─ state ─┼─ credit ┼─ nbytes ┼─ metadata's length ─┼─ metadata ─ (64) ─ payload ─┤
-                                                << 32 | queue
+                                                << 32 | queue; …; word 6: bytes that have pages
 
     its state        63 ─────────── 32 31 ──────── 16 15 ── 4 3 ─ 0
                      │ generation     │ incarnation  │ row    │ step │
                      └────────────────┴──────────────┴────────┴──────┘
 
 **An extent** belongs to one row and is cut into blocks of 2 ** kind bytes; a large message is one block of several
-units. Powers of two waste only addresses: pages nobody wrote cost nothing. Extents are claimed without a lock of our
-own: an OFD lock on the units' bytes, tried without waiting, keeps others away while the units are seen to be free and
-one store makes them an extent. A process stopped there keeps others from these units only. As the word is stored
-before the extent is used, the layout can be walked after a kill at any store.
+units. Powers of two waste only addresses: pages nobody wrote cost nothing. How extents are claimed, change hands and are
+given up is told in extents.py.
 
 **A block's steps.** There is one writer at every step, so plain stores suffice:
 
@@ -45,37 +35,59 @@ late or foreign by one look at the state. It takes 2 ** 32 messages in one block
 
 **Allocation** is private to the owner and in plain Python data: lists of free blocks by kind, most recently freed
 first, as warm memory takes a copy five times faster than fresh. ``list.pop``, ``list.append`` and their deque cousins
-are single steps for threads and signal handlers, and each entry belongs to who has popped it. Blocks that others free
-are found by looking at their state: see ``_harvest`` for what that costs.
+are single steps for threads and signal handlers, and each entry belongs to who has popped it. A block is in one of four
+lists, or in somebody's hands: ``free``; ``_fresh``, which cost nothing or little yet; ``young`` and ``_old``, which were
+taken and will be freed, by whoever has them. So nobody tells the lists that a block is free: its state does, and a
+harvest finds it. See ``harvest`` for what that costs, extents.py for blocks that another process has taken.
 
-**Memory** is what ``Segment.resident`` says. Before fresh pages are touched, it is held against ``capacity`` and
-against what the machine's cgroups leave (memory/headroom.py). That is a check, not a guarantee: two processes may
-pass it together."""
+**Memory** is what ``Segment.resident`` says: pages. Before a block gets pages that it has not had since they were last
+punched out, they are held against ``capacity``, against what the machine's cgroups leave (memory/headroom.py), and
+against what others are just getting (``RESERVED`` in their rows, stored first). Then they are made, all at once, and so
+are counted by everyone from then on: a loan that nobody fills yet, too. Small blocks are charged whole, 64 KiB at a time. It
+is a check, not a guarantee: others on the machine may take what is left in the meantime.
+
+**Where there is no room**, own free blocks are punched out first. Then ``collect`` has whatever is free, whoever's: so no
+put waits for memory that lies with somebody, in whatever sizes. What lies free and unused for some seconds is given back by
+whoever then allocates or waits (``mind_idle``), and at once by ``trim``."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Container
 from multiprocessing import context
+from time import monotonic, sleep
 from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents
 from tensorpipe_ipc.memory.headroom import headroom
-from tensorpipe_ipc.memory.row import MAX_ROWS, ROWS_END
+from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, PAGE, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, Segment
 
-__all__ = ["FREE", "HEADER", "HELD", "KEPT", "QUEUED", "STEPS", "WRITING", "Arena", "kind_of", "payload_at"]
+__all__ = [
+    "FREE",
+    "HEADER",
+    "HELD",
+    "KEPT",
+    "QUEUED",
+    "QUICK",
+    "STEPS",
+    "UNIT",
+    "WRITING",
+    "Arena",
+    "kind_of",
+    "payload_at",
+]
 
-UNIT = 1 << 20
 SMALLEST = 9
 SMALL = 448  # bytes of metadata and payload in the smallest block
 HEADER = 64  # a cache line, and the alignment of every payload
 CREDIT, NBYTES, METADATA = 1, 2, 3  # words of a block's header, after its state
+WRITTEN = 6  # the one that says how many bytes of the block have pages; of blocks that are larger than a page
 
 FREE, WRITING, QUEUED, HELD, KEPT = range(5)
 STEPS = ("free", "being written", "queued", "held", "kept")
@@ -85,42 +97,63 @@ GENERATIONS = 1 << 32
 HOLDER = (1 << GENERATION_AT) - 1  # a state without its generation: step, row, incarnation
 
 ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom (about 60 us each)
+PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
+STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
+PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
 STOCK = 32  # small blocks that are made free ahead of need
 YOUNG = 32  # blocks in flight that are looked at first
-IDLE = 10.0  # seconds after which free blocks that were not used are punched out, at the next allocation
+QUICK = 16  # kind up to which a free block is taken without a look at those that others have just freed
+IDLE = 3.0  # seconds for which an extent must have lain free and unused to be given back
+WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
+_KINDS = 48
 
 
-class Arena:
+class Arena(Extents):
     """One process's use of a segment: its row, its extents, its free blocks.
 
     Attributes:
-        capacity: bytes that the whole segment may cost, all processes together.
         writing, held: the low half of a block's state while this process writes or holds it.
+        free: by kind, blocks that are thought to be free, and this process's.
+        young: by kind, blocks that this process took last.
+        own: by kind, what an extent's word is while it is this process's.
+        whole: the largest kind that is no larger than a page.
     """
 
     def __init__(self, segment: Segment, capacity: int | None = None) -> None:
-        self.segment, self.words = segment, segment.words
-        self.rows = Rows(segment)
-        self.capacity = capacity if capacity is not None else headroom() // 2
-        self.words[CAPACITY] = self.words[CAPACITY] or self.capacity
-        self._table = ROWS_END // 8
-        self._first_unit = -(-(ROWS_END + (segment.size // UNIT) * 8) // UNIT)
+        """
+        Args:
+            capacity: bytes that the segment may cost, all processes together; None: half of what the machine has. What its
+                first arena says counts for all.
+        """
+        super().__init__(segment, Rows(segment))
+        if not self.words[CAPACITY]:
+            self.words[CAPACITY] = headroom() // 2 if capacity is None else capacity
+        self.whole = segment.page.bit_length() - 1
         self.rows.after_fork(self._forget)
         self._forget()
 
     def _forget(self) -> None:
         self.writing = self.held = self.queued = 0
+        self.own = [0] * _KINDS
         self.free: defaultdict[int, list[int]] = defaultdict(list)
         self._fresh: defaultdict[int, list[int]] = defaultdict(list)
-        self._young: defaultdict[int, deque[int]] = defaultdict(deque)
+        self.young: defaultdict[int, deque[int]] = defaultdict(deque)
         self._old: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._allowance = 0
-        self._claiming: dict[int, list[int]] = {}  # by unit: the thread, or interrupted code, that is at it
-        self._idle_since, self._idle_before = time.monotonic(), dict[int, list[int]]()
+        self._mine: dict[int, _Mine] = {}  # by unit: extents of which any block is in the lists
+        self._purse = self._machine = self._grown = 0
+        self._claiming, self._sweeping = {}, set()
+        self._window, self._growing = threading.RLock(), threading.RLock()
+        self._hazard = 0
+        self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the whole segment may cost, all processes together."""
+        return self.words[CAPACITY]
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return Arena, (self.segment, self.capacity)
+        return Arena, (self.segment,)
 
     def attach(self, finish: Callable[[int], bool] | None = None) -> None:
         """Take a row, and with it the extents of the dead process that had it before. Nothing to do where there is one.
@@ -137,8 +170,15 @@ class Arena:
         self._forget()
         holder = self.rows.incarnation << (STEP_BITS + ROW_BITS) | row << STEP_BITS
         self.writing, self.queued, self.held = (holder | step for step in (WRITING, QUEUED, HELD))
+        self.own = [max(1, (1 << kind) >> 20) << 32 | kind << 16 | row + 1 for kind in range(_KINDS)]
+        self._hazard = hazard_word(row, ALLOCATING)
+        first = hazard_word(row, 0)
+        for start, stop in self.written(8 * first, 8 * (first + HAZARDS)):
+            for word in range(max(first, start >> 3), stop >> 3):
+                self.words[word] = 0  # the dead one's
+        self.words[row_word(row) + RESERVED] = 0
         for start, kind, units in self._extents(row):
-            self._take_over(start, kind, units)
+            self._has(start, kind, units)
 
     # ---- allocation ----
 
@@ -155,34 +195,73 @@ class Arena:
             SharedMemoryError: there can never be room for so much.
         """
         kind, growth = kind_of(nbytes), nbytes + HEADER
-        if time.monotonic() - self._idle_since > IDLE:
-            self.trim_idle()
-        block = self._take(kind, growth, force)
-        if not block:
-            self._trim(growth)
-            block = self._take(kind, growth, force)
-        if block:
-            word = block >> 3
-            self.words[word] = self.words[word] & ~HOLDER | self.writing
+        if not force:
+            self.check(nbytes)
+        self.mind_idle()
+        block = self._allocate(kind, growth, force)
+        if not block and self._trim(growth):
+            block = self._allocate(kind, growth, force)
         return block
 
-    def _take(self, kind: int, growth: int, force: bool) -> int:
+    def check(self, nbytes: int) -> None:
+        """
+        Raises:
+            SharedMemoryError: so many bytes of metadata and payload are more than the capacity.
+        """
+        if nbytes + HEADER > self.words[CAPACITY]:
+            raise SharedMemoryError(
+                errno.ENOSPC,
+                f"a message of {nbytes} bytes can never fit: the arena's capacity is {self.capacity} bytes; "
+                "send it in parts",
+            )
+
+    def _allocate(self, kind: int, growth: int, force: bool) -> int:
+        if kind > QUICK:
+            self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
         while True:
-            for blocks in (self.free[kind], self._harvest(kind)):
-                try:
-                    return blocks.pop()
-                except IndexError:
-                    continue
-            if not (self._may_grow(growth) if not force else growth <= headroom()):
-                return 0
-            try:
-                block = self._fresh[kind].pop()
-            except IndexError:
-                self._claim(kind)
+            source, block = self._next(kind)
+            if not block:
+                if not self._has_room(growth if kind > self.whole else 1 << kind, force) or not self._claim(kind):
+                    return 0
                 continue
-            if 1 << kind <= PAGE:
+            if not self._start(block, kind):
+                continue
+            done = source is self.free[kind] and kind <= self.whole
+            try:
+                done = done or self._has_pages(block, kind, growth, force)
+            finally:
+                if not done:
+                    self.words[block >> 3] &= ~HOLDER
+                    source.append(block)
+            if not done:
+                return 0
+            self.young[kind].append(block)
+            if source is self._fresh[kind] and kind <= self.whole:
                 self._stock(kind)
             return block
+
+    def _next(self, kind: int) -> tuple[list[int], int]:
+        """A block that is thought to be free, and the list that it was in; 0: there is none."""
+        for blocks in (self.free[kind], self.harvest(kind), self._fresh[kind]):
+            try:
+                return blocks, blocks.pop()
+            except IndexError:
+                continue
+        return [], 0
+
+    def _start(self, block: int, kind: int) -> bool:
+        """Have a free block WRITING, if its extent still is this process's. (extents.py, "Changing hands")."""
+        words, word = self.words, block >> 3
+        with self._window:  # threads share this hazard; signal handlers do not come in here, where nothing is called
+            words[self._hazard] = block
+            mine = words[self.table + (block >> 20)] == self.own[kind]
+            if mine:
+                state = words[word] or words[self._floors + (block >> 20)] << GENERATION_AT
+                words[word] = state & ~HOLDER | self.writing
+            words[self._hazard] = 0
+        if not mine:
+            self._drop(block)
+        return mine
 
     def _stock(self, kind: int) -> None:
         """A few more small blocks than are needed: so that not each put of a message that is taken at once has to harvest.
@@ -190,32 +269,31 @@ class Arena:
         400 bytes to and fro: 12 us a put instead of 17.
         """
         free, fresh = self.free[kind], self._fresh[kind]
-        while len(free) < STOCK and self._allowance >= 1 << kind:
+        while len(free) < STOCK and self._purse >= 1 << kind:
             try:
-                free.append(fresh.pop())
+                block = fresh.pop()
             except IndexError:
                 return
-            self._allowance -= 1 << kind
+            if self._start(block, kind):
+                self.words[block >> 3] &= ~HOLDER
+                free.append(block)
+                self._purse -= 1 << kind
 
-    def discard(self, block: int, kind: int) -> None:
-        """A block that this process owns and was writing, or had queued without giving its ticket, is free again."""
-        word = block >> 3
-        self.words[word] = self.words[word] & ~HOLDER
-        if block not in self._young[kind] and block not in self._old[kind]:
-            self.free[kind].append(block)
+    def discard(self, block: int) -> None:
+        """A block that this process was writing, or had queued without giving its ticket, is free again.
 
-    def in_flight(self, block: int, kind: int) -> None:
-        """A block of this process has been queued: others will free it."""
-        self._young[kind].append(block)
+        It still is among those that were taken last, where the next harvest finds it.
+        """
+        self.words[block >> 3] &= ~HOLDER
 
-    def _harvest(self, kind: int) -> list[int]:
+    def harvest(self, kind: int) -> list[int]:
         """Look for blocks that others have freed. The list of free ones of that kind.
 
-        Blocks in flight are young, the last 32 that were queued, or old. All the young are looked at. Of the old, which
+        Blocks in flight are young, the last 32 that were taken, or old. All the young are looked at. Of the old, which
         may be thousands under leases, four each time, in turn: so their number costs nothing, and a free one among them
         is found within a quarter as many allocations.
         """
-        free, young, old = self.free[kind], self._young[kind], self._old[kind]
+        free, young, old = self.free[kind], self.young[kind], self._old[kind]
         try:
             while len(young) > YOUNG:
                 old.append(young.popleft())
@@ -237,155 +315,273 @@ class Arena:
 
     def reclaim(self) -> None:
         """Look at every block in flight: for when there is no room."""
-        for kind in list(self._young):
-            for blocks in (self._young[kind], self._old[kind]):
+        for kind in list(self.young):
+            for blocks in (self.young[kind], self._old[kind]):
                 with contextlib.suppress(IndexError):
                     self._sort_out(blocks, self.free[kind], len(blocks))
 
+    # ---- what the lists say ----
+
+    def _has(self, start: int, kind: int, units: int) -> None:
+        """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
+        size = 1 << kind
+        self._mine[start >> 20] = _Mine(kind, units * UNIT // size)
+        free, busy, used = list[int](), list[int](), set[int]()
+        for block in self._blocks(start, kind, units):
+            state = self.words[block >> 3]
+            if state:
+                used.add(block)
+                (busy if state & HOLDER else free).append(block)
+        self._old[kind].extend(busy)
+        self.free[kind][:0] = free
+        self._fresh[kind][:0] = [b for b in range(start + units * UNIT - size, start - 1, -size) if b not in used]
+
+    def _drop(self, block: int) -> None:
+        """A block that was in the lists is of an extent which another process has taken."""
+        mine = self._mine.get(block >> 20)
+        if mine is not None:
+            mine.dropped.append(block)
+            if len(mine.dropped) >= mine.blocks:
+                self._mine.pop(block >> 20, None)
+
+    def _may_have(self, unit: int, units: int) -> bool:
+        for each in range(unit, unit + units):
+            mine = self._mine.get(each)
+            if mine is not None:
+                self._drop_lost(mine.kind)
+        return not any(each in self._mine for each in range(unit, unit + units))
+
+    def _drop_lost(self, kind: int) -> None:
+        """Drop all blocks of a kind that are of extents which others have taken."""
+        own = self.own[kind]
+        lost = {
+            unit
+            for unit, mine in list(self._mine.items())
+            if mine.kind == kind and self.words[self.table + unit] != own
+        }
+        for blocks in self._lists(kind):
+            for block in _removed(blocks, lost):
+                self._drop(block)
+
+    def _withdraw(self, only: Container[int] | None = None) -> list[Extent]:
+        """Take own extents of which all blocks are free out of the lists. They are to be taken anew, or given up.
+
+        Args:
+            only: units of extents that are wanted; None: all.
+        """
+        found = []
+        for kind in {mine.kind for mine in list(self._mine.values())}:
+            self._drop_lost(kind)
+            free, fresh = self.free[kind], self._fresh[kind]
+            counts = Counter(block >> 20 for blocks in (free, fresh) for block in list(blocks))
+            whole = {
+                unit
+                for unit, count in counts.items()
+                if unit in self._mine and count == self._mine[unit].blocks and (only is None or unit in only)
+            }
+            taken = Counter[int]()
+            removed = [(blocks, _removed(blocks, whole)) for blocks in (free, fresh)] if whole else []
+            for _, entries in removed:
+                taken.update(block >> 20 for block in entries)
+            gone = {unit for unit in whole if taken[unit] == self._mine[unit].blocks}
+            for blocks, entries in removed:  # another thread took one in between: that extent stays
+                blocks[:0] = [block for block in entries if block >> 20 not in gone]
+            for unit in gone:
+                self._mine.pop(unit, None)
+                found.append((unit << 20, kind, max(1, (1 << kind) >> 20)))
+        return found
+
+    def _lists(self, kind: int) -> tuple[list[int] | deque[int], ...]:
+        return self.free[kind], self._fresh[kind], self.young[kind], self._old[kind]
+
     # ---- memory ----
 
-    def _may_grow(self, nbytes: int) -> bool:
-        if self._allowance < nbytes:
-            if nbytes > self.capacity:
-                raise SharedMemoryError(
-                    errno.ENOSPC,
-                    f"a message of {nbytes} bytes can never fit: the arena's capacity is {self.capacity} bytes; "
-                    "send it in parts",
-                )
-            allowance = min(max(ALLOWANCE, nbytes), self.capacity - self.segment.resident(), headroom())
-            if allowance < nbytes:
+    def _has_pages(self, block: int, kind: int, growth: int, force: bool) -> bool:
+        """Have memory for what is to be written into a block that is WRITING. False: there is no room."""
+        with self._growing:
+            if kind <= self.whole:
+                size = 1 << kind
+                if self._purse < size:
+                    for nbytes in (max(PURSE, self.segment.page), size):
+                        if self._has_room(nbytes, force):
+                            self._purse += nbytes
+                            self._count_growth(nbytes)
+                            break
+                    else:
+                        return False
+                self._purse -= size
+                return True
+            page, written = self.segment.page, (block >> 3) + WRITTEN
+            have, need = self.words[written], min(1 << kind, -(-growth // page) * page)
+            if need <= have:
+                return True
+            if not self._grow(block + have, block + need, force):
                 return False
-            self._allowance = allowance
-        self._allowance -= nbytes
-        return True
+            self.words[written] = need
+            return True
 
-    def _trim(self, nbytes: int) -> None:
-        """Give back memory of own free blocks, largest and coldest first, until there is room."""
+    def _grow(self, start: int, stop: int, force: bool) -> bool:
+        """Make pages, once there is room for them, also beside what others are about to make."""
+        words, reserved = self.words, row_word(self.rows.index) + RESERVED
+        before = words[reserved]
+        try:
+            words[reserved] = before + stop - start
+            if not self._has_room(stop - start, force):
+                return False
+            for first in range(start, stop, STEP):
+                last = min(first + STEP, stop)
+                if not self.segment.reserve(first, last):
+                    self.segment.punch(start + self.segment.page, last)
+                    return False
+                words[reserved] = before + stop - last
+            self._count_growth(stop - start)
+            return True
+        finally:
+            words[reserved] = before
+
+    def _count_growth(self, nbytes: int) -> None:
+        self._machine -= nbytes
+        self._grown += nbytes
+        if self._grown >= WORTH:
+            self._grown = 0
+            self.words[GROWN] = 1
+
+    def _has_room(self, nbytes: int, force: bool) -> bool:
+        if self._machine < nbytes or nbytes >= WORTH:
+            self._machine = min(headroom(), max(ALLOWANCE, nbytes))
+            if self._machine < nbytes:
+                return False
+        if force:
+            return True
+        for pause in PAUSES:
+            room = self.capacity - self.segment.resident()
+            if room < nbytes:
+                return False
+            if room - self._reserved() >= nbytes:
+                return True
+            sleep(pause)
+        return False
+
+    def _reserved(self) -> int:
+        """Bytes that others are about to get."""
+        total = 0
+        for row in self.rows.used():
+            nbytes = self.words[row_word(row) + RESERVED] if row != self.rows.index else 0
+            if nbytes and self.rows.is_alive(row):
+                total += nbytes
+        return total
+
+    def _short_of(self, nbytes: int) -> int:
+        """Bytes that have to be given back before there is room for so many."""
+        return nbytes - min(self.capacity - self.segment.resident(), headroom())
+
+    def _trim(self, nbytes: int) -> bool:
+        """Give back memory of own free blocks, largest and coldest first, until there is room. Whether any was free."""
         self.reclaim()
-        self._allowance = 0
-        for kind in sorted((kind for kind in self.free if 1 << kind > PAGE), reverse=True):
+        self._purse = self._machine = 0
+        tried = False
+        for kind in sorted((kind for kind in list(self.free) if kind > self.whole), reverse=True):
             blocks = self.free[kind]
-            with contextlib.suppress(IndexError):
-                while min(self.capacity - self.segment.resident(), headroom()) < nbytes:
+            for _ in range(len(blocks)):
+                if tried and self._short_of(nbytes) <= 0:
+                    return True
+                tried = True
+                with contextlib.suppress(IndexError):
                     self._punch_out(blocks.pop(0), kind)
-
-    def trim_idle(self) -> None:
-        """Give back memory of free blocks that were not used since the last call.
-
-        The list of free blocks is a stack, so what was not used is the part at its bottom that did not change.
-        """
-        before, self._idle_since = self._idle_before, time.monotonic()
-        for kind, blocks in self.free.items():
-            for block in before.get(kind, []):
-                if 1 << kind <= PAGE or blocks[:1] != [block]:
-                    break
-                with contextlib.suppress(IndexError):  # another thread took it in between
-                    self._punch_out(blocks.pop(0), kind)
-        self._idle_before = {kind: list(blocks) for kind, blocks in self.free.items()}
+        return tried
 
     def _punch_out(self, block: int, kind: int) -> None:
         """Give back all of a free block but the page with its state."""
-        self.segment.punch(block + HEADER, block + (1 << kind))
-        self._fresh[kind].append(block)
+        if self._start(block, kind):
+            page, written = self.segment.page, (block >> 3) + WRITTEN
+            self.words[written] = min(self.words[written], page)  # first: killed after it, pages are counted twice
+            self.segment.punch(block + page, block + (1 << kind))
+            self.words[block >> 3] &= ~HOLDER
+            self._fresh[kind].append(block)
 
-    # ---- extents ----
+    def collect(self, nbytes: int) -> None:
+        """Have room for so many bytes, if there is free memory, whoever's, that makes it.
 
-    def _claim(self, kind: int) -> None:
-        """Make free units an extent of this row's, and its blocks fresh ones."""
-        units = max(1, (1 << kind) >> 20)
-        unit, limit = self._first_unit, self.segment.size >> 20
-        while True:
-            unit = self._gap(unit, units)
-            if unit + units > limit:
-                raise SharedMemoryError(
-                    errno.ENOSPC,
-                    f"no {units} MiB of addresses in a row left in a segment of {self.segment.size >> 20} MiB",
-                )
-            if self._claim_at(unit, units, kind):
-                break
-            unit += 1
-        self._fresh[kind].extend(range((unit + units) * UNIT - (1 << kind), unit * UNIT - 1, -(1 << kind)))
-
-    def _claim_at(self, unit: int, units: int, kind: int) -> bool:
-        """Make these units an extent, unless they are none that are free, or somebody else is at them. Whether they are."""
-        mine: list[int] = []  # to the kernel all threads of this process are one holder, so they are told apart here
-        try:
-            for each in range(unit, unit + units):
-                if self._claiming.setdefault(each, mine) is not mine:
-                    return False
-                mine.append(each)
-            if not self.rows.try_lock(unit << 20, units << 20):
-                return False
-            try:
-                if self._gap(unit, units) != unit:
-                    return False
-                self.words[self._table + unit] = units << 32 | kind << 16 | (self.rows.index + 1)
-                return True
-            finally:
-                self.rows.unlock(unit << 20, units << 20)
-        finally:
-            for each in mine:
-                del self._claiming[each]
-
-    def _gap(self, unit: int, units: int) -> int:
-        """The first unit from ``unit`` on that so many free ones begin with."""
-        for start, _, length, _ in self._all_extents():
-            first = start >> 20
-            if first >= unit + units:
-                break
-            unit = max(unit, first + length)
-        return unit
-
-    def _all_extents(self) -> Iterator[tuple[int, int, int, int]]:
-        """(offset, kind, units, row) of each extent, in order of offset.
-
-        Reading a page of shared memory that nobody wrote makes it cost memory; so the holes are asked for first.
+        Own extents that are free are given up, then those of others, the dead first; of extents that are free in part, the
+        free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
-        table, end = self._table * 8, self._table * 8 + (self.segment.size >> 20) * 8
-        for start, stop in self.written(table, end):
-            first = start // 8
-            for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self._table):
-                if word:
-                    yield index * UNIT, word >> 16 & 0xFFFF, word >> 32, (word & 0xFFFF) - 1
+        kind, growth = kind_of(nbytes), nbytes + HEADER
+        units = max(1, (1 << kind) >> 20)
+        self.reclaim()
+        short, no_addresses = self._short_of(growth), self._gap(self._first_unit, units) + units > self._units
+        if short <= 0 and not no_addresses:
+            return
+        chosen = self._withdraw()
+        found = [
+            (self.rows.is_alive(row), *self._free_memory(start, kind_, units_), (start, kind_, units_))
+            for start, kind_, units_, row, in_doubt in self._words_of_extents()
+            if row != self.rows.index or in_doubt or start >> 20 not in self._mine
+        ]
+        own = sum(free for _, free, _, extent in found if extent in chosen)
+        theirs = [each for each in found if each[3] not in chosen and (each[1] or each[2])]
+        if no_addresses:
+            chosen += [extent for _, _, whole, extent in theirs if whole]
+        elif own < short <= sum(free for _, free, _, _ in found):
+            short -= own
+            for _, free, _, extent in sorted(theirs, key=lambda each: (each[0], not each[2], -each[1])):
+                if short > 0 and free:
+                    chosen.append(extent)
+                    short -= free
+        self._take(chosen)
+        self._trim(growth)
 
-    def _extents(self, row: int) -> Iterator[tuple[int, int, int]]:
-        for start, kind, units, owner in self._all_extents():
-            if owner == row:
-                yield start, kind, units
+    def _free_memory(self, start: int, kind: int, units: int) -> tuple[int, bool]:
+        """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
+        if self._is_free(start, kind, units):
+            return sum(stop - first for first, stop in self.written(start, start + units * UNIT)), True
+        if kind <= self.whole:
+            return 0, False
+        free = [block >> 3 for block in self._blocks(start, kind, units) if not self.words[block >> 3] & HOLDER]
+        return sum(max(0, self.words[word + WRITTEN] - self.segment.page) for word in free), False
 
-    def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""
-        descriptor = self.segment.descriptor
-        while start < stop:
-            try:
-                start = os.lseek(descriptor, start, os.SEEK_DATA)
-            except OSError as none:
-                if none.errno == errno.ENXIO:
-                    return
-                raise
-            if start >= stop:
-                return
-            hole = os.lseek(descriptor, start, os.SEEK_HOLE)
-            yield start, min(hole, stop)
-            start = hole
+    def trim(self) -> int:
+        """Give back all free memory, whoever has it. Bytes."""
+        before = self.segment.resident()
+        self.reclaim()
+        self._purse = 0
+        own = self._withdraw()
+        theirs = [
+            (start, kind, units)
+            for start, kind, units, row, in_doubt in self._words_of_extents()
+            if (row != self.rows.index or in_doubt or start >> 20 not in self._mine)
+            and (start, kind, units) not in own
+            and any(self._free_memory(start, kind, units))
+        ]
+        self._take(own + theirs)
+        self._trim(1 << 62)
+        return max(0, before - self.segment.resident())
 
-    def _blocks(self, start: int, kind: int, units: int) -> Iterator[int]:
-        """The blocks of an extent whose state was ever written."""
-        size = 1 << kind
-        for first, stop in self.written(start, start + units * UNIT):
-            begin = (
-                start + -(-(first - start) // size) * size
-            )  # a block that begins before has its state's page in a hole
-            yield from range(begin, stop, size)
+    def mind_idle(self) -> None:
+        """Give back extents that have lain free and unused for some seconds, whoever's. Cheap where nothing is due."""
+        now = monotonic()
+        if now >= self._look_at and self.rows.index >= 0:
+            self._look_at = now + IDLE
+            if self.words[GROWN]:
+                self._give_back_idle()
 
-    def _take_over(self, start: int, kind: int, units: int) -> None:
-        """Sort the blocks of an extent that has become ours."""
-        written = set()
-        for block in self._blocks(start, kind, units):
-            written.add(block)
-            (self._old[kind] if self.words[block >> 3] & HOLDER else self.free[kind]).append(block)
-        size = 1 << kind
-        self._fresh[kind].extend(b for b in range(start + units * UNIT - size, start - 1, -size) if b not in written)
+    def _give_back_idle(self) -> None:
+        """What is free now and was at the last look, with the same generations, nobody has used in between."""
+        self.words[GROWN] = 0  # first: who grows meanwhile sets it again
+        before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
+        for start, kind, units, _ in self._all_extents():
+            if self._is_free(start, kind, units):
+                seen[start] = kind, sum(state for states in self._states(start, kind, units) for state in states)
+                if before.get(start) == seen[start]:
+                    idle.add((start, kind, units))
+                    continue
+            left += sum(stop - first for first, stop in self.written(start, start + units * UNIT))
+        self._seen = seen
+        if idle:
+            self.reclaim()
+            own = self._withdraw({start >> 20 for start, _, _ in idle})
+            self._take(own + [extent for extent in idle if extent not in own and extent[0] >> 20 not in self._mine])
+        if left >= WORTH:
+            self.words[GROWN] = 1
 
     # ---- the dead ----
 
@@ -409,18 +605,29 @@ class Arena:
         """
         words, holder = self.words, self.rows.holder(row)
         mine = {holder | WRITING} if self.rows.has_witness(row) else {holder | WRITING, holder | HELD}
-        for start, kind, units, _ in self._all_extents():
-            for block in self._blocks(start, kind, units):
-                state = words[block >> 3]
-                if state & HOLDER in mine and block not in spared:
-                    words[block >> 3] = state & ~HOLDER
-        return len(mine) == 2
+        done = len(mine) == 2
+        self._sweeping.add(row)
+        try:
+            for start, kind, units, in_doubt in self._walk(hazard_word(row, WALKING)):
+                for block in self._blocks(start, kind, units):
+                    state = words[block >> 3]
+                    if state & HOLDER in mine and block not in spared:
+                        if in_doubt:
+                            done = False
+                        else:
+                            words[block >> 3] = state & ~HOLDER
+        finally:
+            self._sweeping.discard(row)
+        return done
 
     def inherit(self, row: int) -> None:
-        """Take over the extents of a dead and finished row, whose lock the caller has."""
-        for start, kind, units in self._extents(row):
-            self.words[self._table + (start >> 20)] = units << 32 | kind << 16 | (self.rows.index + 1)
-            self._take_over(start, kind, units)
+        """Take over the extents of a dead and finished row, whose lock the caller has: nobody allocates from them."""
+        for start, kind, units in list(self._extents(row)):
+            unit = start >> 20
+            with self._alone(unit, units) as alone:
+                if alone and self.words[self.table + unit] & 0xFFFF == row + 1 and self._may_have(unit, 1):
+                    self.words[self.table + unit] = self._own(kind, units)
+                    self._has(start, kind, units)
 
     def holders(self) -> dict[int, tuple[int, int]]:
         """By row: how many blocks its process has in the works or holds, with how many bytes of payload."""
@@ -433,6 +640,38 @@ class Arena:
                     count, nbytes = found.get(row, (0, 0))
                     found[row] = count + 1, nbytes + self.words[(block >> 3) + NBYTES]
         return found
+
+
+class _Mine:
+    """An extent with blocks in this process's lists.
+
+    Attributes:
+        blocks: how many it has.
+        dropped: those that are in no list any more, since another process has taken the extent.
+    """
+
+    __slots__ = ("blocks", "dropped", "kind")
+
+    def __init__(self, kind: int, blocks: int) -> None:
+        self.kind, self.blocks = kind, blocks
+        self.dropped: list[int] = []
+
+
+def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int]:
+    """Take the blocks of some units out of a list. Threads may use it meanwhile: each entry is in one place at a time."""
+    kept, removed = list[int](), list[int]()
+    if units:
+        try:
+            for _ in range(len(blocks)):
+                block = blocks.pop()
+                (removed if block >> 20 in units else kept).append(block)
+        except IndexError:
+            pass
+        finally:
+            kept.reverse()
+            blocks.extend(kept)
+            removed.reverse()
+    return removed
 
 
 def kind_of(nbytes: int) -> int:

@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.apart import set_apart
-from tensorpipe_ipc.memory.arena import HEADER, HELD, HOLDER, NBYTES, WRITING, Arena, kind_of
+from tensorpipe_ipc.memory.arena import HEADER, HELD, HOLDER, NBYTES, WRITING, Arena
 from tensorpipe_ipc.memory.segment import PAGE
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
@@ -125,7 +125,7 @@ class Leases:
             return None
         if not block:
             return None
-        array = self.hold(block, kind_of(max(nbytes, LEAST)), block + HEADER, nbytes, charge=nbytes)
+        array = self.hold(block, block + HEADER, nbytes, charge=nbytes)
         array[:] = self.octets[start : start + nbytes]
         return array
 
@@ -157,16 +157,14 @@ class Leases:
             self._room += anchor.nbytes  # as above
             self.offered.discard(anchor.word)
 
-    def hold(self, block: int, kind: int, start: int, nbytes: int, *, charge: int = 0) -> Octets:
+    def hold(self, block: int, start: int, nbytes: int, *, charge: int = 0) -> Octets:
         """The same for a block that this process has just allocated; it is HELD from now on. Never refused.
 
         Args:
-            kind: of the block.
             charge: how much of the budget it takes: nothing of what the process made itself.
         """
         word = block >> 3
         try:
-            self.arena.in_flight(block, kind)  # whoever frees it, its owner will find it
             array = self._anchored(block, start, nbytes, charge)
             self.words[word + NBYTES] = nbytes
             self.words[word] = self.live[word].held
@@ -175,7 +173,7 @@ class Leases:
             if anchor is not None:
                 self.drop(anchor)
             if self.words[word] & HOLDER == self.arena.writing:
-                self.arena.discard(block, kind)
+                self.arena.discard(block)
             raise
         return array
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tensorpipe_ipc.memory.arena import HEADER, kind_of
+from tensorpipe_ipc.memory.arena import HEADER
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
@@ -89,7 +89,7 @@ def _room(nbytes: int) -> int:
 def made(specs: list[TensorSpec], leases: Leases | None, block: int) -> list[torch.Tensor]:
     """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts; 0: in none."""
     places, nbytes = _places(specs)
-    array = leases.hold(block, kind_of(_room(nbytes)), block + HEADER + ROOM, nbytes) if leases and block else None
+    array = leases.hold(block, block + HEADER + ROOM, nbytes) if leases and block else None
     return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
 
 

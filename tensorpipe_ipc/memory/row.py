@@ -3,9 +3,9 @@
 ::
 
     one row, in 64-bit words
-    0             16               2128                 10320                 22608                  31056    31568  32768
-    ├─ identity ──┼─ purpose[2112] ┼─ 2048 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 2112 × 4 words ─────┼─ [512] ┼─ 0 ──┤
-      incarnation    of each           single operations:    batch operations:     counters of each       answers
+    0             16               2000                 9680                  21968                  29904    30416    32402
+    ├─ identity ──┼─ purpose[1984] ┼─ 1920 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 1984 × 4 words ─────┼─ [512] ┼─ 1986 ─┤
+      incarnation    of each           single operations:    batch operations:     counters of each       answers  hazards
       pid, start     operation         credit ticket given   credit[64]            operation: messages
       lost, unwitnessed                tally                 ticket[64] given[64]  nbytes waits µs waited
 
@@ -16,7 +16,8 @@ it is a put or a get, and is stored before the words are first used. Operations 
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
 *Answers* say to whom of those who offer device blocks what: see on_device.py. *Unwitnessed* is 1 once a child was forked
-for which no descriptor was left: rows.py.
+for which no descriptor was left: rows.py. *Hazards* are memory/extents.py's: one for each operation, and two more.
+*Reserved* is memory that the process is about to have (memory/arena.py).
 """
 
 from __future__ import annotations
@@ -48,11 +49,16 @@ __all__ = [
     "UNWITNESSED",
     "WAITS",
     "WITNESSES",
+    "ALLOCATING",
+    "HAZARDS",
+    "RESERVED",
+    "WALKING",
     "Operation",
     "Record",
     "answer_word",
     "clear_counters",
     "counters_word",
+    "hazard_word",
     "record_of",
     "row_byte",
     "row_word",
@@ -66,8 +72,9 @@ ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 # words of a row
 INCARNATION, PID, STARTED, NAMESPACE, LOST, UNWITNESSED = range(6)
 WITNESSES = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
+RESERVED = 8
 PURPOSES = 16
-SINGLES = 2048  # operations under way at once: one for each thread, for each end of each queue it uses
+SINGLES = 1920  # operations under way at once: one for each thread, for each end of each queue it uses
 BATCHES = 64
 BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
 _SINGLES_AT = PURPOSES + SINGLES + BATCHES
@@ -75,6 +82,9 @@ _BATCHES_AT = _SINGLES_AT + 4 * SINGLES
 _COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES
 _ANSWERS_AT = _COUNTERS_AT + 4 * (SINGLES + BATCHES)
 ANSWERS = 512
+_HAZARDS_AT = _ANSWERS_AT + ANSWERS
+ALLOCATING, WALKING = SINGLES + BATCHES, SINGLES + BATCHES + 1  # hazards that belong to no operation
+HAZARDS = WALKING + 1
 MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
 
 PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
@@ -88,6 +98,7 @@ class Operation:
         tally: index of the word that counts; of single operations.
         tally_before: what it was when this process took the operation over.
         counters: index of the first of the four words that tell onlookers what was done with it.
+        hazard: index of the word that names the extent which it takes a block from.
         credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
         messages, nbytes: what this process did with it, for ``statistics()``.
         kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
@@ -102,6 +113,7 @@ class Operation:
         "credit_buffers",
         "given",
         "given_buffers",
+        "hazard",
         "kept",
         "messages",
         "nbytes",
@@ -118,7 +130,7 @@ class Operation:
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
         self.messages = self.nbytes = self.tally_before = self.before = 0
         self.kept: list[Any] | None = None
-        self.counters = record.counters
+        self.counters, self.hazard = record.counters, record.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (
             [octets[8 * word : 8 * (word + record.size)]] for word in (self.credit, self.ticket, self.given)
@@ -135,10 +147,11 @@ class Record(NamedTuple):
     given: int
     tally: int  # of a single operation
     counters: int = 0  # for onlookers
+    hazard: int = 0
 
     def each(self) -> Iterator[Record]:
         """A batch as so many single ones."""
-        purpose_word, size, credit, ticket, given, tally, _ = self
+        purpose_word, size, credit, ticket, given, tally, *_ = self
         if size == 1:
             yield self
         else:
@@ -166,6 +179,11 @@ def answer_word(row: int, token: int) -> int:
     return row_word(row) + _ANSWERS_AT + token % ANSWERS
 
 
+def hazard_word(row: int, number: int) -> int:
+    """Index of one of a row's hazards: that of an operation, by its number, ``ALLOCATING`` or ``WALKING``."""
+    return row_word(row) + _HAZARDS_AT + number
+
+
 def record_of(row: int, number: int) -> Record:
     """The record of a row's operation, by its number: the single ones are first."""
     base = row_word(row)
@@ -175,7 +193,14 @@ def record_of(row: int, number: int) -> Record:
         size, first = BATCH, base + _BATCHES_AT + 3 * BATCH * (number - SINGLES)
     tally = first + 3 if size == 1 else 0
     return Record(
-        base + PURPOSES + number, size, first, first + size, first + 2 * size, tally, counters_word(row, number)
+        base + PURPOSES + number,
+        size,
+        first,
+        first + size,
+        first + 2 * size,
+        tally,
+        counters_word(row, number),
+        hazard_word(row, number),
     )
 
 

@@ -9,11 +9,12 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0                8              16             24            32           40                             size
-    ├─ magic (8 bytes) ───┼─ version ────┼─ size ───────┼─ capacity ──┼─ page-locked ┼─ memory/rows.py, arena.py ┤
+    byte 0        8          16       24           32             40       48                                   size
+    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ memory/rows.py, extents.py, arena.py ─┤
 
-``capacity`` is what the arena's maker allows it to cost: for onlookers (transport/survey.py).
+``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
+``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -43,6 +44,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 __all__ = [
     "CAPACITY",
     "DEFAULT_SIZE",
+    "GROWN",
     "MINIMUM_SIZE",
     "NAME",
     "PAGE",
@@ -57,10 +59,10 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED = 24 // 8, 32 // 8  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN = 24 // 8, 32 // 8, 40 // 8  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("=3Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -78,7 +80,10 @@ class Segment:
         memory: the mapping, for slices of small data.
         words: the same as native 64-bit words, for the stores that other processes watch.
         octets: the same as a NumPy array of bytes, for views and large copies.
+        page: bytes of the system's pages: what memory is given back by. (A test may have it larger.)
     """
+
+    page = PAGE
 
     __slots__ = ("__weakref__", "descriptor", "memory", "octets", "size", "words")
 
@@ -153,17 +158,30 @@ class Segment:
         """Bytes of memory that the segment costs the machine now, all processes together."""
         return os.fstat(self.descriptor).st_blocks * 512
 
-    def punch(self, start: int, stop: int) -> None:
-        """Give back the memory of the whole pages within [start, stop), unless somebody has locked pages of the segment.
+    def punch(self, start: int, stop: int) -> bool:
+        """Give back the memory of the whole pages within [start, stop). What is in them nobody may need.
 
-        What is in them nobody may need: they read as zeros from now on, or as before.
+        Returns:
+            Whether they read as zeros now. False: somebody has locked pages of the segment, and all is as it was.
         """
         if self.words[PAGE_LOCKED]:  # a GPU would go on with the old pages
-            return
-        start = -(-start // PAGE) * PAGE
-        stop = stop // PAGE * PAGE
+            return False
+        start = -(-start // self.page) * self.page
+        stop = stop // self.page * self.page
         if start < stop:
-            self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+            try:
+                self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+            except OSError:  # the process locks all its memory (mlockall)
+                return False
+        return True
+
+    def reserve(self, start: int, stop: int) -> bool:
+        """Have pages for [start, stop) before they are written. False: the machine has none."""
+        try:
+            os.posix_fallocate(self.descriptor, start, stop - start)
+        except OSError as failed:
+            return failed.errno not in (errno.ENOSPC, errno.ENOMEM)  # else it cannot be asked here: writing will do it
+        return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 from collections import deque
@@ -23,6 +24,7 @@ from tensorpipe_ipc.memory.arena import (
     GENERATIONS,
     HEADER,
     HOLDER,
+    IDLE,
     METADATA,
     NBYTES,
     QUEUED,
@@ -30,6 +32,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation
+from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.token_pipe import LAST_BELL, Buffers
@@ -132,7 +135,8 @@ class GetEnd(QueueEnd):
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
             elif deadline is None and not words[self._watch] and not self.leases.kept:
-                os.readv(self._read_end, operation.ticket_buffers)  # G1
+                if not words[GROWN] or not self._take_idly(operation.ticket_buffers):
+                    os.readv(self._read_end, operation.ticket_buffers)  # G1
             elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
                 # Where there is no log yet, one call has looked, and not three.
                 self._wait(operation, operation.ticket_buffers, deadline, decode)
@@ -215,7 +219,8 @@ class GetEnd(QueueEnd):
             words = self.words
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
             if deadline is None and not words[self._watch] and not self.leases.kept:
-                count = os.readv(self._read_end, buffers) >> 3  # G1
+                count = self._take_idly(buffers) if words[GROWN] else 0
+                count = count or os.readv(self._read_end, buffers) >> 3  # G1
             else:
                 count = self._wait(operation, buffers, deadline, decode)
             tickets = words[operation.ticket : operation.ticket + count].tolist()
@@ -272,9 +277,11 @@ class GetEnd(QueueEnd):
         if self.words[self.record.shut]:
             raise _Again
         self.leases.look_at_kept()
+        self.arena.mind_idle()
 
     def _look_again(self) -> None:
         self.leases.look_at_kept()
+        self.arena.mind_idle()
         if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
             raise _Again
 
@@ -286,6 +293,22 @@ class GetEnd(QueueEnd):
                 tickets.ring()
             else:
                 self.record.unwatch(lambda: not tickets.spilled())
+
+    def _take_idly(self, buffers: Buffers) -> int:
+        """Before a wait that cannot be cut into slices, give back memory that lies idle, as long as there may be some. How many
+        tickets were taken: none, once nothing is left to give back, or others took what came.
+
+        By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
+        """
+        if taken := self.tickets.take_piped(buffers):
+            return taken
+        pipe = select.poll()
+        pipe.register(self.tickets.fd, select.POLLIN)
+        while self.words[GROWN]:
+            self.arena.mind_idle()
+            if pipe.poll(1000 * IDLE):
+                break
+        return 0
 
     def _spin(self, buffers: Buffers) -> bool:
         """Look for a ticket again and again before going to sleep, which saves both sides the wake-up.

@@ -25,11 +25,13 @@ from tensorpipe_ipc.memory.arena import (
     HOLDER,
     METADATA,
     NBYTES,
+    QUICK,
     SMALLEST,
+    WRITTEN,
     kind_of,
 )
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
+from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS
@@ -94,7 +96,7 @@ class PutEnd(QueueEnd):
             operation = self._putting.pop()
         except IndexError:
             operation = self._operation(PUT)
-        block = kind = 0
+        block = 0
         try:
             words, credit = self.words, 0
             deadline = None if timeout is None else monotonic() + timeout
@@ -103,16 +105,15 @@ class PutEnd(QueueEnd):
             nbytes = payload.nbytes
             room = (len(metadata) + 63 & -64) + nbytes
             kind = kind_of(room)
-            block = self._block(kind, room, deadline)
+            block = self._block(kind, room, deadline, operation.hazard)
             self._fill(block, credit, payload, metadata)  # P3
             word = block >> 3
             generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
-            self.arena.in_flight(block, kind)  # first, so that an exception cannot make us lose sight of it
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
             block = 0  # from here on the word says what is to be done
             self._queue(operation, word, generation)
         except BaseException:
-            operation.kept = [(block, kind)] if block else []
+            operation.kept = [block] if block else []
             self._left.append(operation)
             self._take_up()
             raise
@@ -171,7 +172,7 @@ class PutEnd(QueueEnd):
         if self._left:
             self._take_up()
         deadline = None if timeout is None else monotonic() + timeout
-        words, blocks, count = self.words, list[tuple[int, int]](), len(messages)
+        words, blocks, count = self.words, list[int](), len(messages)
         unnamed = blocks
         try:
             if self.credits is not None:
@@ -179,17 +180,15 @@ class PutEnd(QueueEnd):
             for i, (payload, metadata) in enumerate(messages[:count]):
                 room = (len(metadata) + 63 & -64) + payload.nbytes
                 kind = kind_of(room)
-                block = self._block(kind, room, deadline, waits=not i)
+                block = self._block(kind, room, deadline, operation.hazard, waits=not i)
                 if not block:
                     break
-                blocks.append((block, kind))
+                blocks.append(block)
                 self._fill(block, words[operation.credit + i], payload, metadata)  # P3
             tickets = [
-                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS
-                for block, _ in blocks
+                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS for block in blocks
             ]
-            for (block, kind), i in zip(blocks, range(BATCH), strict=False):
-                self.arena.in_flight(block, kind)
+            for i in range(len(tickets)):
                 words[operation.ticket + i] = tickets[i]  # P4
             unnamed = []
             if words[self._watch]:
@@ -352,15 +351,30 @@ class PutEnd(QueueEnd):
             raise Full(self._why_full("has no free place"))
         return count
 
-    def _block(self, kind: int, nbytes: int, deadline: float | None, *, waits: bool = True) -> int:
+    def _block(self, kind: int, nbytes: int, deadline: float | None, hazard: int = 0, *, waits: bool = True) -> int:
         arena = self.arena
-        try:
-            block = arena.free[kind].pop()
-        except IndexError:
-            return arena.allocate(nbytes) or (self._wait_for_block(nbytes, deadline) if waits else 0)
-        word = block >> 3
-        self.words[word] = self.words[word] & ~HOLDER | arena.writing
-        return block
+        if hazard:
+            # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
+            free = arena.free[kind]
+            if kind > QUICK or not free:
+                arena.harvest(kind)
+            try:
+                block = free.pop()
+            except IndexError:
+                pass
+            else:
+                words, word = self.words, block >> 3
+                words[hazard] = block
+                if words[arena.table + (block >> 20)] == arena.own[kind] and (
+                    kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
+                ):
+                    words[word] = words[word] & ~HOLDER | arena.writing
+                    words[hazard] = 0
+                    arena.young[kind].append(block)
+                    return block
+                words[hazard] = 0
+                free.append(block)
+        return arena.allocate(nbytes) or (self._wait_for_block(nbytes, deadline) if waits else 0)
 
     def _wait_for_block(self, nbytes: int, deadline: float | None) -> int:
         """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
@@ -372,10 +386,8 @@ class PutEnd(QueueEnd):
             while True:
                 if self.words[self._watch]:
                     self._refuse_if_shut()
-                self.undertaker.look(inherit=True)
-                self.undertaker.bury_all()
-                self.leases.settle()
-                block = self.arena.allocate(nbytes, force=not self.qsize())
+                self.undertaker.make_room(nbytes)
+                block = self.arena.allocate(nbytes) or (0 if self.qsize() else self.arena.allocate(nbytes, force=True))
                 if block:
                     return block
                 if not self.qsize() and not self.arena.holders():
@@ -417,6 +429,7 @@ class PutEnd(QueueEnd):
         self._refuse_if_shut()
         self.undertaker.look()
         self.leases.look_at_kept()
+        self.arena.mind_idle()
         self._take_up()
 
     def _why_full(self, what: str) -> str:
@@ -430,9 +443,9 @@ class PutEnd(QueueEnd):
             return True
         named = {ticket >> 32 for ticket in self.words[operation.ticket : operation.ticket + operation.size]}
         while operation.kept:
-            block, kind = operation.kept.pop()
+            block = operation.kept.pop()
             if block >> SMALLEST not in named:
-                self.arena.discard(block, kind)
+                self.arena.discard(block)
         try:
             self._give_back(operation)
         except InDoubt:

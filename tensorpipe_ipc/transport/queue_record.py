@@ -42,7 +42,7 @@ from multiprocessing import context, reduction
 from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena, kind_of
+from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena
 from tensorpipe_ipc.memory.ofd_locks import read_lock
 
 __all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "facts_of", "number_of"]
@@ -93,7 +93,7 @@ class QueueRecord:
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
-        self.words, self.number = arena.words, number
+        self.arena, self.words, self.number = arena, arena.words, number
         self.block = (number & 0xFFFFFFFF) << SMALLEST
         word = self.block >> 3
         self.maxsize = self.words[word + _MAXSIZE]
@@ -114,7 +114,6 @@ class QueueRecord:
             raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
         nbytes = 8 * (_LAPS + maxsize)
         block, life = _block_and_life(arena, nbytes)
-        arena.in_flight(block, kind_of(nbytes))  # whoever buries the queue will free it
         words, word = arena.words, block >> 3
         words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
         words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
@@ -158,7 +157,7 @@ class QueueRecord:
 
     def exists(self) -> bool:
         """Whether this is still the queue's record. If not, it has been buried."""
-        state = self.words[self.block >> 3]
+        state = self.words[self.block >> 3] if self.arena.begins(self.block) else 0
         return state & 15 == KEPT and state >> GENERATION_AT & 0xFFFFFF == self.number >> 32
 
 
@@ -184,6 +183,9 @@ def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
         while True:
             block = arena.allocate(nbytes, force=True)
             if not block:
+                arena.collect(nbytes)
+                block = arena.allocate(nbytes, force=True)
+            if not block:
                 raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
             refused.append(block)
             life = Life(_open(arena.segment.descriptor))
@@ -193,7 +195,7 @@ def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
             life.close()
     finally:
         for block in refused:
-            arena.discard(block, kind_of(nbytes))
+            arena.discard(block)
 
 
 def _open(descriptor: int) -> int:

@@ -61,6 +61,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
         undertaker.attach()
+        undertaker.look()
         undertaker.bury_left()
         record, life = QueueRecord.create(undertaker.arena, maxsize, tasks)
         tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)

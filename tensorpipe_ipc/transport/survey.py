@@ -240,7 +240,7 @@ class _Reader:
             words = self._words(start // 8, (stop - start) // 8)
             for index in np.flatnonzero(words).tolist():
                 word = int(words[index])
-                kind, units = word >> 16 & 0xFFFF, word >> 32
+                kind, units = word >> 16 & 0x3F, word >> 32
                 if SMALLEST <= kind < 48 and units <= self._size // UNIT:
                     yield ((start - ROWS_END) // 8 + index) * UNIT, kind, units
 

@@ -110,7 +110,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
-from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, Operation, Record, row_word
+from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, QueueRecord, number_of
@@ -157,11 +157,14 @@ class Undertaker:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return undertaker_of, (self.arena.segment, self.arena.capacity)
+        return undertaker_of, (self.arena.segment,)
 
     def attach(self) -> None:
         """Have the arena take a row, if it has none."""
-        self.arena.attach(self.finish)
+        if self.rows.index < 0:
+            self.arena.attach(self.finish)
+            if self.rows.incarnation > 1:  # a process died: its queues may be nobody's now
+                self.bury_all()
 
     def look(self, *, inherit: bool = False) -> int:
         """Finish every dead row that can be finished. How many were.
@@ -169,7 +172,7 @@ class Undertaker:
         Args:
             inherit: take over their extents, too; for when memory is short.
         """
-        count = 0
+        count, died = 0, False
         for row in self.rows.used():
             if inherit or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:
@@ -177,7 +180,26 @@ class Undertaker:
                         count += 1
                         if inherit:
                             self.arena.inherit(row)
+                        else:
+                            died = True
+        if died:  # its queues may be nobody's now
+            self.bury_all()
         return count
+
+    def make_room(self, nbytes: int) -> None:
+        """Have free all that can be, so that a message of so many bytes finds room."""
+        self.look(inherit=True)
+        self.bury_all()
+        self.leases.settle()
+        self.arena.collect(nbytes)
+
+    def trim(self) -> int:
+        """Give back all memory of the arena that nobody needs now, whoever has it. Bytes."""
+        self.attach()
+        self.look()
+        self.bury_all()
+        self.leases.settle()
+        return self.arena.trim()
 
     def allocate(self, nbytes: int) -> int:
         """A block for so many bytes, now. Its state is WRITING.
@@ -188,9 +210,7 @@ class Undertaker:
         self.attach()
         block = self.arena.allocate(nbytes)
         if not block:
-            self.look(inherit=True)
-            self.bury_all()
-            self.leases.settle()
+            self.make_room(nbytes)
             block = self.arena.allocate(nbytes)
         if not block:
             raise SharedMemoryError(errno.ENOSPC, f"no {nbytes} bytes free; {self.describe_holders()}")
@@ -415,22 +435,39 @@ class Undertaker:
             if not self.rows.try_lock(record.block, 1):
                 return False
             try:
-                if record.exists():
-                    self._free_queued(queue)
-                    self.words[record.block >> 3] &= ~HOLDER
+                return self._bury(record)
             finally:
                 self.rows.unlock(record.block, 1)
         finally:
             self._burying.release()
-        return True
 
-    def _free_queued(self, queue: int) -> None:
-        words, tag = self.words, queue & 0xFFFFFFFF
-        for start, kind, units, _ in self.arena._all_extents():
+    def _bury(self, record: QueueRecord) -> bool:
+        """Free what waits in a queue, and its record, whose lock is held. Whether that was all."""
+        words, hazard = self.words, hazard_word(self.rows.index, WALKING)
+        words[hazard] = record.block
+        try:
+            if not record.exists():
+                return True
+            if self.arena.in_doubt(record.block):
+                return False
+        finally:
+            words[hazard] = 0
+        done = self._free_queued(record.number & 0xFFFFFFFF, hazard)
+        if done:
+            words[record.block >> 3] &= ~HOLDER  # its extent is not given up before: the record is KEPT
+        return done
+
+    def _free_queued(self, tag: int, hazard: int) -> bool:
+        words, done = self.words, True
+        for start, kind, units, in_doubt in self.arena._walk(hazard):
             for block in self.arena._blocks(start, kind, units):
                 word = block >> 3
                 if words[word] & 15 == QUEUED and words[word + METADATA] & 0xFFFFFFFF == tag:
-                    words[word] &= ~HOLDER
+                    if in_doubt:
+                        done = False
+                    else:
+                        words[word] &= ~HOLDER
+        return done
 
     # ---- tokens in doubt ----
 
@@ -471,9 +508,9 @@ def default_undertaker() -> Undertaker:
     return _default.get("") or _default.setdefault("", Undertaker(Arena(Segment.create())))
 
 
-def undertaker_of(segment: Segment, capacity: int | None = None) -> Undertaker:
+def undertaker_of(segment: Segment) -> Undertaker:
     """The undertaker that this process has for a segment already, if it does: one row for each process."""
-    return _known.get(id(segment)) or Undertaker(Arena(segment, capacity))
+    return _known.get(id(segment)) or Undertaker(Arena(segment))
 
 
 def snapshot(pipe: TokenPipe) -> frozenset[int]:

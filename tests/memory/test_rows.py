@@ -11,7 +11,18 @@ import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
-from tensorpipe_ipc.memory.row import BATCH, GET, PURPOSES, PUT, SINGLES, answer_word, record_of, row_word
+from tensorpipe_ipc.memory.row import (
+    BATCH,
+    GET,
+    HAZARDS,
+    PURPOSES,
+    PUT,
+    SINGLES,
+    answer_word,
+    hazard_word,
+    record_of,
+    row_word,
+)
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -137,7 +148,7 @@ def test_a_record_that_nobody_uses(rows):
     for number in range(SINGLES):
         words[base + PURPOSES + number] = 7 << 8 | PUT
         words[record_of(1, number).credit] = 1
-    with pytest.raises(SharedMemoryError, match="all 2048 operations of row 1 are in use"):
+    with pytest.raises(SharedMemoryError, match="all 1920 operations of row 1 are in use"):
         rows.unused_record(1)
     for word in ("credit", "ticket", "given", "tally"):
         words[record_of(1, 5).credit] = 0
@@ -314,11 +325,12 @@ def test_the_parts_of_a_row_follow_each_other_to_the_word():
     """As drawn in row.py: none overlaps the next, and all lie within the row."""
     base = row_word(3)
     assert (base, row_word(4)) == (4 << 15, 5 << 15)
-    assert (record_of(3, 0).purpose_word, record_of(3, 0).credit) == (base + 16, base + 2128)
-    last, first, end = record_of(3, 2047), record_of(3, 2048), record_of(3, 2111)
-    assert (last.tally, first.credit, first.tally) == (base + 10319, base + 10320, 0)
-    assert (end.purpose_word, end.given + 64) == (base + 2127, base + 22608)
-    assert (record_of(3, 0).counters, end.counters + 4) == (base + 22608, base + 31056)
-    assert (answer_word(3, 512), answer_word(3, 511)) == (base + 31056, base + 31567)
+    assert (record_of(3, 0).purpose_word, record_of(3, 0).credit) == (base + 16, base + 2000)
+    last, first, end = record_of(3, 1919), record_of(3, 1920), record_of(3, 1983)
+    assert (last.tally, first.credit, first.tally) == (base + 9679, base + 9680, 0)
+    assert (end.purpose_word, end.given + 64) == (base + 1999, base + 21968)
+    assert (record_of(3, 0).counters, end.counters + 4) == (base + 21968, base + 29904)
+    assert (answer_word(3, 512), answer_word(3, 511)) == (base + 29904, base + 30415)
+    assert (record_of(3, 0).hazard, end.hazard, hazard_word(3, HAZARDS)) == (base + 30416, base + 32399, base + 32402)
     assert [each.size for each in first.each()] == [1] * 64
     assert list(last.each()) == [last]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, Segment, read_head, segment_at
+from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, VERSION, Segment, read_head, segment_at
 
 
 def test_a_segment_is_large_and_costs_a_page():
@@ -54,7 +54,7 @@ def sealed_with(size, head=b"", without=""):
     return descriptor
 
 
-def head_of(size, magic=b"TPIPESEG", version=1):
+def head_of(size, magic=b"TPIPESEG", version=VERSION):
     return magic + version.to_bytes(8, sys.byteorder) + size.to_bytes(8, sys.byteorder)
 
 
@@ -86,7 +86,7 @@ def test_each_seal_counts(without):
     [
         head_of(MINIMUM_SIZE, magic=b"TPIPESEH"),
         head_of(MINIMUM_SIZE, version=0),
-        head_of(MINIMUM_SIZE, version=2),
+        head_of(MINIMUM_SIZE, version=VERSION + 1),
         head_of(MINIMUM_SIZE - 1),
         head_of(MINIMUM_SIZE + 1),
     ],
@@ -94,7 +94,7 @@ def test_each_seal_counts(without):
 )
 def test_each_word_of_the_head_counts(head):
     descriptor = sealed_with(MINIMUM_SIZE, head)
-    with pytest.raises(SharedMemoryError, match="no segment of version 1"):
+    with pytest.raises(SharedMemoryError, match=f"no segment of version {VERSION}"):
         Segment.attach(descriptor)
     assert read_head(descriptor) == (0, 0)
     os.close(descriptor)
@@ -117,8 +117,11 @@ def test_a_head_is_looked_at_where_there_is_one(size, found):
             lambda: sealed_with(MINIMUM_SIZE - PAGE, head_of(MINIMUM_SIZE - PAGE)),
             f"has {MINIMUM_SIZE - PAGE} bytes, {MINIMUM_SIZE} were expected",
         ),
-        (lambda: sealed_with(MINIMUM_SIZE), "no segment of version 1"),
-        (lambda: sealed_with(MINIMUM_SIZE, b"TPIPESEG" + bytes([2] + [0] * 7)), "no segment of version 1"),
+        (lambda: sealed_with(MINIMUM_SIZE), f"no segment of version {VERSION}"),
+        (
+            lambda: sealed_with(MINIMUM_SIZE, b"TPIPESEG" + bytes([VERSION + 1] + [0] * 7)),
+            f"no segment of version {VERSION}",
+        ),
     ],
     ids=["no memfd", "not sealed", "far too small", "too small by a page", "no magic", "another version"],
 )

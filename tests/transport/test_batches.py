@@ -7,7 +7,6 @@ from crash_points import SIGNAL_CHECKS, dies_at, run_traced
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
-from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.row import GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
@@ -90,7 +89,7 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertake
         queue._batches[PUT].append(queue._batch(PUT))
         arena = undertaker.arena
         for block in [arena.allocate(size + 64) for _ in sent]:
-            arena.discard(block, kind_of(size + 64))
+            arena.discard(block)
 
     def put():
         assert queue.put_many([(payload(content), b"m") for content in sent], 0) == 3

@@ -67,7 +67,8 @@ def test_while_a_child_has_it_it_lives(undertaker, payload):
     os.close(write_end)
 
 
-def test_a_queue_of_which_all_died_is_buried_by_whoever_needs_the_room(undertaker, payload):
+@pytest.mark.parametrize("who", ["looks", "makes a queue"])
+def test_a_queue_of_which_all_died_is_buried_by_whoever_next_looks(undertaker, payload, who):
     def make_and_die():
         queue = SharedMemoryQueue.create(undertaker, 3)
         queue.put(payload(bytes(100)))
@@ -76,9 +77,11 @@ def test_a_queue_of_which_all_died_is_buried_by_whoever_needs_the_room(undertake
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert reap(in_child(make_and_die)) == -signal.SIGKILL
-    undertaker.look()
     assert used(undertaker) == 2  # the record, and what waits
-    undertaker.bury_all()
+    if who == "looks":
+        undertaker.look()
+    else:
+        SharedMemoryQueue.create(undertaker).close()
     assert used(undertaker) == 0
 
 

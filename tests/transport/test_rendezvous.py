@@ -22,7 +22,7 @@ from raw_ends import RawEnd, hello, hello_of, refusal_of
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.memory import ofd_locks
+from tensorpipe_ipc.memory import ofd_locks, segment
 from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.process import identity
@@ -673,7 +673,7 @@ def test_no_payload_is_larger_than_the_arena_may_be(queue: rendezvous.PairQueue)
     word = queue._word_of(ticket)
     unit = ROWS_END // 8 + (word << 3) // UNIT
     queue.words[unit] |= 62 << 16
-    queue.arena.capacity = 4096
+    queue.arena.words[segment.CAPACITY] = 4096
     queue.words[word + 2] = 4096
     assert len(queue._open(word, Message).payload) == 4096
     queue.words[word + 2] = 4097

@@ -7,7 +7,6 @@ from crash_points import LIMIT, dies_at, in_child, reap
 from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
-from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.row import DONE, GET, PUT
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 
@@ -48,7 +47,7 @@ def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_ther
     def first():
         undertaker.attach()
         queue._putting.append(queue._operation(PUT))
-        undertaker.arena.discard(undertaker.arena.allocate(1), kind_of(1))  # so that the steps are the same each time
+        undertaker.arena.discard(undertaker.arena.allocate(1))  # so that the steps are the same each time
 
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(b"x")), first), stride=stride(2)):
         undertaker.look()

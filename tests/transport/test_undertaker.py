@@ -40,8 +40,8 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
         for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
             assert start + (units << 20) <= following
         for start, _, _, _ in extents:  # so that there are none each time
-            arena.words[arena._table + (start >> 20)] = 0
-        for blocks in (arena.free, arena._fresh, arena._young, arena._old):
+            arena.words[arena.table + (start >> 20)] = 0
+        for blocks in (arena.free, arena._fresh, arena.young, arena._old):
             blocks.clear()
     assert arena.allocate(nbytes)
 
@@ -59,7 +59,8 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(undertaker
         undertaker.attach()
         queue._putting.append(queue._operation(PUT))
         arena, kind = undertaker.arena, kind_of(size + 64)
-        arena.discard(arena.allocate(size + 64), kind)
+        arena.discard(arena.allocate(size + 64))
+        arena.reclaim()
         if memory == "fresh":
             arena._fresh[kind].append(arena.free[kind].pop())
             arena.free[kind].clear()
@@ -125,7 +126,8 @@ class Half:
         self.queue._putting.append(self.queue._operation(PUT))
         self.queue._getting.append(self.queue._operation(GET))
         arena = self.undertaker.arena
-        arena.discard(arena.allocate(4), kind_of(4))
+        arena.discard(arena.allocate(4))
+        arena.reclaim()
 
     def action(self):
         return self.queue.put(self.payload(b"half")) if self.role == "put" else self.queue.get()

@@ -1,0 +1,294 @@
+"""The division of a segment into extents: who has which, and how one changes hands while its owner lives, or is stopped.
+
+::
+
+    memory/rows.py ┬ table: a word per unit ┬ floors: a word per unit ┬ unit ┬ unit ┬ …   a unit is 1 MiB, numbered from
+                   │ (its page is a hole    │ (as the table)          │                   the segment's start: unit u is
+                   │ until it is needed)    │                         │                   at u << 20
+
+    a unit's word    63 ──────── 32 31 ─────── 30 ─ 16 15 ────── 0
+                     │ units       │ in doubt  │ kind │ row + 1  │    of the first unit of an extent; 0 elsewhere
+                     └─────────────┴───────────┴──────┴──────────┘
+
+**An extent** belongs to one row and is cut into blocks of 2 ** kind bytes; a large message is one block of several units.
+Its word changes only under an OFD lock on bytes that stand for its units (beyond the segment's end, where no other lock of
+ours lies), tried without waiting. A process that is stopped there keeps others from these units only. As the word is
+stored before the extent is used, the layout can be walked after a kill at any store.
+
+**Changing hands.** Its owner takes free blocks of an extent without asking anybody (arena.py). Yet another process can
+have the extent. Before the owner writes the state of a free block, it does this, with no lock and no barrier::
+
+    owner                                        taker, who has the units' lock
+    1  hazard = the block                        1  the extent's word = taker's row, in doubt
+    2  read the extent's word; not mine?         2  barrier (barrier.py): all that was stored before is seen now
+       then hazard = 0, and the block is dropped 3  read the hazards of all rows whose process lives
+    3  block WRITING                                one in this extent? then leave the word as it is, for the next look
+    4  hazard = 0                                4  the word, no longer in doubt: or 0, see below
+
+Either the owner's second step sees the taker's first, or the taker's third sees the owner's first. So after 3 with no
+hazard, no block of the extent goes from FREE to WRITING, except by the taker. A hazard of a dead row does not count: that
+process will store nothing. Nor can a new one have adopted the row meanwhile and be meant: it reads the word after that.
+A process that is stopped between its steps keeps one extent of memory from being given back for each of its threads, and
+nobody waits for it. A taker killed anywhere leaves a word in doubt, or one that is right; an extent in doubt is nobody's to
+allocate from, and whoever needs memory next begins at step 1.
+
+An owner finds out by and by, block for block, what it has lost. Until it has dropped each block of such an extent, or its
+lists are searched for them, it does not take that unit again: an old entry of a list could pass for a new one.
+
+**Given up.** An extent whose blocks are all FREE after step 3 stays so. Its *floor* becomes higher than all its blocks'
+generations, its pages are punched out, and last its word is 0: its addresses are anybody's, for any kind of block. A
+block whose state is 0 begins with its unit's floor as generation. So generations never go down, and a ticket, a queue's
+number or a lease that is out of date is seen to be. Killed before the last store, the extent is its owner's or in doubt,
+with blocks that read 0.
+
+**Walking.** Who looks for blocks of a dead row or of a queue that is gone writes to blocks of anybody's extents. Those it
+looks for are not FREE, so their extents are not given up. But what it takes for a block must be one: so it stores a hazard
+of its own first, and then reads the extent's word. In an extent in doubt it writes nothing, and comes again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Iterator
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.barrier import barrier
+from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
+from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.memory.segment import Segment
+
+__all__ = ["IN_DOUBT", "UNIT", "Extents"]
+
+UNIT = 1 << 20
+IN_DOUBT = 1 << 31
+_KIND = 0x3F
+_SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which kind
+_LOCKS = 1 << 62  # where the bytes begin that stand for units, when they are locked
+_HOLDER = (1 << 32) - 1  # of a block's state: step, row, incarnation
+
+Extent = tuple[int, int, int]  # offset, kind, units
+
+
+class Extents:
+    """One process's view of a segment's extents."""
+
+    def __init__(self, segment: Segment, rows: Rows) -> None:
+        self.segment, self.words, self.rows = segment, segment.words, rows
+        self._units = segment.size // UNIT
+        self.table = ROWS_END // 8
+        self._floors = self.table + self._units
+        self._first_unit = -(-(ROWS_END + 16 * self._units) // UNIT)
+        self._claiming: dict[int, list[int]] = {}  # by unit: the thread, or interrupted code, that is at it
+        self._sweeping: set[int] = set()  # dead rows that this process is at
+
+    # ---- what the arena knows ----
+
+    def _may_have(self, unit: int, units: int) -> bool:
+        """Whether nothing is left of when this process had any of these units before."""
+        raise NotImplementedError
+
+    def _has(self, start: int, kind: int, units: int) -> None:
+        """An extent has become this process's; its word says so."""
+        raise NotImplementedError
+
+    # ---- claiming ----
+
+    def _claim(self, kind: int) -> bool:
+        """Make free units an extent of this row's. Whether there are so many in a row.
+
+        Raises:
+            SharedMemoryError: nor will there ever be.
+        """
+        units, unit = max(1, (1 << kind) >> 20), self._first_unit
+        if unit + units > self._units:
+            raise SharedMemoryError(
+                errno.ENOSPC,
+                f"no {units} MiB of addresses in a row in a segment of {self._units} MiB; "
+                "raise the limit on address space (ulimit -v)",
+            )
+        while True:
+            unit = self._gap(unit, units)
+            if unit + units > self._units:
+                return False
+            if self._claim_at(unit, units, kind):
+                return True
+            unit += 1
+
+    def _claim_at(self, unit: int, units: int, kind: int) -> bool:
+        """Make these units an extent, unless they are none that are free, or somebody else is at them. Whether they are."""
+        with self._alone(unit, units) as alone:
+            if not alone or self._gap(unit, units) != unit or not self._may_have(unit, units):
+                return False
+            self.words[self.table + unit] = self._own(kind, units)
+            self._has(unit * UNIT, kind, units)
+            return True
+
+    def _own(self, kind: int, units: int) -> int:
+        return units << 32 | kind << 16 | (self.rows.index + 1)
+
+    @contextlib.contextmanager
+    def _alone(self, unit: int, units: int) -> Iterator[bool]:
+        """True while nobody else changes the words of these units; False where somebody may be at it. Never waits."""
+        mine: list[int] = []  # to the kernel all threads of this process are one holder, so they are told apart here
+        locked = False
+        try:
+            for each in range(unit, unit + units):
+                if self._claiming.setdefault(each, mine) is not mine:
+                    break
+                mine.append(each)
+            else:
+                locked = self.rows.try_lock(_LOCKS + unit, units)
+            yield locked
+        finally:
+            if locked:
+                self.rows.unlock(_LOCKS + unit, units)
+            for each in mine:
+                del self._claiming[each]
+
+    def _gap(self, unit: int, units: int) -> int:
+        """The first unit from ``unit`` on that so many free ones begin with."""
+        for start, _, length, _ in self._all_extents():
+            first = start >> 20
+            if first >= unit + units:
+                break
+            unit = max(unit, first + length)
+        return unit
+
+    # ---- changing hands ----
+
+    def _take(self, wanted: Iterable[Extent]) -> None:
+        """Have extents, whoever has them now, and give up those that are wholly free. What somebody is at stays in doubt."""
+        with contextlib.ExitStack() as held:
+            marked = [extent for extent in wanted if self._mark(held, *extent)]
+            if not marked:
+                return
+            barrier()
+            hazards = self._hazards()
+            for start, kind, units in marked:
+                if start >> 20 in hazards or (self._is_free(start, kind, units) and self._give_up(start, kind, units)):
+                    continue
+                self.words[self.table + (start >> 20)] = self._own(kind, units)
+                self._has(start, kind, units)
+
+    def _mark(self, held: contextlib.ExitStack, start: int, kind: int, units: int) -> bool:
+        """Have the word of an extent say that it is this row's, in doubt, and keep others from it."""
+        unit = start >> 20
+        if not held.enter_context(self._alone(unit, units)) or not self._may_have(unit, 1):
+            return False
+        if self.words[self.table + unit] & _SHAPE != units << 32 | kind << 16:
+            return False  # it has been given up meanwhile
+        self.words[self.table + unit] = self._own(kind, units) | IN_DOUBT
+        return True
+
+    def _hazards(self) -> set[int]:
+        """The units that anybody who lives is at."""
+        found: set[int] = set()
+        for row in self.rows.used():
+            data = os.pread(self.segment.descriptor, 8 * HAZARDS, 8 * hazard_word(row, 0))
+            if data.count(0) < len(data):  # read first, and only then asked whether it lives
+                named = {word >> 20 for word in memoryview(data).cast("Q") if word}
+                if row in self._sweeping or self.rows.is_alive(row):
+                    found |= named
+        return found
+
+    def _is_free(self, start: int, kind: int, units: int) -> bool:
+        return not any(state & _HOLDER for states in self._states(start, kind, units) for state in states)
+
+    def _give_up(self, start: int, kind: int, units: int) -> bool:
+        """Make a free extent free units. False: its pages cannot be punched out."""
+        words, floor = self.words, self._floors + (start >> 20)
+        generations = [state >> 32 for states in self._states(start, kind, units) for state in states]
+        words[floor] = max(words[floor], max(generations, default=0) + 1 & _HOLDER)
+        if not self.segment.punch(start, start + units * UNIT):
+            return False
+        words[self.table + (start >> 20)] = 0
+        return True
+
+    def floor(self, block: int) -> int:
+        """The generation at which a block begins that was never used, or whose page was punched out."""
+        return self.words[self._floors + (block >> 20)]
+
+    # ---- walking ----
+
+    def _all_extents(self) -> Iterator[tuple[int, int, int, int]]:
+        """(offset, kind, units, row) of each extent, in order of offset.
+
+        Reading a page of shared memory that nobody wrote makes it cost memory; so the holes are asked for first.
+        """
+        for start, kind, units, row, _ in self._words_of_extents():
+            yield start, kind, units, row
+
+    def _words_of_extents(self) -> Iterator[tuple[int, int, int, int, bool]]:
+        """The same, and whether each is in doubt."""
+        table = self.table * 8
+        for start, stop in self.written(table, table + self._units * 8):
+            first = start // 8
+            for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self.table):
+                if word:
+                    yield index * UNIT, word >> 16 & _KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
+
+    def _extents(self, row: int) -> Iterator[Extent]:
+        """Those of one row that are not in doubt."""
+        for start, kind, units, owner, in_doubt in self._words_of_extents():
+            if owner == row and not in_doubt:
+                yield start, kind, units
+
+    def _walk(self, hazard: int) -> Iterator[tuple[int, int, int, bool]]:
+        """Each extent, and whether it is in doubt: then nothing may be written there now. Else it stays an extent meanwhile.
+
+        Args:
+            hazard: index of a word that only the caller uses.
+        """
+        for start, kind, units, _ in self._all_extents():
+            self.words[hazard] = start
+            try:
+                word = self.words[self.table + (start >> 20)]
+                if word & _SHAPE == units << 32 | kind << 16:
+                    yield start, kind, units, bool(word & IN_DOUBT)
+            finally:
+                self.words[hazard] = 0
+
+    def begins(self, block: int) -> bool:
+        """Whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
+        unit = block >> 20
+        word = self.words[self.table + unit] if self._first_unit <= unit < self._units else 0
+        return bool(word) and not block & min(1 << (word >> 16 & _KIND), UNIT) - 1
+
+    def in_doubt(self, block: int) -> bool:
+        """Whether a block lies in an extent that is changing hands."""
+        return bool(self.words[self.table + (block >> 20)] & IN_DOUBT)
+
+    def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""
+        descriptor = self.segment.descriptor
+        while start < stop:
+            try:
+                start = os.lseek(descriptor, start, os.SEEK_DATA)
+            except OSError as none:
+                if none.errno == errno.ENXIO:
+                    return
+                raise
+            if start >= stop:
+                return
+            hole = os.lseek(descriptor, start, os.SEEK_HOLE)
+            yield start, min(hole, stop)
+            start = hole
+
+    def _blocks(self, start: int, kind: int, units: int) -> Iterator[int]:
+        """The blocks of an extent whose state was ever written."""
+        for begin, stop in self._runs(start, kind, units):
+            yield from range(begin, stop, 1 << kind)
+
+    def _states(self, start: int, kind: int, units: int) -> Iterator[list[int]]:
+        """The states of these blocks."""
+        for begin, stop in self._runs(start, kind, units):
+            yield self.words[begin >> 3 : stop >> 3 : 1 << kind - 3].tolist()
+
+    def _runs(self, start: int, kind: int, units: int) -> Iterator[tuple[int, int]]:
+        size = 1 << kind
+        for first, stop in self.written(start, start + units * UNIT):
+            # A block that begins before has its state's page in a hole.
+            begin = start + -(-(first - start) // size) * size
+            if begin < stop:
+                yield begin, stop
