@@ -97,6 +97,10 @@ class _WithOurQueues(context.BaseContext):
         (tensor,) = made([spec], undertaker.leases, undertaker.allocate(nbytes) if nbytes else 0)
         return tensor
 
+    def trim(self) -> int:
+        """Give back all memory of the context that nobody needs now, whichever process has it. How many bytes that were."""
+        return self.tensorpipe_undertaker().trim()
+
     def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
         """For a DataLoader: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
 

@@ -316,6 +316,15 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         block = self._queue.block_for(nbytes, _seconds(True, timeout)) if nbytes else 0
         return made(specs, self._queue.leases, block)
 
+    def trim(self) -> int:
+        """Give back all memory that this queue and those that share it with it hold ready, but nobody needs, whichever process
+        has it. What lies idle for some seconds is given back anyway, by whoever then puts, or waits in get or put.
+
+        Returns:
+            How many bytes that were.
+        """
+        return self._queue.undertaker.trim()
+
     def put_nowait(self, obj: Any) -> None:
         """``put(obj, block=False)``."""
         self.put(obj, False)

@@ -300,14 +300,13 @@ class GetEnd(QueueEnd):
 
         By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
         """
+        self.arena.mind_idle()
         if taken := self.tickets.take_piped(buffers):
             return taken
         pipe = select.poll()
         pipe.register(self.tickets.fd, select.POLLIN)
-        while self.words[GROWN]:
+        while self.words[GROWN] and not pipe.poll(1000 * IDLE):
             self.arena.mind_idle()
-            if pipe.poll(1000 * IDLE):
-                break
         return 0
 
     def _spin(self, buffers: Buffers) -> bool:

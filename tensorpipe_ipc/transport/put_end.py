@@ -357,6 +357,7 @@ class PutEnd(QueueEnd):
             # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
             free = arena.free[kind]
             if kind > QUICK or not free:
+                arena.mind_idle()
                 arena.harvest(kind)
             try:
                 block = free.pop()

@@ -1,0 +1,352 @@
+"""Memory goes to who needs it, whatever it was used for and whoever had it; and it is given back when nobody does."""
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from arenas import small_context
+from crash_points import in_child, reap
+from programs import ran
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.memory.arena import kind_of
+from tensorpipe_ipc.memory.segment import Segment
+
+MIB = 1 << 20
+PART = MIB >> 2
+LIMIT = 20  # seconds
+
+
+@pytest.fixture
+def ctx():
+    yield from context_of(32 * PART)
+
+
+@pytest.fixture
+def large_ctx():
+    yield from context_of(32 * MIB)
+
+
+def context_of(capacity):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = small_context(capacity=capacity)
+    yield made
+    vars(made).clear()
+    torch.set_num_threads(threads)
+
+
+def resident(there):
+    return there.statistics().resident
+
+
+def octets(nbytes, value=1):
+    return torch.full((nbytes,), value % 251, dtype=torch.uint8)
+
+
+def worth(memory, nbytes):
+    """How many messages of a size take so much memory, about."""
+    return max(1, memory // (1 << kind_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
+
+
+def burst(there, nbytes, count):
+    for _ in range(count):
+        there.put(octets(nbytes), timeout=LIMIT / 2)
+    for _ in range(count):
+        there.get(copy=True)
+
+
+def wait_for(what):
+    until = time.monotonic() + LIMIT
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+class Helper:
+    """A forked process that does something, says so, and then stays alive, idle."""
+
+    def __init__(self, action, *, goes_on=False):
+        self._told, tell = os.pipe()
+        self.pid = in_child(lambda: self._run(action, tell, goes_on))
+        os.close(tell)
+
+    def _run(self, action, tell, goes_on):
+        if goes_on:
+            os.write(tell, b".")
+            action()
+        else:
+            kept = action()
+            os.write(tell, b".")
+            signal.pause()
+            del kept
+
+    def __enter__(self):
+        if os.read(self._told, 1) != b".":
+            self.__exit__()
+            pytest.fail("the helper failed")
+        return self
+
+    def __exit__(self, *_):
+        os.close(self._told)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.mark.parametrize("nbytes", [400, 3000, 20_000, 300_000])
+def test_after_a_burst_of_small_messages_there_is_room_for_large_ones(ctx, nbytes):
+    there = ctx.Queue()
+    burst(there, nbytes, worth(20 * PART, nbytes))
+    for number in range(2):
+        there.put(octets(12 * PART, number), timeout=0)
+    assert [int(there.get(copy=True)[-1]) for _ in range(2)] == [0, 1]
+    burst(there, nbytes, worth(20 * PART, nbytes))
+    assert resident(there) <= 33 * PART
+
+
+@pytest.mark.parametrize("state", ["idle", "stopped", "dead"])
+@pytest.mark.parametrize("nbytes", [400, 100_000, 24 * PART])
+def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
+    """Also with one that is alive, and will never use it; or is stopped, and cannot say so."""
+    there, other = ctx.Queue(), ctx.Queue()
+    there.put(0)  # so that no large one is let in as the first
+    with Helper(lambda: burst(other, nbytes, worth(24 * PART, nbytes))) as helper:
+        assert resident(there) > 20 * PART
+        if state == "stopped":
+            os.kill(helper.pid, signal.SIGSTOP)
+        elif state == "dead":
+            os.kill(helper.pid, signal.SIGKILL)
+        for number in range(2):
+            there.put(octets(13 * PART, number), timeout=0 if number else 1)
+        assert there.get() == 0
+        assert [int(there.get(copy=True)[-1]) for _ in range(2)] == [0, 1]
+        assert resident(there) <= 33 * PART
+
+
+def test_who_lost_free_memory_gets_other_memory(ctx):
+    """And nothing of what it puts then is anybody else's."""
+    there, back, go = ctx.Queue(), ctx.Queue(), ctx.Queue()
+
+    def action():
+        burst(back, 20_000, 200)
+        go.put(1)
+        for number in range(200):
+            value = there.get()
+            back.put(octets(20_000, int(value)))
+
+    with Helper(action, goes_on=True) as helper:
+        assert go.get(timeout=LIMIT) == 1
+        for number in range(200):
+            if number % 20 == 0:
+                assert there.trim() >= 0
+            there.put(number)
+            got = back.get(timeout=LIMIT)
+            assert got.shape == (20_000,)
+            assert int(got[0]) == int(got[-1]) == number % 251
+        assert reap_quietly(helper.pid)
+
+
+def reap_quietly(pid):
+    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
+    return True
+
+
+def test_a_block_that_grows_is_charged(ctx):
+    """Blocks are sizes of a power of two: written in part once, they have pages for that part."""
+    there = ctx.Queue()
+    there.put(0)
+    for nbytes in (4 * PART + 5000, 8 * PART - 5000):
+        for _ in range(16):
+            with contextlib.suppress(Full):
+                there.put(octets(nbytes), timeout=0)
+        assert 20 * PART < resident(there) <= 33 * PART
+        while there.qsize():
+            there.get(copy=True)
+        there.put(0)
+
+
+def test_many_processes_stay_within_the_capacity_together(ctx):
+    """Each puts at once whatever fits, in all sizes."""
+    there, ready = ctx.Queue(), ctx.Queue()
+    there.put(0)
+    most, stop = [0], threading.Event()
+
+    def action(seed):
+        torch.manual_seed(seed)
+        ready.put(seed)
+        for _ in range(30):
+            with contextlib.suppress(Full):
+                there.put(octets(int(torch.randint(100, 9 * PART, (1,)))), timeout=0)
+
+    def look():
+        while not stop.is_set():
+            most[0] = max(most[0], resident(there))
+            stop.wait(0.002)
+
+    onlooker = threading.Thread(target=look)
+    pids = [in_child(lambda seed=seed: action(seed)) for seed in range(8)]
+    onlooker.start()
+    try:
+        assert [reap(pid) for pid in pids] == [0] * 8
+    finally:
+        stop.set()
+        onlooker.join()
+    assert 20 * PART < most[0] <= 35 * PART
+
+
+ADDRESSES = """
+import resource, torch, contextlib
+import tensorpipe_ipc as tp
+torch.set_num_threads(1)
+with open("/proc/self/statm") as line:
+    used = int(line.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (900 << 20), used + (900 << 20)))
+queue = tp.Queue()
+print(queue._queue.arena.segment.size >> 20 <= 512)
+for round in range(3):
+    for nbytes in (400, 5_000, 70_000, 1 << 20, 3 << 20, 9 << 20, 20 << 20, 50 << 20):
+        for _ in range(max(1, min(3000, (60 << 20) // nbytes))):
+            queue.put(torch.ones(nbytes, dtype=torch.uint8), timeout=5)
+        while queue.qsize():
+            queue.get(copy=True)
+print("done")
+"""
+
+
+def test_few_addresses_do_for_all_sizes_in_turn():
+    done = ran("-c", ADDRESSES)
+    assert (done.status, done.out) == (0, "True\ndone\n"), done.err
+
+
+def test_trim_gives_back_what_nobody_needs(large_ctx):
+    there, other = large_ctx.Queue(), large_ctx.Queue()
+    held = octets(3 * MIB, 7)
+    there.put(held)
+    lease = there.get(copy=False)
+    with Helper(lambda: burst(other, 100_000, 60)):
+        burst(there, 2 * MIB, 8)
+        before = resident(there)
+        assert before > 20 * MIB
+        given = large_ctx.trim()
+        assert given > 16 * MIB
+        assert resident(there) == before - given < 5 * MIB
+        assert torch.equal(lease, held)
+        assert there.trim() == 0
+        burst(there, 2 * MIB, 8)
+
+
+@pytest.mark.parametrize("who", ["waits", "waits with a timeout", "puts"])
+def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
+    """By whoever waits or puts, also if it never had that memory."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    monkeypatch.setattr("tensorpipe_ipc.transport.get_end.IDLE", 0.1)
+    there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
+    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+
+    def wait():
+        there.get(timeout=LIMIT if who == "waits with a timeout" else None)
+
+    with Helper(lambda: burst(other, 2 * MIB, 8)):
+        assert resident(there) > 15 * MIB
+        if who == "puts":
+            wait_for(
+                lambda: (go.put(octets(5000)), go.get(), go.put(octets(20_000)), go.get()) and resident(there) < 3 * MIB
+            )
+        else:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            wait_for(lambda: resident(there) < 3 * MIB)
+            there.put(1)
+            waiter.join(LIMIT)
+            assert not waiter.is_alive()
+
+
+def test_threads_put_while_others_take_their_memory_away(ctx):
+    """Nothing is ever in two messages: each arrives as it was."""
+    queues, failed = [ctx.Queue() for _ in range(3)], []
+
+    def trim():
+        for _ in range(60):
+            ctx.trim()
+
+    def use(there, seed):
+        try:
+            for number in range(150):
+                sizes = [(number * 7919 + seed * 31 + each * 104_729) % 90_000 + 1 for each in range(4)]
+                for each, nbytes in enumerate(sizes):
+                    there.put(octets(nbytes, number + each + seed), timeout=LIMIT)
+                for each, nbytes in enumerate(sizes):
+                    got = there.get(timeout=LIMIT)
+                    assert torch.equal(got, octets(nbytes, number + each + seed))
+        except BaseException as error:
+            failed.append(error)
+
+    pids = [in_child(trim), in_child(trim)]
+    threads = [threading.Thread(target=use, args=(there, seed)) for seed, there in enumerate(queues)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * LIMIT)
+    assert not failed
+    assert [reap(pid) for pid in pids] == [0, 0]
+
+
+def test_one_capacity_counts_for_both_ends(monkeypatch):
+    """A consumer on whose side the machine has less takes what the producer may put."""
+    endpoint = f"capacity-{os.getpid()}"
+    with tp.Producer(endpoint, bind=True, shared_memory="require") as producer:
+
+        def consume():
+            monkeypatch.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: 2 * MIB)
+            with tp.Consumer(endpoint, bind=False, shared_memory="require") as consumer:
+                assert consumer.get(timeout=LIMIT).shape == (5 * MIB,)
+
+        pid = in_child(consume)
+        producer.put(octets(5 * MIB), timeout=LIMIT)
+        producer.flush(timeout=LIMIT)
+        assert reap(pid) == 0
+
+
+@pytest.mark.parametrize("page", [16 << 10, 64 << 10])
+def test_pages_may_be_larger(page, monkeypatch):
+    """As on arm64: what is given back are whole pages of that size, and nothing else is lost."""
+    monkeypatch.setattr(Segment, "page", page)
+    ctx = small_context(capacity=32 * PART)
+    there = ctx.Queue()
+    for nbytes in (400, 9000, 40_000, 100_000, 5 * PART):
+        burst(there, nbytes, worth(20 * PART, nbytes))
+        there.put(octets(nbytes, 9))
+        there.put(octets(20 * PART), timeout=0)
+        assert torch.equal(there.get(), octets(nbytes, 9))
+        assert len(there.get(copy=True)) == 20 * PART
+        assert resident(there) <= 33 * PART
+    assert ctx.trim() > 0
+    assert resident(there) < 2 * PART
+    vars(ctx).clear()
+
+
+def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
+    """One that held leases, with another alive that has free memory: together they are enough."""
+    there, other = ctx.Queue(), ctx.Queue()
+    there.put(octets(10 * PART))
+    there.put(0)
+
+    def hold():
+        burst(other, 5 * PART, 2)
+        return there.get(copy=False)
+
+    with Helper(hold) as holder:
+        with pytest.raises(Full):
+            there.put(octets(25 * PART), timeout=0)
+        os.kill(holder.pid, signal.SIGKILL)
+        there.put(octets(25 * PART), timeout=LIMIT)
+        assert (there.get(), len(there.get(copy=True))) == (0, 25 * PART)
+        with pytest.raises(queue.Empty):
+            there.get_nowait()
