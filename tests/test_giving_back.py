@@ -137,7 +137,7 @@ def test_who_lost_free_memory_gets_other_memory(ctx):
     def action():
         burst(back, 20_000, 200)
         go.put(1)
-        for number in range(200):
+        for _ in range(200):
             value = there.get()
             back.put(octets(20_000, int(value)))
 
