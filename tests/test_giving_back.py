@@ -14,7 +14,7 @@ from crash_points import in_child, reap
 from programs import ran
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -312,6 +312,19 @@ def test_one_capacity_counts_for_both_ends(monkeypatch):
         producer.put(octets(5 * MIB), timeout=LIMIT)
         producer.flush(timeout=LIMIT)
         assert reap(pid) == 0
+
+
+def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx):
+    """The sizes are named at once, and no memory is used for it."""
+    there = ctx.Queue()
+    wide = torch.ones(1, 1000).expand(20_000_000, 1000)  # 80 GB
+    for tree in (wide, [wide], {"x": wide, "y": torch.ones(3)}):
+        began = time.monotonic()
+        with pytest.raises(SharedMemoryError, match=r"80000000000 bytes to send and can never fit"):
+            there.put(tree, timeout=1)
+        assert time.monotonic() - began < 1
+    there.put(1)
+    assert there.get() == 1
 
 
 @pytest.mark.parametrize("page", [16 << 10, 64 << 10])

@@ -6,15 +6,18 @@ it is asked, so that every serializer works for every tree, on every transport.
 
 from __future__ import annotations
 
+import errno
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
-__all__ = ["Serializer", "dense_order", "describe", "expect", "plain"]
+__all__ = ["ANY", "Serializer", "dense_order", "describe", "expect", "plain"]
+
+ANY = 1 << 62  # bytes: more than any tensor has
 
 
 @runtime_checkable
@@ -57,15 +60,17 @@ class Serializer(Protocol):
         """
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
     """The same items as memory that can be read: on the CPU, dense, no conjugate or negative bit, no history.
 
     Dense means without gaps, in whatever order of dimensions; what has gaps or overlaps is gathered, once.
 
     Args:
         tensor: any.
+        most: bytes that it may have, if it is gathered.
 
     Raises:
+        SharedMemoryError: it would have more.
         UnsupportedLeaf: its memory is no plain memory (sparse, quantized, nested, meta, a subclass), or is gone.
         OutOfMemory: it has gaps or overlaps, and there is no memory to gather it in.
         Closed: it is a GPU's, and this is a fork of a process that used CUDA.
@@ -79,11 +84,17 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
-        return _gathered(tensor)
+        return _gathered(tensor, most)
     return tensor
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    if tensor.nbytes > most:
+        raise SharedMemoryError(
+            errno.ENOSPC,
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} takes {tensor.nbytes} bytes to send "
+            f"and can never fit: the capacity is {most} bytes; send it before it is expanded, or in parts",
+        )
     try:
         return tensor.contiguous()
     except RuntimeError as error:  # torch has no type for it; whatever else it may be, its own text says

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.serializers.base import describe, plain
+from tensorpipe_ipc.serializers.base import ANY, describe, plain
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta
 
 __all__ = ["Raw"]
@@ -18,10 +18,15 @@ _Tensor = torch.Tensor
 
 
 class Raw:
-    """The serializer ``raw``: every dtype of the table, strided tensors only."""
+    """The serializer ``raw``: every dtype of the table, strided tensors only.
+
+    Attributes:
+        most: bytes that a tensor may have which has to be gathered.
+    """
 
     name = "raw"
     zero_copy = True
+    most = ANY
     is_memory = True  # a payload is the tensor's items and nothing else: whoever makes them elsewhere need not ask
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
@@ -46,7 +51,7 @@ class Raw:
                     return meta, meta.window(address)
         except (RuntimeError, KeyError):
             pass
-        return _encode_other(tensor)
+        return _encode_other(tensor, self.most)
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
         """A tensor on the payload's own memory; on a copy of it, where that may not be written to.
@@ -89,8 +94,8 @@ class Raw:
         ]
 
 
-def _encode_other(tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-    tensor = plain(tensor)
+def _encode_other(tensor: torch.Tensor, most: int) -> tuple[TensorMeta, Any]:
+    tensor = plain(tensor, most)
     meta = describe(tensor)
     if not meta.nbytes:
         return meta, b""
