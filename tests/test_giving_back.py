@@ -158,6 +158,20 @@ def reap_quietly(pid):
     return True
 
 
+def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx):
+    """Not the cold memory of the peak, one after the other."""
+    there = large_ctx.Queue()
+    for _ in range(12):
+        there.put(octets(MIB))
+    peak = [there.get(copy=False) for _ in range(12)]
+    del peak
+    places = set()
+    for _ in range(12):
+        there.put(octets(MIB))
+        places.add(there.get(copy=False).data_ptr())
+    assert len(places) <= 2
+
+
 def test_a_block_that_grows_is_charged(ctx):
     """Blocks are sizes of a power of two: written in part once, they have pages for that part."""
     there = ctx.Queue()

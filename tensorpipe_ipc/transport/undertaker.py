@@ -80,6 +80,13 @@ which we cannot judge, as we do not have its queue: that row stays unfinished fo
 cleared, and *burying* it frees what waits in it and, last, its record. It is done under the lock that says that nobody
 has the queue, by one process at a time; so no other program can be at these blocks.
 
+**Memory changes hands** meanwhile, also that of the living, and addresses are used for other blocks: memory/extents.py. Not
+where a block is not FREE, so all blocks that are argued of here stay where they are. Only a word that is out of date may name
+a place that is no block any more: a ticket that was given and taken, or a queue that is buried. Of the first the state is
+compared in all its 64 bits, generation included; the second is asked for as a block (``Arena.begins``). Who walks all blocks
+to free some keeps their extents while it looks (``Arena._walk``); in one that is changing hands it frees nothing, and the
+row or queue is not done yet.
+
 What follows: a token of a dead process is in a pipe, in a living process's hands, or accounted for. C4 holds since
 after P6 no step of the producer is needed; C2 since a ticket is given only after P5; C6 since every wait for
 something that a process may have taken with it is cut into slices, with ``look`` after each."""
