@@ -290,6 +290,7 @@ class Rows:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
             with contextlib.suppress(AttributeError, OSError):
+                self.index = -1  # for what is collected with it, and asks for it later
                 self._close()
 
     # ---- who is dead ----
