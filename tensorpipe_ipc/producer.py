@@ -37,6 +37,7 @@ from tensorpipe_ipc.wire.message import Outgoing, encode
 
 __all__ = ["Producer", "ProducerStatistics"]
 
+_CREDIT = 0.1  # seconds that word of what was taken may be on its way, in frames, whatever the linger
 _FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
 # Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
 _ONLY_FAREWELL = 1.0
@@ -445,7 +446,7 @@ def _close(link: SendLink, guard: Guard, linger: float) -> str:
     if guard.foreign or guard.closed:
         return ""
     guard.closed = guard.closing = True
-    deadline = deadline_of(linger)
+    deadline = deadline_of(max(linger, _CREDIT) if link.frames_in_flight else linger)
     try:
         if link.in_flight:
             link.drain()  # what was taken by now counts as taken, also without linger

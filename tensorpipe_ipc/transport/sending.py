@@ -115,6 +115,11 @@ class SendLink(Link):
         super().drain()
 
     @property
+    def frames_in_flight(self) -> int:
+        """Those of them that went in frames."""
+        return self._framed
+
+    @property
     def settled(self) -> int:
         """How many consumers are attached."""
         return sum(peer.settled and not peer.away_at for peer in self.peers.values())
