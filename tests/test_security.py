@@ -232,6 +232,7 @@ def test_two_binders_of_one_process_have_lists_of_their_own(keys: Path) -> None:
     ):
         assert any(NOT_LISTED in full for full, _ in exchanged(stranger, two))
         list(exchanged(friend, one))
+        friend.flush(PATIENCE)  # credit comes in a frame
 
 
 GOOD = [b"1.0", b"7", b"tensorpipe_ipc", b"somewhere", b"", b"CURVE", b"key"]
