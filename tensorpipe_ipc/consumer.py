@@ -288,7 +288,8 @@ class Consumer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.ending = ending_by(value)
+        if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+            self._link.ending = ending_by(value)
         self.close()
 
     def __repr__(self) -> str:

@@ -85,6 +85,7 @@ class Guard:
             raise Busy(f"{self._what} is in use by what this signal's handler interrupted")
         try:
             if not self._lock.acquire(False):
+                self.check()  # another thread may be closing it
                 raise Busy(f"{self._what} is in use by another thread; give each thread an end of its own")
             self.check()
         except BaseException:
@@ -103,14 +104,14 @@ class Guard:
 
     @contextmanager
     def to_close(self) -> Iterator[bool]:
-        """Wait until nobody uses the end, to close it. Yield whether it still is to be closed.
+        """Wait until nobody uses the end, nor closes it, to close it. Yield whether it still is to be closed.
 
         Another thread that uses it ends with ``Closed`` within a slice.
 
         Raises:
             Busy: this thread's signal handler interrupted a use.
         """
-        if self.closed or self.foreign:
+        if self.foreign or (self.closed and self._is_owned()):
             yield False
             return
         if self._is_owned():

@@ -340,7 +340,8 @@ class Producer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.ending = ending_by(value)
+        if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+            self._link.ending = ending_by(value)
         untaken, left_behind = self._close(), self._link.left_behind
         self._link.left_behind = []
         told = "; ".join(filter(None, [*map(_lost_with, left_behind), untaken]))

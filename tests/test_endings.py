@@ -145,6 +145,7 @@ def test_messages_that_were_on_their_way_when_a_line_was_cut() -> None:
         with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
             producer = tp.Producer(line.endpoint, linger=0)
             _met(producer, consumer)
+            producer.flush(PATIENCE)
             line.silence("there")
             for number in range(3):
                 producer.put(number, PATIENCE)
@@ -552,6 +553,31 @@ def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
             waiting()
         assert time.monotonic() - started < 2 * NOTICED + MARGIN
         assert end.statistics().messages == (0 if waits == "get" else 2)
+
+
+def test_another_thread_closes_what_a_with_block_waits_in() -> None:
+    """That is a goodbye and no failure; and when the block is left the end is closed: its address is free."""
+    with tp.Consumer("left", bind=False, producers=1) as consumer:
+        for _ in range(5):
+            opened: list[tp.Producer] = []
+
+            def put_until_closed(opened: list[tp.Producer] = opened) -> None:
+                with (
+                    contextlib.suppress(tp.Closed),
+                    tp.Producer("left", bind=True, maxsize=1, linger=PATIENCE) as producer,
+                ):
+                    opened.append(producer)
+                    for number in range(1000):
+                        producer.put(number)
+                tp.Producer("left", bind=True).close()
+
+            putting = in_thread(put_until_closed)
+            assert consumer.get(PATIENCE) == 0
+            wait_until(lambda opened=opened: _is_busy(opened[0]))  # type: ignore[misc]
+            closing = in_thread(opened[0].close)
+            assert len(list(consumer)) > 0
+            closing()
+            putting()
 
 
 def _is_busy(end: Any) -> bool:

@@ -13,6 +13,7 @@ The monitor has no high-water mark: libzmq's thread would stand still as soon as
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import time
@@ -34,6 +35,7 @@ _AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _PROTOCOL, _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _TOLD = _CONNECTED | _UP | int(zmq.EVENT_DISCONNECTED) | _AUTH | _PROTOCOL | _BROKEN_OFF
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_numbers = itertools.count()
 _POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
 
 
@@ -65,7 +67,7 @@ class Handshakes:
         self.with_itself = 0
         self._alarm: Alarm | None = None
         self._tried = time.monotonic()
-        told = f"inproc://handshakes-{id(self)}"
+        told = f"inproc://handshakes-{next(_numbers)}"  # libzmq may not have let go yet of that of one that is gone
         socket.monitor(told, _TOLD)
         self.monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self.monitor.setsockopt(zmq.LINGER, 0)

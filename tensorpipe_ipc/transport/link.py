@@ -92,6 +92,7 @@ _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
+_REMEMBERED = 1000  # ends that have ended
 MOST_PEERS = 1024  # of a binder: each may cost five descriptors, and is looked at several times a second
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
@@ -141,6 +142,7 @@ class Link(Meeting):
         self.rejected = 0
         self.last_rejection = ""
         self._refusal: Exception | None = None
+        self.ended_ends: dict[int, None] = {}  # those that said how they ended: they do not come again
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
@@ -337,7 +339,9 @@ class Link(Meeting):
         elif self.socket.binds:
             raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
         elif kind == Kind.WELCOME:
-            self._admit(routing, unpack_control(header, Hello))
+            hello = unpack_control(header, Hello)
+            if not self.has_left(hello):  # it was on its way when the end of its binder was told
+                self._admit(routing, hello)
             self.greet()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
@@ -389,9 +393,13 @@ class Link(Meeting):
             self.greet()
             return
         hello = unpack_control(header, Hello)
+        if self.has_left(hello):
+            return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
+        if routing not in self.peers and not reason:
+            self._find_again(routing, hello)
         if routing not in self.peers and not reason:
             reason = self._no_place_for(hello)
         if not reason:
@@ -405,6 +413,14 @@ class Link(Meeting):
             self._answer(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
+
+    def _find_again(self, routing: bytes, hello: Hello) -> None:
+        """Know an end again that comes by a new connection. Over ipc it is this user's, so it is the one that it says."""
+        if self.socket.address.scheme == "ipc" and hello.end:
+            for peer in [each for each in self.peers.values() if each.is_still(hello)]:
+                del self.peers[peer.routing]
+                peer.routing, peer.gone_at = routing, 0.0
+                self.peers[routing] = peer
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""
@@ -478,6 +494,10 @@ class Link(Meeting):
     def _leaves(self, peer: Peer, how: How) -> None:
         if peer.routing in self.peers:
             last_words = peer.sight.last_words() if how is How.LOST else None
+            if peer.hello.end and (last_words is not None or how in (How.GOODBYE, How.FAILED)):
+                self.ended_ends[peer.hello.end] = None
+                while len(self.ended_ends) > _REMEMBERED:
+                    del self.ended_ends[next(iter(self.ended_ends))]
             if last_words is not None:
                 self._ends(peer, last_words.ending, self._position_of(last_words))
                 return
@@ -545,7 +565,18 @@ class Link(Meeting):
             if self.socket.has_incoming() and since < _NOISE:
                 return False
             return not connected or since >= self._silence_of(peer)
+        if connected:
+            peer.gone_at = 0.0
+        elif self._comes_again(peer):
+            return False
         return not connected and not self.socket.has_incoming() and not self.waits_for(peer)
+
+    def _comes_again(self, peer: Peer) -> bool:
+        """Whether a peer that is seen to be there lost its connection just now: it may be on its way by another one."""
+        if not self.socket.binds or peer.sight.is_out_of_sight:
+            return False
+        peer.gone_at = peer.gone_at or time.monotonic()
+        return time.monotonic() - peer.gone_at < 2 * REPEAT
 
     def _silence_of(self, peer: Peer) -> float:
         """How long nothing must come from one that is gone, and whose connection has not ended.

@@ -65,6 +65,7 @@ class Meeting(Role):
     socket: FrameSocket
     arrangement: Arrangement
     peers: dict[bytes, Peer]
+    ended_ends: dict[int, None]
     window: int
     has_keys: bool
     _refusal: Exception | None
@@ -142,6 +143,8 @@ class Meeting(Role):
         ours = self.own_hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
+        if self.has_left(found.hello):
+            return
         with contextlib.closing(self._sight_of(found.hello)) as sight:
             if sight.is_gone():
                 return
@@ -152,6 +155,10 @@ class Meeting(Role):
                 self.met(peer)
                 self._sit_down(peer, queue)
                 self._post()
+
+    def has_left(self, hello: Hello) -> bool:
+        """Whether this is an end that has told how it ended: what still comes of it was on its way, or is about to go."""
+        return hello.end in self.ended_ends
 
     def take_spare(self, peer: Peer) -> None:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""

@@ -171,7 +171,7 @@ class FrameSocket:
             else {zmq.IMMEDIATE: int(not (self._keeps or self._monitored and self._receives))}
         )
         if not self.binds:
-            options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
+            options[zmq.ROUTING_ID] = _routing_id()
         if address.scheme == "tcp":
             options |= {zmq.IPV6: 1, **_HEARTBEATS}
         for option, value in options.items():
@@ -414,6 +414,9 @@ class FrameSocket:
         except BaseException:  # a signal's handler raised
             self.torn_at = time.monotonic()
             raise
+        # The connection that is let go may have got to the next binder meanwhile. By one name, the later of the two would be
+        # that binder's, and libzmq goes on with neither where that is not the one that stays.
+        self._socket.setsockopt(zmq.ROUTING_ID, _routing_id())
         handshakes.connect_anew()
 
     def trouble(self) -> str:
@@ -529,6 +532,10 @@ def _give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
     if trim is not None:
         trim(0)
+
+
+def _routing_id() -> bytes:
+    return b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
 
 
 def library() -> tuple[str, str, bool]:

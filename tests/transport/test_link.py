@@ -21,6 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
+from tensorpipe_ipc.transport.presence import Presence
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
     MAX_HEADER,
@@ -398,6 +399,25 @@ def test_who_says_that_it_is_another_end() -> None:
             _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
             assert "attached already" in consumer.statistics().last_rejection
         assert len(consumer.statistics().peers) == 1
+
+
+class _Present(Presence):
+    def close(self, last_words: Any = None) -> None:
+        super().close(last_words)
+
+
+def test_an_end_that_comes_by_another_connection() -> None:
+    """Over ipc it is this user's, so it is the one that it was: it is known again, and was never gone."""
+    with tp.Consumer("moves") as consumer, contextlib.closing(_Present()) as presence:
+        with RawEnd(consumer.endpoint) as one:
+            _attach(consumer, one, end=presence.token, folder=presence.folder)
+        with RawEnd(consumer.endpoint) as two:
+            two.say(hello("producer", end=presence.token, folder=presence.folder))
+            with pytest.raises(tp.Empty):
+                consumer.get(0.3)
+            assert two.hear_header().kind == Kind.WELCOME
+            assert len(consumer.statistics().peers) == 1
+            assert consumer.statistics().vanished == 0
 
 
 def _put_when_let_in(producer: tp.Producer) -> None:
