@@ -5,8 +5,9 @@
 
 One process, the supervisor, makes a queue, forks producers and consumers (some come from a fork server instead, and get
 the queue as a spawned process does), stops, continues and kills them at random moments, and starts others in their
-place. It is never killed itself, and neither are the journals: files that every process maps. A journal's entry is one
-aligned word, which no kill can cut in two.
+place. The queue's memory is small, the messages are small and large in turns, and some producers put a few and are idle from
+then on. The supervisor is never killed itself, and neither are the journals: files that every process maps. A journal's entry
+is one aligned word, which no kill can cut in two.
 
 * A producer notes each message before ``put`` (begun) and after it (returned).
 * What a message must contain follows from its producer and its number; it is compared byte for byte.
@@ -18,8 +19,9 @@ aligned word, which no kill can cut in two.
 
 The judge: what came was begun, came once, in its producer's order and intact, under whatever forks and writes meanwhile
 (C1, C2, C3, C7); what is missing though its ``put`` had returned is no more than what was counted as lost (C4, C5); at most
-one for each consumer killed; some living process goes on soon after each death (C6); in the end every place of the queue is
-free again, every block, and nothing is left in /dev/shm or among the supervisor's descriptors and mappings (C8).
+one for each consumer killed; some living process goes on soon after each death (C6); the memory never costs more than it
+may, and nobody waits for room while others go on; in the end every place of the queue is free again, every block, and
+nothing is left in /dev/shm or among the supervisor's descriptors and mappings (C8).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import gc
 import itertools
 import mmap
 import multiprocessing
+import operator
 import os
 import random
 import shutil
@@ -53,33 +56,55 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import Empty, Full
-from tensorpipe_ipc.memory.arena import HOLDER, KEPT
+from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
+from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.transport.undertaker import Undertaker
 from tests.guard import others
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
+IDLE = 2  # producers that are idle soon
+CAPACITY = 64 << 20  # bytes that the queue's memory may cost
+OVER = CAPACITY // 10  # bytes beyond it: two that look at once may both find room
 SIZES = (0, 60, 60, 400, 400, 400, 4000, 20_000)  # bytes: copied
 LARGE = 60_000  # bytes: under a lease
+DOUBLED = (0, 0, 0, 1, 2, 3, 4, 5)  # how often a large message's size is
+LARGEST = 2 * LARGE << DOUBLED[-1]
+WAVE = 500  # messages of a producer's: so many small ones, then so many with large ones among them
+SMALL_ONLY = 1 << 20  # the bit of a producer's number which says that it puts small messages only
+FEW = {
+    0: 2000,
+    SMALL_ONLY: 20_000,
+}  # messages of a producer that is idle from then on: what it has free by then is its own
+HOLD = 0.4  # seconds that all consumers are stopped now and then, so that the memory fills
+LULL = 4.0  # seconds after that in which nobody is killed, and everybody must go on
+ROOM = 3.0  # seconds that a put may wait in a lull
 BATCH = 10  # messages that every fourth process puts or gets at once
 HELD = 3  # large messages that a consumer keeps
 BACKLOG = 20_000  # messages at which the producers of an unbounded queue pause: more than its pipe holds
 LIFE = 600  # seconds after which a child ends by itself, should the supervisor be gone
-HANG = 20.0  # seconds without a message, while nobody is stopped: a hang
+HANG = 20.0  # seconds without a message, or in one put, while nobody is stopped: a hang
+MARGIN = 5.0  # seconds beyond it, until an error that is raised after so long would have ended the child
 BEGUN, RETURNED = 0, 1  # words of a producer's journal; a consumer's begins with its length
 PAUSE, STOP, FORKS, TORN = 0, 1, 2, 3  # words of the board; how many helpers about, and what one found to be wrong
 HELPED = 25  # every how many large messages a consumer forks
 BROKEN = 1 << 39  # the bit of a consumer's entry which says that the content was wrong
 NUMBERS = BROKEN - 1
 
-_pool = np.random.default_rng(1).integers(0, 256, 1 << 20, dtype=np.uint8)
+TELL = 5.0  # seconds between two reports of how far a campaign is
+
+_pool = np.random.default_rng(1).integers(0, 256, 2 * LARGEST, dtype=np.uint8)
 
 
 def content_of(who: int, number: int) -> np.ndarray[Any, Any]:
     """The bytes of a producer's message."""
     mixed = (who * 0x9E3779B97F4A7C15 + number * 0xC2B2AE3D27D4EB4F) >> 7 & 0xFFFFFFFF
-    size = LARGE + mixed % 1000 if mixed % 32 == 0 else SIZES[mixed >> 5 & 7]
-    start = (mixed >> 8) % (len(_pool) - LARGE - 1000)
+    size = SIZES[mixed >> 5 & 7]
+    if mixed % 16 == 0 and number // WAVE % 2 and who < SMALL_ONLY:
+        least = LARGE << DOUBLED[mixed >> 5 & 7]
+        size = least + (mixed >> 8) % least
+    start = (mixed >> 8) % (len(_pool) - LARGEST)
     return _pool[start : start + size]
 
 
@@ -96,15 +121,15 @@ JOURNAL_WORDS = 1 << 21
 # ---- the processes that are killed ----
 
 
-def produce(queue: Queue, who: int, folder: str) -> None:
-    """Put numbered messages until there have been enough."""
+def produce(queue: Queue, who: int, folder: str, most: int = NUMBERS) -> None:
+    """Put numbered messages until there have been enough; after ``most`` of them none, and live on."""
     begin(who)
     words, board = journal(f"{folder}/put{who}", 2), journal(f"{folder}/board", 8)
-    timeout = (None, 60.0)[who % 2]
+    timeout = (None, HANG)[who % 2]
     size = BATCH if who % 4 == 0 else 1
     for number in itertools.count(step=size):
-        while board[PAUSE]:
-            time.sleep(0.001)
+        while board[PAUSE] or (number >= most and not board[STOP]):
+            time.sleep(0.001 if board[PAUSE] else 0.05)
         if board[STOP]:
             return
         messages = [(who, n, torch.from_numpy(content_of(who, n))) for n in range(number, number + size)]
@@ -292,6 +317,8 @@ class Served:
 
 # ---- the judge ----
 
+_told = [time.monotonic()]
+
 
 @dataclasses.dataclass
 class Figures:
@@ -299,23 +326,52 @@ class Figures:
 
     kills: int = 0
     stops: int = 0
+    closes: int = 0  # of ends, by themselves or by an exception
     put: int = 0  # messages whose put had returned
     got: int = 0
+    resident: int = 0  # bytes that the queue's memory cost at most
     lost: int = 0  # counted by the queue: taken by consumers that were killed inside get
     silence: float = 0.0  # the longest time without a message, in seconds, while nobody was stopped
     missing: int = 0  # put had returned, and nobody got it
     forks: int = 0  # by consumers and their helpers
     stalls: list[float] = dataclasses.field(default_factory=list)  # seconds from a death to a survivor's next message
+    told: list[float] = dataclasses.field(default_factory=list)  # seconds until a consumer was told of a stream's end
 
     def __str__(self) -> str:
-        stalls = sorted(self.stalls) or [0.0]
-        return (
-            f"{self.kills:,} kills, {self.stops:,} stops, about {self.forks:,} forks of helpers, "
-            f"{self.put:,} messages put, {self.got:,} got, "
-            f"{self.missing} missing, {self.lost} counted as lost with their consumers; after a death the next message "
-            f"came within {statistics.median(stalls) * 1e3:.1f} ms (median), {stalls[len(stalls) * 99 // 100] * 1e3:.0f} "
-            f"ms (99 %), {stalls[-1] * 1e3:.0f} ms (most); never was there none for over {self.silence:.2f} s"
+        said = (
+            f"{self.kills:,} kills, {self.closes:,} closes, {self.stops:,} stops, about {self.forks:,} forks of helpers, "
+            f"{self.put:,} messages put, {self.got:,} got, {self.missing} missing, {self.lost} counted as lost with their "
+            "consumers"
         )
+        if self.stalls:
+            said += f"; after a death the next message came within {spread(self.stalls)}"
+        if self.resident:
+            said += f"; never was there none for over {self.silence:.2f} s"
+            said += f"; at most {self.resident / (1 << 20):.1f} MiB resident"
+        if self.told:
+            said += f"; {len(self.told):,} ends of streams were told within {spread(self.told)}"
+        return said
+
+    def tell(self) -> None:
+        """Say how far it is, every few seconds."""
+        if time.monotonic() - _told[0] > TELL:
+            _told[0] = time.monotonic()
+            print(f"  {self.kills:,} kills, {self.closes:,} closes, {self.got:,} messages", file=sys.stderr, flush=True)
+
+    def add(self, part: Figures) -> None:
+        """Take in what came of one part."""
+        for field in dataclasses.fields(self):
+            join = max if field.name in ("silence", "resident") else operator.add
+            setattr(self, field.name, join(getattr(self, field.name), getattr(part, field.name)))
+
+
+def spread(seconds: list[float]) -> str:
+    """How some times are spread, in words."""
+    found = sorted(seconds)
+    return (
+        f"{statistics.median(found) * 1e3:.1f} ms (median), {found[len(found) * 99 // 100] * 1e3:.0f} ms (99 %), "
+        f"{found[-1] * 1e3:.0f} ms (most)"
+    )
 
 
 class Judge:
@@ -384,20 +440,28 @@ class Round:
     """One queue, and the processes at it until it is drained and judged."""
 
     def __init__(self, maxsize: int, choose: random.Random, folder: Path, figures: Figures, served: bool) -> None:
-        self.queue, self.choose, self.folder, self.figures = Queue(maxsize), choose, folder, figures
+        self.choose, self.folder, self.figures = choose, folder, figures
+        undertaker = Undertaker(Arena(Segment.create(), CAPACITY))
+        self.queue = Queue(maxsize, ctx=SimpleNamespace(tensorpipe_undertaker=lambda: undertaker))
         self.kinds = (Forked, Forked, Forked, Served) if served else (Forked,)
         self.judge = Judge()
         self.board = journal(folder / "board", 8)
         self.next_who = 1
         self.stopped: set[int] = set()  # places in ``at_work``
+        self.held_until = self.lull_until = 0.0
+        self.putting: dict[int, tuple[int, float]] = {}  # by producer: the message that it was seen at first, and when
         self.at_work: list[tuple[Any, int, str, memoryview]] = []  # process, who, role, journal
 
     def start(self, role: str) -> tuple[Any, int, str, memoryview]:
         """A new process."""
         who, self.next_who = self.next_who, self.next_who + 1
-        words = journal(self.folder / f"{role}{who}", 2 if role == "put" else JOURNAL_WORDS)
-        target = produce if role == "put" else consume
-        return self.choose.choice(self.kinds)(target, self.queue, who, str(self.folder)), who, role, words
+        if role == "idle":
+            who |= self.choose.choice((0, SMALL_ONLY))
+        words = journal(
+            self.folder / f"{'got' if role == 'got' else 'put'}{who}", JOURNAL_WORDS if role == "got" else 2
+        )
+        target, more = (consume, ()) if role == "got" else (produce, (FEW[who & SMALL_ONLY],) if role == "idle" else ())
+        return self.choose.choice(self.kinds)(target, self.queue, who, str(self.folder), *more), who, role, words
 
     def got(self) -> int:
         """How many messages have come so far."""
@@ -405,12 +469,13 @@ class Round:
 
     def run(self, kills: int, messages: int) -> None:
         """Kill so many, and see at least so many messages come."""
-        for role in ["put"] * PRODUCERS + ["got"] * CONSUMERS:
+        for role in ["put"] * PRODUCERS + ["idle"] * IDLE + ["got"] * CONSUMERS:
             self.at_work.append(self.start(role))
         killed, last, since = 0, -1, time.monotonic()
         while killed < kills or self.got() < messages:
             time.sleep(min(0.1, self.choose.expovariate(1 / 0.005)))  # the moment of the kill: nothing waits for it
             self.board[PAUSE] = self.queue.qsize() > BACKLOG
+            self.look()
             if killed < kills:
                 killed += self.strike()
             got, now = self.got(), time.monotonic()
@@ -421,27 +486,75 @@ class Round:
                 f"nothing came for {HANG} seconds at {self.queue.qsize()} waiting: {self.states()}"
             )
 
+    def look(self) -> None:
+        """See that memory costs no more than it may, and that nobody waits for room while others go on."""
+        resident, now = self.queue._queue.arena.segment.resident(), time.monotonic()
+        self.figures.resident = max(self.figures.resident, resident)
+        assert resident <= CAPACITY + OVER, (
+            f"{resident:,} bytes are resident, of {CAPACITY:,}: {self.queue.statistics()}"
+        )
+        for _, who, role, words in self.at_work:
+            if role != "got" and words[BEGUN] > words[RETURNED] and not self.stopped and not self.board[PAUSE]:
+                at, since = self.putting.get(who, (-1, now))
+                self.putting[who] = (words[BEGUN], since if at == words[BEGUN] else now)
+                most = ROOM if self.lull_until else HANG + MARGIN
+                assert now - since < most or at != words[BEGUN], (
+                    f"producer {who} waits for room since {now - since:.1f} s: {self.queue.statistics()}; {self.states()}"
+                )
+            else:
+                self.putting.pop(who, None)
+        self.figures.tell()
+
     def strike(self) -> int:
         """Stop, continue or kill somebody, or everybody. How many were killed."""
+        if self.held_until or self.lull_until:
+            return self.end_of_lull(time.monotonic())
         fate, victim = self.choose.random(), self.choose.randrange(len(self.at_work))
+        if fate < 0.004 and not self.stopped:
+            return self.hold()
         if fate < 0.02:
             return self.kill(list(range(len(self.at_work))))
+        if self.at_work[victim][2] == "idle" and fate > 0.3:
+            return 0
         if fate < 0.25 and not self.stopped:
             os.kill(self.at_work[victim][0].pid, signal.SIGSTOP)
             self.stopped.add(victim)
             self.figures.stops += 1
             return 0
         if self.stopped and fate < 0.6:
-            for place in self.stopped:
-                os.kill(self.at_work[place][0].pid, signal.SIGCONT)
-            self.stopped.clear()
+            self.go_on()
             return 0
         return self.kill([*self.stopped, victim][:1])
+
+    def hold(self) -> int:
+        """Stop all consumers for a while, so that the memory fills."""
+        self.stopped = {place for place, (_, _, role, _) in enumerate(self.at_work) if role == "got"}
+        for place in self.stopped:
+            os.kill(self.at_work[place][0].pid, signal.SIGSTOP)
+        self.held_until = time.monotonic() + HOLD
+        self.lull_until = self.held_until + LULL
+        return 0
+
+    def end_of_lull(self, now: float) -> int:
+        """Have the consumers go on when they were held long enough, and see that everybody goes on then."""
+        if self.held_until and now > self.held_until:
+            self.held_until = 0.0
+            self.go_on()
+        elif not self.held_until and now > self.lull_until:
+            self.lull_until = 0.0
+        return 0
+
+    def go_on(self) -> None:
+        """Have those that were stopped go on."""
+        for place in self.stopped:
+            os.kill(self.at_work[place][0].pid, signal.SIGCONT)
+        self.stopped.clear()
 
     def kill(self, places: list[int]) -> int:
         """SIGKILL, and others in their places."""
         for place in places:
-            os.kill(self.at_work[place][0].pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself: reaping it says so
+                os.kill(self.at_work[place][0].pid, signal.SIGKILL)
         self.stopped.difference_update(places)
         if not self.stopped and not self.board[PAUSE] and self.survivors_at_work(places):
             self.await_progress(self.got(), time.monotonic())
@@ -456,30 +569,32 @@ class Round:
     def survivors_at_work(self, dead: list[int]) -> bool:
         """Whether of each role one has begun who lives on: it takes a moment to start."""
         begun = {role for k, (_, _, role, words) in enumerate(self.at_work) if k not in dead and words[0] > 1}
-        return len(begun) == 2
+        return begun >= {"put", "got"}
 
     def await_progress(self, before: int, died: float) -> None:
         """C6: the survivors go on."""
         while self.got() == before:
             waited = time.monotonic() - died
             assert waited < HANG, f"{waited:.1f} s after a death nobody has gone on: {self.states()}"
+            self.look()
             time.sleep(0.0005)
         self.figures.stalls.append(time.monotonic() - died)
 
     def bury(self, who: int, role: str, words: memoryview, killed: bool = True) -> None:
         """Hand a journal to the judge."""
-        if role == "put":
-            self.judge.producer(who, words)
-        else:
+        if role == "got":
             self.judge.consumer(words, killed * (1 if who % 4 else BATCH))
+        else:
+            self.judge.producer(who, words)
         words.release()
-        os.unlink(self.folder / f"{role}{who}")
+        os.unlink(self.folder / f"{'got' if role == 'got' else 'put'}{who}")
 
     def states(self) -> str:
         """Where everybody is, for the report of a hang."""
         found = []
         for process, who, role, _ in self.at_work:
             with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGUSR1)  # it says where it is, on standard error
                 found.append(f"{role}{who} in {Path(f'/proc/{process.pid}/wchan').read_text()}")
         return ", ".join(found)
 
@@ -498,7 +613,7 @@ class Round:
         self.board[STOP], self.board[PAUSE] = 1, 0
         for ending in ("put", "got"):
             for process, who, role, words in self.at_work:
-                if role == ending:
+                if (role == "got") == (ending == "got"):
                     assert process.reap() == 0, "a child failed"
                     self.bury(who, role, words, killed=False)
             for _ in range(CONSUMERS if ending == "put" else 0):
@@ -573,12 +688,18 @@ def nothing_left() -> Iterator[None]:
     assert not left, f"left in /dev/shm: {left}"
 
 
-def campaign(kills: int, messages: int, seed: int, bounds: tuple[int, ...] = BOUNDS, served: bool = True) -> Figures:
+def campaign(
+    kills: int, messages: int, closes: int, seed: int, bounds: tuple[int, ...] = BOUNDS, served: bool = True
+) -> Figures:
     """Run it, in one round for each bound.
+
+    Args:
+        closes: 0; a queue has no ends that could be closed.
 
     Raises:
         AssertionError: something that was promised does not hold.
     """
+    assert not closes
     torch.set_num_threads(1)
     choose, figures = random.Random(seed), Figures()
     if served:
@@ -615,26 +736,34 @@ def start_fork_server() -> None:
 
 
 def main() -> None:
-    """Repeat campaigns of a few hundred kills until there were enough, and say after each what came of it."""
+    """Repeat campaigns of some kills until there were enough, and say after each what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--messages", type=int, help="1,000,000, between endpoints any number, if not said")
+    parser.add_argument(
+        "--closes", type=int, help="of endpoints, also by an exception; three for each kill if not said"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", type=int, default=300, help="kills in one campaign")
-    parser.add_argument("--endpoints", action="store_true", help="over Producer and Consumer in unrelated programs")
+    parser.add_argument("--part", type=int, help="kills in one campaign; 300, of endpoints 20, if not said")
+    parser.add_argument("--endpoints", action="store_true", help="over Producer and Consumer")
     arguments = parser.parse_args()
-    run = campaign
+    wanted = Figures(kills=arguments.kills, put=1_000_000 if arguments.messages is None else arguments.messages)
+    run: Callable[..., Figures] = campaign
     if arguments.endpoints:
         from tests.endpoint_campaign import campaign as run
-    total, seed = Figures(), arguments.seed
-    while total.kills < arguments.kills or total.put < arguments.messages:
-        parts = max(1, (arguments.kills - total.kills) // arguments.part)
-        kills = min(arguments.part, max(0, arguments.kills - total.kills))
-        done = run(kills, max(0, arguments.messages - total.got) // parts, seed)
-        silence = max(total.silence, done.silence)
-        for field in dataclasses.fields(Figures):
-            setattr(total, field.name, getattr(total, field.name) + getattr(done, field.name))
-        total.silence = silence
+
+        wanted.closes = 3 * wanted.kills if arguments.closes is None else arguments.closes
+        wanted.put = arguments.messages or 0
+    part, total, seed = arguments.part or (20 if arguments.endpoints else 300), Figures(), arguments.seed
+    while total.kills < wanted.kills or total.put < wanted.put or total.closes < wanted.closes:
+        left = {name: max(0, getattr(wanted, name) - getattr(total, name)) for name in ("kills", "put", "closes")}
+        parts = max(1, left["kills"] // part)
+        shares = [-(-count // parts) for count in left.values()]
+        try:
+            total.add(run(*shares, seed))
+        except BaseException:
+            print(f"seed {seed}, {shares} kills, messages, closes: failed, after {total}", file=sys.stderr, flush=True)
+            raise
         print(f"seed {seed}: {total}", flush=True)
         seed += 1
 

@@ -1,8 +1,8 @@
-"""A program at an endpoint of the kill campaign: ``python -m tests.endpoint_program FOLDER``.
+"""A program of the endpoints' campaign: it opens ends when it is told to, several at a time, each in a thread of its own.
 
-It shares nothing with the others but the endpoint. It imports all it needs, says so and waits; the line that then comes
-on its standard input says what it is: ``ROLE WHO MAXSIZE BINDS``. What it writes down, and when, is the campaign's business
-(``campaign``): a producer notes each message before ``put`` and after it, a consumer while it is being decoded.
+``python -m tests.endpoint_program FOLDER`` reads what to do on its standard input; most programs are forked from the campaign
+instead (``serve``). They share nothing but endpoints. What an end does, and what it is told, it writes down in files that
+outlive it: where it is in its *words* (``ends``), and what a consumer got in its journal, in the order in which it came.
 """
 
 from __future__ import annotations
@@ -10,101 +10,245 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
+import random
+import re
 import signal
 import sys
+import threading
 import time
+import traceback
+import warnings
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 import tensorpipe_ipc as tp
-from tests.campaign import BEGUN, HELD, LARGE, LIFE, RETURNED, check_again, content_of, entry_of, journal
+from tests.campaign import HELD, LARGE, LIFE, check_again, content_of, entry_of, journal
 
 JOURNAL_WORDS = 1 << 20
-LOST, WHY = 2, 3  # further words of a producer's journal: what its statistics count as lost; whether it shares memory
-STOP_PRODUCERS, STOP_CONSUMERS = 0, 1  # words of the board
-ENDPOINT = "campaign"
-TIMEOUTS = (None, 0.3, 0.02)
+MOST_ENDS = 1 << 14
+STATE, FATE, BEGUN, RETURNED, LOST, TOLD = range(
+    6
+)  # an end's words; TOLD: of the messages LOST, how many an error named
+WORDS = 8
+OPEN, LEAVING, ENDED, FAILED = range(1, 5)  # STATE
+CLOSE, RAISE = 1, 2  # FATE
+GOODBYE, FAILURE, LOSS, NAMED = range(1, 5)  # entries about no message: how a stream ended; NAMED: an end that failed
+NUMBER = (1 << 24) - 1  # of such an entry: the end that failed
+TIMEOUTS = (0.3, 0.02, 0.0)
+LINGER = 40.0  # seconds: more than anything may take
 
 
-def produce(who: int, maxsize: int, binds: bool, folder: str) -> None:
-    """Put numbered messages until the board says that there have been enough, and wait until all are taken."""
-    words, board = journal(f"{folder}/put{who}", 4), journal(f"{folder}/board", 8)
-    with tp.Producer(ENDPOINT, bind=binds, maxsize=maxsize, linger=30, shared_memory="require") as producer:
-        number = 0
-        while not board[STOP_PRODUCERS]:
-            words[BEGUN] = number + 1
-            if put(producer, who, number):
-                number += 1
-                words[RETURNED] = number
-            words[LOST] = producer._link.lost
-        with contextlib.suppress(tp.PeerLost):
-            producer.flush(30)
-        words[LOST] = producer._link.lost
+class Spec(NamedTuple):
+    """What an end is to be. ``waits``: it is closed by another thread, while its own waits."""
+
+    who: int
+    role: str
+    endpoint: str
+    bind: bool
+    maxsize: int
+    shared_memory: str
+    producers: int | str
+    peer_timeout: float
+    waits: bool
 
 
-def put(producer: tp.Producer, who: int, number: int) -> bool:
-    """Put one message, a large one of every second producer as a loan. False: there was no room in time."""
-    content = torch.from_numpy(content_of(who, number))
+class Deliberate(Exception):
+    """What an end is left by that is to fail."""
+
+
+class Program:
+    """The ends of one program."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.words = journal(f"{folder}/ends", MOST_ENDS * WORDS)
+        self.open: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def serve(self, commands: Iterable[str]) -> None:
+        """Do what each line says, until one says that it is enough."""
+        for line in commands:
+            if line == "end\n":
+                break
+            told = json.loads(line)
+            target, argument = (self.close, told) if isinstance(told, int) else (self.run, Spec(*told))
+            thread = threading.Thread(target=target, args=(argument,), name=str(told))
+            self.threads.append(thread)
+            thread.start()
+        for thread in self.threads:
+            thread.join()
+
+    def run(self, spec: Spec) -> None:
+        """Open an end, use it and leave it."""
+        mine = self.words[spec.who * WORDS : (spec.who + 1) * WORDS]
+        try:
+            (self.produce if spec.role == "put" else self.consume)(spec, mine)
+            mine[STATE] = ENDED
+        except BaseException:
+            sys.stderr.write(f"{spec}: {traceback.format_exc()}")
+            sys.stderr.flush()
+            mine[STATE] = FAILED  # the last of it, as the campaign ends then
+
+    def said(self, spec: Spec, words: object) -> None:
+        """Write down what an end was told last, for the report of a hang."""
+        if words is not None:
+            with open(f"{self.folder}/said{spec.who}", "w", encoding="utf-8") as file:
+                file.write(str(words))
+
+    def close(self, who: int) -> None:
+        """Close an end that its own thread waits in."""
+        with contextlib.suppress(KeyError):
+            self.open[who].close()
+
+    def produce(self, spec: Spec, mine: memoryview) -> None:
+        """Put numbered messages until the end's fate says otherwise."""
+        choose = random.Random(spec.who)
+        producer = tp.Producer(
+            spec.endpoint,
+            bind=spec.bind,
+            maxsize=spec.maxsize,
+            linger=LINGER,
+            shared_memory=spec.shared_memory,  # type: ignore[arg-type]
+            peer_timeout=spec.peer_timeout,
+        )
+        try:
+            with producer:
+                self.open[spec.who] = producer
+                mine[STATE] = OPEN
+                while not mine[FATE]:
+                    for _ in range(choose.randrange(1, 40)):
+                        self.said(spec, put(producer, spec, mine))
+                    time.sleep(choose.random() * 0.01)
+                mine[STATE] = LEAVING
+                if mine[FATE] == RAISE:
+                    raise Deliberate(f"end {spec.who} fails")
+                if spec.who % 2:
+                    flush(producer, mine)
+        except tp.PeerLost as lost:
+            mine[TOLD] += untaken(lost)
+        except (Deliberate, tp.Closed):
+            pass
+        finally:
+            self.open.pop(spec.who, None)
+        mine[LOST] = producer.statistics().lost
+
+    def consume(self, spec: Spec, mine: memoryview) -> None:
+        """Take messages, and note each and all else that is told, until the end's fate says otherwise."""
+        words = journal(f"{self.folder}/got{spec.who}", JOURNAL_WORDS)
+        held: deque[Any] = deque()
+        consumer = tp.Consumer(
+            spec.endpoint,
+            bind=spec.bind,
+            maxsize=spec.maxsize,
+            shared_memory=spec.shared_memory,  # type: ignore[arg-type]
+            producers=spec.producers,  # type: ignore[arg-type]
+            peer_timeout=spec.peer_timeout,
+        )
+        with contextlib.suppress(Deliberate, tp.Closed), consumer:
+            self.open[spec.who] = consumer
+            mine[STATE] = OPEN
+            while not mine[FATE]:
+                message = get(consumer, None if spec.waits else TIMEOUTS[spec.who % 3], words)
+                if isinstance(message, Exception):
+                    self.said(spec, message)
+                elif message[2].numel() >= LARGE:
+                    held.append(message)
+                del message
+                if len(held) > HELD:
+                    check_again(held.popleft(), words)
+            mine[STATE] = LEAVING
+            if mine[FATE] == RAISE:
+                raise Deliberate(f"end {spec.who} fails")
+        self.open.pop(spec.who, None)
+        while held:
+            check_again(held.popleft(), words)
+
+
+def put(producer: tp.Producer, spec: Spec, mine: memoryview) -> object:
+    """Put one message, a large one of every second producer as a loan. What was said, if it could not be."""
+    number = mine[RETURNED]
+    content = torch.from_numpy(content_of(spec.who, number))
+    mine[BEGUN] = number + 1
+    timeout = None if spec.waits else 0.3
     try:
-        if len(content) >= LARGE and who % 2:
-            specs = [who, number, tp.TensorSpec((len(content),), torch.uint8)]
-            with producer.loan(specs, timeout=1.0) as tree:
-                tree[2].copy_(content)
+        if mine[FATE]:
+            return None
+        if len(content) >= LARGE and spec.who % 2:
+            tree = [spec.who, number, tp.TensorSpec((len(content),), torch.uint8)]
+            with producer.loan(tree, timeout=timeout) as made:
+                made[2].copy_(content)
         else:
-            producer.put([who, number, content], timeout=1.0)
-    except tp.Full:
-        return False
-    return True
+            producer.put([spec.who, number, content], timeout)
+    except tp.Full as full:
+        return full
+    except tp.PeerLost as lost:
+        mine[TOLD] += untaken(lost)
+        return lost
+    mine[RETURNED] = number + 1
+    return None
 
 
-def consume(who: int, maxsize: int, binds: bool, folder: str) -> None:
-    """Take messages and note each, until the board says that no more will come, and none does."""
-    words, board = journal(f"{folder}/got{who}", JOURNAL_WORDS), journal(f"{folder}/board", 8)
-    held: deque[Any] = deque()
-    with tp.Consumer(ENDPOINT, bind=binds, maxsize=maxsize, shared_memory="require") as consumer:
-        decode = consumer._decode_block
-
-        def noting(metadata: bytes, payload: Any) -> Any:
-            found = decode(metadata, payload)
-            words[words[0] + 1] = entry_of(found[0])
-            words[0] += 1
-            return found
-
-        consumer._decode_block = noting  # type: ignore[method-assign]
-        while True:
-            stopping = board[STOP_CONSUMERS]
-            try:
-                message = consumer.get(0.5 if stopping else TIMEOUTS[who % 3] or 1.0)
-            except (tp.Empty, tp.EndOfStream, tp.PeerLost) as found:
-                if stopping and not isinstance(found, tp.PeerLost):
-                    break
-                time.sleep(0 if isinstance(found, tp.Empty) else 0.001)
-                continue
-            if message[2].numel() >= LARGE:
-                held.append(message)
-            del message
-            if len(held) > HELD:
-                check_again(held.popleft(), words)
-        del consumer._decode_block
-    while held:
-        check_again(held.popleft(), words)
+def flush(producer: tp.Producer, mine: memoryview) -> None:
+    """Wait until all is taken. What it is told stays in the block: else it would leave it, and be a failure."""
+    try:
+        producer.flush(LINGER)
+    except tp.PeerLost as lost:
+        mine[TOLD] += untaken(lost)
 
 
-def main() -> None:
-    """Wait for the line that says what to be, and be that."""
+def untaken(lost: tp.PeerLost) -> int:
+    """How many messages an error says that consumers left."""
+    return sum(map(int, re.findall(r"with (\d+) messages", str(lost))))
+
+
+def get(consumer: tp.Consumer, timeout: float | None, words: memoryview) -> Any:
+    """Take a message and note it, or note what is told instead."""
+    try:
+        message = consumer.get(timeout)
+    except tp.Empty as empty:
+        time.sleep(0 if timeout else 0.01)
+        return empty
+    except tp.EndOfStream as end:
+        note(words, GOODBYE << 24)
+        return end
+    except tp.PeerLost as lost:
+        for who in dict.fromkeys(map(int, re.findall(r"end (\d+) fails", str(lost)))):
+            note(words, NAMED << 24 | who)
+        note(words, (FAILURE if isinstance(lost, tp.StreamFailed) else LOSS) << 24)
+        return lost
+    note(words, entry_of(message))
+    return message
+
+
+def note(words: memoryview, entry: int) -> None:
+    """Write down an entry."""
+    words[words[0] + 1] = entry
+    words[0] += 1
+
+
+def prepare() -> None:
+    """What a program does first."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.alarm(LIFE)
-    faulthandler.register(signal.SIGUSR1)  # the supervisor asks where it is, when nobody goes on
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the campaign asks where everybody is, when somebody does not go on
     torch.set_num_threads(1)
-    folder = sys.argv[1]
-    print("here", flush=True)
-    role, who, maxsize, binds = sys.stdin.readline().split() or sys.exit(0)
-    os.close(sys.stdin.fileno())
-    {"put": produce, "got": consume}[role](int(who), int(maxsize), binds == "binds", folder)
+    warnings.simplefilter("ignore")  # an end that fails warns of what it lost
+
+
+def serve(folder: str, descriptor: int, runtime: str) -> None:
+    """Be a program: one that was forked."""
+    os.environ["XDG_RUNTIME_DIR"] = runtime
+    prepare()
+    with open(descriptor, encoding="ascii") as commands:
+        Program(folder).serve(iter(commands.readline, ""))
 
 
 if __name__ == "__main__":
-    main()
+    prepare()
+    Program(sys.argv[1]).serve(iter(sys.stdin.readline, ""))
