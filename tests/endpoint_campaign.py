@@ -316,6 +316,8 @@ class End:
         told = f"{told} of {self.stream.all[-9:]}; before it was told {self.heard} ({self.said()})"
         self.heard.append(f"{TOLD_AS[kind]} {named} after messages of {sorted(self.pending)}")
         assert open_ones, f"{told}: none did"
+        if self.stream.kind.counts:  # one that it has met, and nothing of whose came, counts too: others go on then
+            self.pending &= set(ended)
         pending = [ended.get(who) for who in self.pending]
         assert None not in pending, f"{told}: of {self.pending} one is still there"
         if kind == GOODBYE:

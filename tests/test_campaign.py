@@ -27,6 +27,8 @@ def test_a_short_campaign() -> None:
     assert put >= 3000
 
 
+@pytest.mark.kills
+@pytest.mark.limit(110)
 def test_a_short_campaign_of_endpoints() -> None:
     """Several ends in each program close, fail and are killed, and every stream ends as it must."""
     done = ran(
