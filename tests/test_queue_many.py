@@ -19,6 +19,7 @@ import torch
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 
 LIMIT = 20
@@ -181,7 +182,7 @@ def test_one_that_can_never_fit_is_told_apart_from_those_before_it(maxsize: int)
 def test_a_part_of_a_batch_is_put_though_no_descriptor_is_left() -> None:
     """As many as have room in memory; the places that the others would have had come back."""
     there = Queue(60)
-    there._queue.arena.capacity = 64 << 20
+    there._queue.arena.words[CAPACITY] = 64 << 20
     big = torch.ones(20 << 20, dtype=torch.uint8)
     held = []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
