@@ -315,11 +315,11 @@ def take_there(ends: Ends, way: str, endpoint: str) -> str:
     return _said_there(way, take)
 
 
-def both_there(ends: Ends, way: str, endpoint: str) -> str:
+def both_there(ends: Ends, way: str, endpoint: str, maxsize: int) -> str:
     """Both sides in one process there. Returns how it went at each, and what the doctor says of it."""
 
     def exchange() -> str:
-        with tp.Consumer(endpoint) as consumer, tp.Producer(endpoint) as producer:
+        with tp.Consumer(endpoint, maxsize=maxsize) as consumer, tp.Producer(endpoint, maxsize=maxsize) as producer:
             putting = in_thread(lambda: producer.put("arrives", PATIENCE))
             assert consumer.get(PATIENCE) == "arrives"
             putting()

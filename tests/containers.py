@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import fcntl
 import os
+import shutil
 import socket
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,31 @@ def _of_another_user() -> None:
     os.setuid(NOBODY)
 
 
+def _of_one_user() -> None:
+    """As another user, who has a runtime folder (``folder_of_one_user``)."""
+    os.environ["XDG_RUNTIME_DIR"] = _one_users()
+    _of_another_user()
+
+
+def _one_users() -> str:
+    return f"{os.environ['XDG_RUNTIME_DIR']}-{NOBODY}"
+
+
+@contextlib.contextmanager
+def folder_of_one_user() -> Iterator[None]:
+    """Have a runtime folder for who is ``OF_ONE_USER``, if that is not this user."""
+    if os.geteuid():
+        yield
+        return
+    folder = _one_users()
+    os.mkdir(folder, 0o700)
+    try:
+        os.chown(folder, NOBODY, NOBODY)
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
 def _in_another_network() -> None:
     _unshare(_NEW_NETWORK)
 
@@ -98,7 +125,7 @@ def pick_ports_from(first: int, last: int) -> None:
 def _closed_to_others() -> None:
     """Of the same user, who may not look at its descriptors: what setuid programs are, and those that hide their memory."""
     if not os.geteuid():
-        _of_another_user()
+        _of_one_user()
     _done(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
 
 
@@ -108,7 +135,7 @@ _held: list[int] = []
 def _without_pipes() -> None:
     """Of a user who has as many pages of pipes as he may: the next ones are of one or two."""
     if not os.geteuid():
-        _of_another_user()
+        _of_one_user()
     with open("/proc/sys/fs/pipe-user-pages-soft", encoding="ascii") as file:
         limit = int(file.read())
     for _ in range(0, limit, 256):
@@ -122,7 +149,7 @@ _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
     CLOSED: _closed_to_others,
     WITHOUT_PIPES: _without_pipes,
-    OPEN: lambda: None if os.geteuid() else _of_another_user(),
+    OPEN: lambda: None if os.geteuid() else _of_one_user(),
     "no /proc": _without_proc,
     "read-only /dev/shm": _with_read_only_dev_shm,
     "other pids": _in_other_pids,

@@ -176,7 +176,7 @@ def _binds(end: type[tp.Consumer | tp.Producer], others: list[tp.Consumer | tp.P
 def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -> None:
     """The kernel does not let the connector open what it is offered: frames, and all three say so."""
     endpoint = f"tcp://127.0.0.1:{free_port}"
-    with Child() as binder, Child() as connector:
+    with containers.folder_of_one_user(), Child() as binder, Child() as connector:
         binder.begin(children.take_there, containers.CLOSED, endpoint)
         theirs = connector.call(children.put_from_there, containers.OPEN, endpoint)
         ours, _, told = binder.result().partition("\n")
@@ -186,12 +186,15 @@ def test_a_binder_whose_descriptors_are_closed_to_its_own_user(free_port: int) -
 
 
 def test_a_user_who_has_no_pipes_left(free_port: int) -> None:
-    """No queue can be made: frames, and all three say so."""
-    with Child() as child:
-        said = child.call(children.both_there, containers.WITHOUT_PIPES, f"tcp://127.0.0.1:{free_port}").splitlines()
-    reason = "frames over tcp: no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)"
-    assert said[:2] == [reason, reason]
-    assert said[2].endswith(f": {reason}")
+    """Short pipes do for few messages. No queue for many can be made: frames, and all three say so."""
+    for maxsize, way in ((64, ""), (6400, "frames over tcp: no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")):
+        with containers.folder_of_one_user(), Child() as child:
+            said = child.call(
+                children.both_there, containers.WITHOUT_PIPES, f"tcp://127.0.0.1:{free_port}", maxsize
+            ).splitlines()
+        reason = way or "shared memory"
+        assert said[:2] == [reason, reason]
+        assert said[2].endswith(f": {reason}")
 
 
 def test_what_this_machine_lets_us_try() -> None:
