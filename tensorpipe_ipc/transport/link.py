@@ -45,6 +45,7 @@ There is no thread: whatever has arrived is dealt with inside put, get, flush an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -427,22 +428,37 @@ class Link(Meeting):
         taken = {peer.hello.end for peer in self.peers.values()} | {self.end}
         if hello.end and hello.end in taken:
             return "it says that it is an end which is attached already, or this one"
-        if len(self.peers) >= MOST_PEERS and not self._make_room():
+        if len(self.peers) >= MOST_PEERS and not self._make_room(hello):
             return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
         return ""
 
-    def _make_room(self) -> bool:
-        """Strike off one whose connection has ended, who is out of sight, and for whom nothing is kept. Return whether there
-        was any: so connections that last for a moment do not shut others out for as long as one waits for who may come back."""
-        out = [
-            peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None and not peer.kept
-        ]
-        out.sort(key=lambda peer: (not peer.away_at, peer.heard))
+    def _make_room(self, hello: Hello) -> bool:
+        """Strike off a peer out of sight, for a newcomer. Return whether there was one.
+
+        One whose connection has ended, and for whom nothing is kept, makes room for anybody. So connections that last for a
+        moment do not shut others out for as long as one waits for who may come back. Where there is none, any gives way to an
+        end that is in sight: whoever is not this user can hold all places, and keeps none of this user's ends out.
+        """
+        out = [peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None]
+        out.sort(key=lambda peer: (bool(peer.kept), not peer.away_at, peer.heard))
         for peer in out[:_ASKED]:
-            if not self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer))):
+            if not peer.kept and not self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer))):
                 self._leaves(peer, How.LOST)
                 return True
-        return False
+        if not out or not self._is_in_sight(hello):
+            return False
+        reason = (
+            f"{MOST_PEERS} peers are attached to {self.endpoint}: one that is out of sight gave way to one in sight"
+        )
+        self.reject(Refused(reason), out[0])
+        self._leaves(out[0], How.LOST if out[0].sent or out[0].taken else How.REFUSED)
+        self._answer(out[0].routing, pack_refusal(reason))
+        return True
+
+    def _is_in_sight(self, hello: Hello) -> bool:
+        """Return whether an end that says HELLO is seen to be open."""
+        with contextlib.closing(self._sight_of(hello)) as sight:
+            return not sight.is_out_of_sight and not sight.is_gone()
 
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
         if hello.role == self.role:
@@ -513,7 +529,7 @@ class Link(Meeting):
         way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
         peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
         refusal = str(self._refusal or "")
-        self.restock(MOST_PEERS - sum(peer.settled for peer in self.peers.values()))
+        self.restock(MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values()))
         self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
 
     def disconnect(self, linger: float) -> None:

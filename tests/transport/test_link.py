@@ -62,6 +62,14 @@ def _attach(consumer: tp.Consumer, raw: RawEnd, **changes: Any) -> None:
     assert raw.hear_header().kind == Kind.WELCOME
 
 
+@contextlib.contextmanager
+def _present() -> Iterator[dict[str, int]]:
+    """What an end says of itself that is to be seen in the runtime folder."""
+    presence = Presence()
+    yield {"end": presence.token, "folder": presence.folder}
+    presence.close(None)
+
+
 # -- a conversation as it should be
 
 
@@ -351,10 +359,16 @@ def test_a_binder_that_talks_garbage(role: str, free_port: int) -> None:
 def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many come in; the next one is refused with the number, counted, and comes in when another has left."""
     monkeypatch.setattr("tensorpipe_ipc.transport.link.MOST_PEERS", 2)
-    with tp.Consumer("crowded") as consumer, RawEnd(consumer.endpoint) as one, RawEnd(consumer.endpoint) as two:
-        for raw in (one, two):
-            _attach(consumer, raw)
-        one.say(hello("producer"))  # who is in may say so again
+    with (
+        tp.Consumer("crowded") as consumer,
+        RawEnd(consumer.endpoint) as one,
+        RawEnd(consumer.endpoint) as two,
+        _present() as here,
+        _present() as there,
+    ):
+        _attach(consumer, one, **here)
+        _attach(consumer, two, **there)
+        one.say(hello("producer", **here))  # who is in may say so again
         _listen(consumer, lambda: not one.is_quiet(0))
         assert one.hear_header().kind == Kind.WELCOME
         with tp.Producer("crowded", linger=0) as third:
@@ -368,6 +382,32 @@ def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> N
             putting = in_thread(lambda: _put_when_let_in(third))
             assert consumer.get(PATIENCE) == 1
             putting()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "crowded"])
+def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers hold all places and stay: an end of this user gets in, and the stranger whose place it has is told."""
+    monkeypatch.setattr("tensorpipe_ipc.transport.link.MOST_PEERS", 2)
+    with (
+        tp.Consumer(address) as consumer,
+        RawEnd(consumer.endpoint) as one,
+        RawEnd(consumer.endpoint) as two,
+        RawEnd(consumer.endpoint) as three,
+    ):
+        for raw in (one, two):
+            _attach(consumer, raw)
+        three.say(hello("producer", end=5, folder=consumer._link.folder))  # says that it is in sight, and is not
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        assert "takes no more" in refusal_of(three.hear_of(Kind.REFUSED))
+        with tp.Producer(consumer.endpoint) as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+            assert "gave way to one in sight" in refusal_of(one.hear_of(Kind.REFUSED))
+            while not two.is_quiet(0):
+                assert two.hear_header().kind == Kind.WELCOME
+            assert len(consumer.statistics().peers) == 2
+            assert "gave way" in consumer.statistics().last_rejection
 
 
 def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
