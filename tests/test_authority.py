@@ -23,6 +23,7 @@ import containers
 import exchange
 import msgspec
 import pytest
+import zmq
 from children import PATIENCE, Child, in_thread, wait_until
 from raw_ends import RawEnd, hello, hello_of, map_with, refusal_of
 from secured import connectors, make_keys
@@ -219,6 +220,47 @@ def test_a_socket_that_another_user_put_there_gets_nothing(role: str, sticky: Pa
             putting = in_thread(lambda: producer.put("word", PATIENCE))
             assert consumer.get(PATIENCE) == "word"
             putting()
+
+
+def _feed_as_another(path: str, fed: str, done: str, *, stays: bool) -> None:
+    """Bind there, and say all that a producer says to whoever comes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.setsockopt(zmq.IMMEDIATE, 1)
+        raw.bind(f"ipc://{path}")
+        Path(path).chmod(0o666)
+        for frames in ([hello("producer", Kind.WELCOME)], exchange.sent("evil", sequence=2)):
+            raw.send_multipart(frames)
+        raw.poll(300)  # until it is with the other end
+        if stays:
+            Path(fed).touch()
+            wait_until(lambda: os.path.exists(done))
+        os.unlink(path)
+        raw.close(linger=0)
+    Path(fed).touch()
+
+
+@needs_root
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_another_user_says_in_the_place_of_a_binder_is_not_believed(stays: bool, sticky: Path) -> None:
+    """A consumer computes, and its producer dies. Another user's socket is at the address when it comes round, or was there."""
+    path, fed, done = (str(sticky / name) for name in ("socket", "fed", "done"))
+    with tp.Consumer(f"ipc://{path}", bind=False, producers=None) as consumer:
+        for word in ("good", "better"):
+            with RawEnd(f"ipc://{path}", bind=True) as raw:
+                getting = in_thread(lambda: consumer.get(PATIENCE))
+                raw.hear_of(Kind.HELLO)
+                raw.say(hello("producer", Kind.WELCOME))
+                raw.say(*exchange.sent(word))
+                assert getting() == word
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            if word == "good":
+                feeding = in_thread(lambda: _of_another_user(partial(_feed_as_another, path, fed, done, stays=stays)))
+                wait_until(lambda: os.path.exists(fed))
+                with pytest.raises(tp.Empty):
+                    consumer.get(0.2)
+                Path(done).touch()
+                feeding()
 
 
 @needs_root

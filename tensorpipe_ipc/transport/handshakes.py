@@ -6,7 +6,8 @@ So that a binder which was started anew, with other keys or a longer list, is fo
 does where it got on the line with itself (``kernel_sockets.is_to_itself``), which would keep the address from its binder.
 
 Over ipc, whoever may write to the folder may have put a socket there. So the kernel is asked who listens, of each connection,
-before anything is sent by it; one of another user's is hung up.
+before anything is sent by it, and before anything is believed that came; one of another user's is hung up, and what came unread
+is dropped. So is one that is gone before the kernel was asked, where others may write to the folder.
 
 The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it.
 """
@@ -37,6 +38,7 @@ _TOLD = _CONNECTED | _UP | int(zmq.EVENT_DISCONNECTED) | _AUTH | _PROTOCOL | _BR
 _MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _numbers = itertools.count()
 _POLLIN, _EVENTS, _DO_NOT_WAIT = int(zmq.POLLIN), int(zmq.EVENTS), int(zmq.NOBLOCK)
+_RCVMORE = int(zmq.RCVMORE)
 
 
 class Handshakes:
@@ -47,20 +49,32 @@ class Handshakes:
         monitor: what libzmq tells of them by.
         with_itself: how often it had itself on the line.
         stranger: the other user whose socket is at the address, at the last look; None: none.
+        turned_away: how often it hung up on what was, or may have been, another user's socket.
     """
 
-    def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[bytes], address: Address, has_keys: bool) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        socket: zmq.Socket[bytes],
+        address: Address,
+        has_keys: bool,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         """
         Args:
             context: the socket's.
             socket: the connector's, not connected yet.
             address: what it will connect to.
             has_keys: whether it uses CURVE.
+            is_shared: whether other users may put a socket where it connects to.
         """
         self.connection = self._connections = 0
         self._socket, self._address, self._has_keys = socket, address.text, has_keys
         self._path = address.path
         self.stranger: int | None = None
+        self.turned_away = 0
+        self._is_shared = is_shared
         self._failure: tuple[int, int] | None = None
         self._failures = 0
         self._is_over = False  # libzmq will not try again
@@ -75,7 +89,10 @@ class Handshakes:
         self.monitor.connect(told)
 
     def hear(self) -> None:
-        """Take note of what has happened, and try again where that is due."""
+        """Take note of what has happened, and try again where that is due. Not while a message is read half: hanging up takes
+        the rest away, and libzmq ends the process then."""
+        if self._socket.getsockopt(_RCVMORE):
+            return
         monitor = self.monitor
         while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
             event = monitor.recv(_DO_NOT_WAIT)
@@ -121,7 +138,8 @@ class Handshakes:
     def _see_who_listens(self, fd: int) -> None:
         uid = uid_behind(fd, self._path)
         self.stranger = None if uid == os.geteuid() else uid
-        if self.stranger is not None:
+        if self.stranger is not None or (uid is None and self._is_shared):
+            self.turned_away += 1
             self._hang_up()
 
     def _hang_up(self) -> None:

@@ -131,6 +131,8 @@ class FrameSocket:
         self._gate_fd = -1
         self._monitored = not bind and address.scheme != "inproc"
         self._keeps = False  # what came, when a connection ends
+        self._is_shared = False  # whether others may put a socket where a connector looks for one
+        self._is_believed = True  # whether it is known who sent the message that is being received
         self._made: os.stat_result | None = None  # the socket file of a binder
         self._context = acquire(own=bind and security is not None)
         try:
@@ -153,7 +155,8 @@ class FrameSocket:
             check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
             check_socket_file(address.path)
             # Where others may put a socket, what was to go by a connection that ended would go to theirs.
-            self._keeps = not self._receives and not is_shared(os.path.dirname(address.path))
+            self._is_shared = is_shared(os.path.dirname(address.path))
+            self._keeps = not self._receives and not self._is_shared
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
@@ -185,7 +188,9 @@ class FrameSocket:
                 self.address = address._replace(text=f"{address.text.rpartition(':')[0]}:{port}")
         else:
             if address.scheme != "inproc":
-                self._handshakes = Handshakes(self._context, self._socket, address, self._has_keys)
+                self._handshakes = Handshakes(
+                    self._context, self._socket, address, self._has_keys, is_shared=self._is_shared
+                )
             try:
                 self._socket.connect(address.text)
             except zmq.ZMQError as error:
@@ -314,8 +319,8 @@ class FrameSocket:
             timeout: seconds, at most ``SLICE``.
         """
         self._is_silent = False
-        if self._torn:
-            self._mend()
+        if self._torn and not self._mend():
+            return None
         if not self._frames and self._saved:
             self._frames = self._saved.popleft()
         frames = self._frames
@@ -337,7 +342,10 @@ class FrameSocket:
                 self._torn = False
                 return None
             self._torn = False
+            self._is_believed = not self._is_shared
         if self._surplus and not self._drop_surplus():
+            return None
+        if not self._is_believed and self._may_be_a_strangers():
             return None
         if not self._receives:
             self._heard = frames[-1]
@@ -345,22 +353,41 @@ class FrameSocket:
         buffers = [frame.buffer for frame in frames[self.binds :]]
         return routing, joined(buffers) if self._cuts else buffers
 
-    def _mend(self) -> None:
-        """An exception hit while frames came. If one is missing, the rest of its message is nobody's."""
+    def _may_be_a_strangers(self) -> bool:
+        """Ask who listens where a message came from, by a connection that may be newer than the last look. Whether another
+        user may: then nothing of it is believed. libzmq tells of a connection before anything comes by it."""
+        before = self._handshakes.turned_away if self._handshakes is not None else 0
+        self._hear_handshakes()
+        self._is_believed = True
+        if self._handshakes is None or self._handshakes.turned_away == before:
+            return False
+        self.received()
+        return True
+
+    def _mend(self) -> bool:
+        """An exception hit while frames came. If one is missing, the rest of its message is nobody's: drop a part of it in
+        each turn. Return whether that is done."""
         if not self._frames or self._frames[-1].more:
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv(_LAST, copy=False)
+            if not self._drop_frames():
+                return False
             self._frames, self._surplus = [], False
             self.torn_at = time.monotonic()
         self._torn = False
+        return True
 
     def _drop_surplus(self) -> bool:
-        """Let frames go that belong to no message: a few thousand in each turn, so that waits end in time. Whether all are."""
+        """Let frames go that belong to no message. Whether all are."""
+        if not self._drop_frames():
+            return False
+        self.surplus = f"a message of {self._came} bytes in over {len(self._frames) - 1} frames"
+        self._surplus = False
+        _give_back_memory()
+        return True
+
+    def _drop_frames(self) -> bool:
+        """Drop what is left of a message: a few thousand frames in each turn, so that waits end in time. Whether it is done."""
         for _ in range(_SURPLUS_AT_ONCE):
             if not self._socket.getsockopt(zmq.RCVMORE):
-                self.surplus = f"a message of {self._came} bytes in over {len(self._frames) - 1} frames"
-                self._surplus = False
-                _give_back_memory()
                 return True
             self._socket.recv(_LAST, copy=False)
         return False
@@ -399,6 +426,8 @@ class FrameSocket:
         return self.connection > 0
 
     def _hear_handshakes(self) -> None:
+        if self._surplus or self._torn:  # nothing is heard while a message is read half: read on
+            self._drop_surplus() if self._surplus else self._mend()
         if self._handshakes is not None:
             self._handshakes.hear()
             ended = self.connection not in (0, self._handshakes.connection)
