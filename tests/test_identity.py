@@ -30,7 +30,7 @@ class Slotted:
 
 
 @tp.register_type
-class Pair(NamedTuple):
+class Couple(NamedTuple):
     left: Any
     right: Any
 
@@ -91,7 +91,7 @@ def graphs(draw: st.DrawFn) -> Any:
 
 def _instance(kind: str, left: Any, right: Any) -> Any:
     if kind == "pair":
-        return Pair(left, right)
+        return Couple(left, right)
     if kind == "record":
         record = Record(left, right)
         record.more = 1  # type: ignore[attr-defined]  # what is no field travels, too

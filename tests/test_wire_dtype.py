@@ -41,7 +41,10 @@ def _as_crossed(tree: Any, dtype: torch.dtype) -> Any:
             return torch.nn.Parameter(crossed, requires_grad=tree.requires_grad)
         return crossed.requires_grad_(tree.requires_grad)
     if isinstance(tree, dict):
-        return {key: _as_crossed(child, dtype) for key, child in tree.items()}
+        found = type(tree)((key, _as_crossed(child, dtype)) for key, child in tree.items())
+        if hasattr(tree, "__dict__"):  # an ordered dict may have attributes
+            vars(found).update(vars(tree))
+        return found
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_as_crossed(child, dtype) for child in tree))
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
