@@ -107,8 +107,13 @@ class _Plan:
 
 
 def _placed(specs: list[TensorSpec], stacks: list[Any], undertaker: Undertaker) -> bool:
-    """Put the stacks into one block, that the next put of them hands over. Whether there was room."""
+    """Put the stacks into one block, that the next put of them hands over. Whether there was room.
+
+    There is none where the worker keeps a part of an earlier batch: each part keeps all of its block.
+    """
     leases: Leases = undertaker.leases
+    if leases.offered:
+        return False
     try:
         block = undertaker.allocate(block_bytes(specs))
     except SharedMemoryError:

@@ -68,7 +68,9 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     if not _can_be_emptied(flat, ours) or not _counts():
         return None
     owners = _sole_owners(ours, held.anchor)
-    return None if owners is None else Handover(held, functools.partial(_empty, owners))
+    if owners is None:
+        return None
+    return Handover(held, functools.partial(_empty, owners), functools.partial(_are_sole_still, ours))
 
 
 def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
@@ -87,8 +89,19 @@ def _empty(owners: Iterable[torch.Tensor]) -> None:
         owner.set_()  # type: ignore[call-overload, unused-ignore]
 
 
-def _sole_owners(leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any]) -> list[torch.Tensor] | None:
-    """All tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None."""
+def _are_sole_still(leaves: list[torch.Tensor], array: weakref.ref[Any]) -> bool:
+    """The same as ``_sole_owners``, of what is about to be handed over: the handover knows the array and the bases."""
+    return _sole_owners(leaves, array, callers=1) is not None
+
+
+def _sole_owners(
+    leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any], *, callers: int = 0
+) -> list[torch.Tensor] | None:
+    """All tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None.
+
+    Args:
+        known: how many references to the array, and to each base, are the caller's own.
+    """
     owners = {id(leaf): leaf for leaf in leaves}
     uses = dict.fromkeys(owners, 1)  # of each TensorImpl: its Python object; and its views
     bases = {id(base): base for base in (leaf._base for leaf in owners.values()) if base is not None}
@@ -106,11 +119,11 @@ def _sole_owners(leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any]) -> 
         return None
     del together  # or it would be counted
     of_base, of_storage, of_object = _references_of_the_unknown()
-    if any(count != of_base for count in _references(bases)):
+    if any(count != of_base + callers for count in _references(bases)):
         return None
     if any(count != of_storage for count in _references(storages)):
         return None
-    if _references({0: lies_on()}) != [len(storages) + of_object]:
+    if _references({0: lies_on()}) != [len(storages) + of_object + callers]:
         return None
     return [*owners.values(), *bases.values()]
 

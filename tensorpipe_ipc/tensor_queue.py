@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc import moving
-from tensorpipe_ipc.codec import Codec, Payload
+from tensorpipe_ipc.codec import Apart, Codec, Payload
 from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown
 from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
@@ -26,6 +26,7 @@ from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.queue_statistics import QueueStatistics, statistics_of
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Copy, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.transport.undertaker import default_undertaker
+from tensorpipe_ipc.wire.in_block import PICKLED
 from tensorpipe_ipc.wire.layout import Block
 
 __all__ = ["JoinableQueue", "Queue"]
@@ -37,6 +38,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
     """multiprocessing.Queue's methods and errors, without its feeder thread: ``put`` has read the object when it returns.
 
     It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
+
+    Attributes:
+        takes_offers: whether a put hands over what a DataLoader's worker made for it, though it does not say ``move``: that of
+            the worker's own loop does, as nobody sees the batch after it. Whoever else puts has the object copied.
     """
 
     _has_tasks = False
@@ -85,6 +90,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         self._codec = Codec(self._queue, named, narrows, cuda_ipc=cuda_ipc)
         self._queue.spin = self._spin = spin
         self._undeliverable: list[Exception] = []
+        self.takes_offers = False
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
         """Put an object. Once this returns it has been read, and survives this process.
@@ -114,7 +120,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
-        offered = not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
+        offered = self.takes_offers and not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
         if move or offered:
             apart = codec.take_apart(obj)
             held = codec.handed_over(obj, apart, offered=offered)
@@ -184,10 +190,12 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             is_made: their memory may be used again for the next: each must be copied before that is asked for.
         """
         for obj in remaining:
-            payload, metadata = self._codec.encode(obj)
-            copies = is_made and payload.nbytes < LEASE_FROM and type(payload) is Block
+            apart = None if type(obj) is torch.Tensor else self._codec.take_apart(obj)
+            payload, metadata = self._codec.encode(obj, apart)
+            is_apart = not (is_made or _may_change(apart, metadata))
+            copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
             waiting.append((Copy(payload) if copies else payload, metadata))
-            if len(waiting) == BATCH or is_made and not copies:
+            if len(waiting) == BATCH or not (is_apart or copies):
                 return True
         return False
 
@@ -415,7 +423,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         self._queue, self._codec, self._spin = state
         self._queue.spin = self._spin
         self._undeliverable = []
-        self._closed = self._used = False
+        self._closed = self._used = self.takes_offers = False
 
 
 class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
@@ -443,6 +451,13 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()
         self._queue.tasks.wait(self._queue.tidy)
+
+
+def _may_change(apart: Apart | None, metadata: bytes) -> bool:
+    """Return whether taking the next object apart may change what this one's message is made of: both have leaves that code
+    of the user's gave, which may have one buffer for all (``__reduce__``, or ``to`` of a registered type)."""
+    flat = None if apart is None else apart[0]
+    return bool(metadata[0] & PICKLED) or (flat is not None and None in flat.nodes)
 
 
 def _seconds(block: bool, timeout: float | None) -> float | None:

@@ -5,7 +5,8 @@ stack a batch in: in /dev/shm, from where it would be sent by a handle that need
 that has one of our contexts, that memory lies in the context's arena, and the batch goes by reference.
 
 A message goes by reference if its large tensors lie in one block (``moving``), and each is asked for by itself. So a batch gets
-one block that is as large as what the batch before it asked for. What does not fit gets a block of its own.
+one block that is as large as the batch before it. What does not fit gets a block of its own. A block lasts as long as any part
+of it. So where the worker keeps a part of an earlier batch, the next ones get memory of their own, and are copied.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def is_loaders_worker(target: Any, arguments: tuple[Any, ...]) -> bool:
 def work(target: Callable[..., Any], *arguments: Any) -> Any:
     """Run a loader's worker, with batches in the memory that its queues share."""
     queues = [each for each in arguments if isinstance(each, Queue)]
+    for each in queues:
+        each.takes_offers = True
     memory, torchs = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
     if torchs is None:
         warnings.warn(
@@ -67,19 +70,25 @@ class _BatchMemory:
         """
         self._queues = [each._queue for each in queues]
         self._thread = threading.get_ident()  # others would take the same place
-        self._batch, self._asked, self._before = -1, 0, 0
+        self._put = (-1, 0)  # messages and bytes, before this batch
+        self._asked = self._before = 0
+        self._keeps = False  # whether a part of an earlier batch is still here
         self._block: _Block | None = None
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of so many bytes: in shared memory, where there is room and the batch is large enough to stay there."""
         if threading.get_ident() != self._thread:
             return _private(nbytes)
-        batch = sum(queue.done(PUT)[0] for queue in self._queues)
-        if batch != self._batch:
-            self._batch, self._before, self._asked, self._block = batch, self._asked, 0, None
+        done = [queue.done(PUT) for queue in self._queues]
+        put = sum(count for count, _ in done), sum(nbytes for _, nbytes in done)
+        if (
+            put[0] != self._put[0]
+        ):  # what was made and not put, as by loops within a sample, is none of the next batch's size
+            self._before, self._asked = min(self._asked, put[1] - self._put[1]), 0
+            self._put, self._block, self._keeps = put, None, bool(self._queues[0].leases.offered)
         self._asked += -(-nbytes // ALIGN) * ALIGN
-        if not nbytes:
-            return _private(0)
+        if not nbytes or self._keeps:
+            return _private(nbytes)
         found = None if self._block is None else self._block.take(nbytes)
         if found is None and max(nbytes, self._before if self._block is None else 0) >= LEASE_FROM:
             found = self._in_a_new_block(nbytes)

@@ -506,6 +506,54 @@ def test_nothing_grows_with_the_queues_that_were_ever_made(ctx: Any) -> None:
     assert make(200) - before < 100
 
 
+WHILE_A_GET_ENDS = """
+import os, threading
+began, forks, has_got = threading.Event(), threading.Event(), threading.Event()
+waits = [False]
+
+def let_it_end():  # registered first, it is called last: the package has seen to what is under lease by then
+    if waits[0]:
+        forks.set()
+        has_got.wait(0.2)  # and it may not have, as the fork waits for this
+
+os.register_at_fork(before=let_it_end)
+import torch, tensorpipe_ipc as tp
+
+class Slow:
+    def __init__(self):
+        self.tensor = torch.full((100_000,), 7.0)
+    def __setstate__(self, state):
+        began.set()
+        forks.wait(10)
+        self.__dict__ = state
+
+got = []
+def get():
+    got.append(queue.get())
+    has_got.set()
+
+queue = tp.Queue()
+queue.put(Slow())
+threading.Thread(target=get).start()
+began.wait(10)
+waits[0] = True
+child = os.fork()
+if not child:
+    for each in got:
+        each.tensor.fill_(9)
+    os._exit(0)
+os.waitpid(child, 0)
+has_got.wait(10)
+print(got[0].tensor.unique().tolist())
+"""
+
+
+def test_a_get_that_ends_while_another_thread_forks_is_not_written_to_by_the_child() -> None:
+    """Either the child does not have it, or it has it as its own."""
+    done = ran("-W", "ignore", "-c", WHILE_A_GET_ENDS)
+    assert (done.status, done.out) == (0, "[7.0]\n"), done.err
+
+
 def test_a_fork_in_a_signals_handler_in_the_middle_of_a_move_has_no_part_of_it(ctx: Any) -> None:
     """Wherever it falls: the child's tensor is whole and its own, or empty, as the tensor is its receiver's."""
     there, point, outcomes = ctx.Queue(), 1, set[int]()

@@ -4,6 +4,8 @@ import functools
 import os
 import queue
 import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -87,6 +89,50 @@ def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx):
     there.put(sent, move=True)
     got = there.get()
     assert (got.data_ptr(), got.shape) == (address, (80, SIZE // 100))
+
+
+@pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
+def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx, alias):
+    """The object is copied then: what is written through the alias, the receiver does not see."""
+    there, sent = ctx.Queue(1), filled(ctx)
+    there.put("full")
+    kept, thread = [], threading.Thread(target=there.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT})
+    thread.start()
+    wait_until_asleep(thread)
+    kept.append(alias(sent))
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    got = there.get(timeout=LIMIT)
+    kept[0][:] = 9
+    assert got.unique().tolist() == [3.0]
+    assert sent.unique().tolist() == [9.0]
+
+
+def wait_until_asleep(thread):
+    """Until a thread waits in the kernel."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
+            if stat.read().rsplit(")", 1)[1].split()[0] == "S":
+                return
+        time.sleep(0.001)
+
+
+def test_one_tensor_that_two_threads_move_at_once_reaches_two_receivers_of_its_own(ctx):
+    queues, sent = [ctx.Queue(1), ctx.Queue(1)], filled(ctx)
+    threads = [
+        threading.Thread(target=each.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT}) for each in queues
+    ]
+    for each, thread in zip(queues, threads, strict=True):
+        each.put("full")
+        thread.start()
+        wait_until_asleep(thread)
+    assert [each.get() for each in queues] == ["full", "full"]
+    one, other = (each.get(timeout=LIMIT) for each in queues)
+    for thread in threads:
+        thread.join(LIMIT)
+    one.fill_(5)
+    assert other.sum() == 3 * SIZE
 
 
 def saved_for_backward(tensor):

@@ -221,6 +221,31 @@ def test_a_generator_may_fill_one_tensor_again_and_again(size: int) -> None:
     assert [int(there.get(timeout=LIMIT)[-1]) for _ in range(130)] == list(range(130))
 
 
+_scratch = torch.zeros(30_000)
+
+
+class Lazy:
+    """It is written into memory that all of its kind have, when it is pickled."""
+
+    def __init__(self, value: int, size: int) -> None:
+        self.value, self.size = value, size
+
+    def __reduce__(self) -> Any:
+        return _first, (_scratch[: self.size].fill_(self.value),)
+
+
+def _first(tensor: torch.Tensor) -> float:
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("size", [10, 30_000])
+def test_objects_that_are_pickled_through_one_buffer_keep_their_own_content(size: int) -> None:
+    """Of a list, too, put_many has read each before it takes the next apart."""
+    there = Queue()
+    there.put_many([Lazy(i, size) for i in range(70)])
+    assert [there.get() for _ in range(70)] == list(range(70))
+
+
 def test_a_generator_that_fails_leaves_what_it_made_before() -> None:
     """And the error says how many those are."""
     there = Queue()
@@ -357,6 +382,49 @@ class Breaks:
 
     def __reduce__(self) -> Any:
         return divmod, (1, 0)
+
+
+def test_what_comes_at_the_second_try_lies_under_one_lease() -> None:
+    """A first try that failed, and whose traceback somebody has, costs nothing of what may be under lease."""
+    there, kept = Queue(), list[Exception]()
+    for _ in range(3):
+        there.put(torch.ones(100_000, dtype=torch.bfloat16))
+        try:
+            there.get(as_numpy=True)
+        except UnsupportedLeaf as error:
+            kept.append(error)
+            assert there.get(copy=False).sum() == 100_000
+    kept.clear()
+    leases = there._queue.leases
+    assert leases._room == leases.budget
+
+
+class Hoarder:
+    """It keeps what it is made of, whatever becomes of it, and is made at the second try."""
+
+    kept: list[torch.Tensor] = []
+
+    def __setstate__(self, state: torch.Tensor) -> None:
+        self.kept.append(state)
+        if len(self.kept) == 1:
+            raise MemoryError("once")
+
+    def __getstate__(self) -> torch.Tensor:
+        return torch.full((100_000,), 7.0)
+
+
+def test_what_a_failed_try_has_kept_does_not_change() -> None:
+    """The block is the lease's of both tries, and free when the tensors of both are gone."""
+    there = Queue()
+    there.put(Hoarder())
+    with pytest.raises(MemoryError):
+        there.get()
+    there.get()
+    del Hoarder.kept[1]
+    for _ in range(3):
+        there.put(torch.zeros(100_000))
+        there.get()
+    assert Hoarder.kept.pop().unique().tolist() == [7.0]
 
 
 def test_a_wake_up_among_the_messages_is_no_failure_of_one() -> None:

@@ -161,6 +161,79 @@ def test_where_the_memory_is_full_batches_wait_for_room(ctx):
     vars(small).clear()
 
 
+_side: Any = None
+
+
+def putting_elsewhere(samples):
+    """A collate function that also puts what it gives: into a queue of the context, as a pair."""
+    batch = _collate(samples)
+    _side.put(("seen", batch))
+    return batch
+
+
+_collate: Any = default_collate
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
+def test_what_a_worker_puts_into_another_queue_itself_is_copied(ctx, ours, monkeypatch):
+    """Only the loader's own put takes a batch away that was not said to be moved."""
+    monkeypatch.setattr(sys.modules[__name__], "_side", ctx.Queue())
+    monkeypatch.setattr(sys.modules[__name__], "_collate", ctx.collate if ours else default_collate)
+    loader = DataLoader(Samples(), 4, num_workers=1, collate_fn=putting_elsewhere, multiprocessing_context=ctx)
+    assert numbers_of(loader) == [list(range(24))]
+    seen = [_side.get(timeout=20)[1] for _ in range(6)]
+    assert sorted(i for batch in seen for i in correct(batch)) == list(range(24))
+    del loader, seen
+    assert left_in(ctx) == {}
+
+
+def keeping_a_part(samples):
+    """A collate function that notes what its batches were of."""
+    batch = _collate(samples)
+    _cache.append(batch["shared"])
+    return batch
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
+def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(ctx, ours, monkeypatch):
+    """The memory that the batches take does not grow."""
+    monkeypatch.setattr(sys.modules[__name__], "_collate", ctx.collate if ours else default_collate)
+    loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=keeping_a_part, multiprocessing_context=ctx)
+    holds = []
+    for batch in loader:
+        correct(batch)
+        del batch
+        ctx.tensorpipe_undertaker().leases.settle()
+        holds.append(sum(nbytes for _, nbytes in ctx.tensorpipe_undertaker().arena.holders().values()))
+    assert len(holds) == 12
+    assert max(holds) < 6 * 2 * 3 * ITEMS * 4 * 2, "of those on their way, and one that is kept"
+    del loader
+    assert left_in(ctx) == {}
+
+
+class Nested(Samples):
+    """Each sample is made of batches of other samples."""
+
+    def __getitem__(self, i):
+        sample = super().__getitem__(i)
+        for batch in DataLoader(Samples(), 4):
+            assert batch["x"].sum() == ITEMS * sum(batch["i"])
+        return sample
+
+
+def test_loaders_within_samples_do_not_make_batches_larger(ctx):
+    """What a batch takes is what was put of the one before, and not all that was made meanwhile."""
+    loader = DataLoader(Nested(), 4, num_workers=1, multiprocessing_context=ctx, prefetch_factor=1)
+    most = 0
+    for batch in loader:
+        correct(batch)
+        del batch
+        most = max(most, ctx.tensorpipe_undertaker().arena.segment.resident())
+    assert most < 24 * 3 * ITEMS * 4 * 4
+    del loader
+    assert left_in(ctx) == {}
+
+
 class Views(Dataset):
     """Parts of a tensor that the program shared itself."""
 

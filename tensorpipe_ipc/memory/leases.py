@@ -104,14 +104,19 @@ class Leases:
     def lease(self, block: int, start: int, nbytes: int) -> Octets | None:
         """The bytes of a block as an array whose death frees the block, once its state is HELD by this process.
 
-        The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing. If ``live``
-        does not know the block, the array is a copy in a block of its own, and the caller frees the other one.
+        The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing, and while there
+        is no fork (``no_fork``). If ``live`` does not know the block, the array is a copy in a block of its own, and the
+        caller frees the other one.
 
         Returns:
             None where the budget is used up, or there is no room for such a copy. Then memory of one's own is due.
         """
         if self.kept:
             self.look_at_kept()
+        before = self.live.get(block >> 3)  # of a get that failed, and that somebody remembers: a traceback, say
+        array = None if before is None or before.start != start else before()
+        if array is not None and len(array) == nbytes:
+            return array  # type: ignore[no-any-return]
         if self._room < nbytes:
             return None
         if start - block + nbytes <= PAGE >> 1:  # as blocks are allocated, others lie on its page
@@ -147,6 +152,9 @@ class Leases:
 
     def _add(self, anchor: _Anchor) -> None:
         _holding.add(self)
+        former = self.live.get(anchor.word)
+        if former is not None:
+            self.drop(former)
         self.live[anchor.word] = anchor
         self._room -= anchor.nbytes  # at once with what is before it: no call is in between
 
@@ -167,7 +175,8 @@ class Leases:
         try:
             array = self._anchored(block, start, nbytes, charge)
             self.words[word + NBYTES] = nbytes
-            self.words[word] = self.live[word].held
+            with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
+                self.words[word] = self.live[word].held
         except BaseException:
             anchor = self.live.get(word)
             if anchor is not None:
@@ -253,14 +262,17 @@ class Handover:
         empty: takes the memory from all tensors that lie on it.
     """
 
-    __slots__ = ("_anchor", "_array", "address", "empty", "held", "nbytes", "start", "word")
+    __slots__ = ("_anchor", "_array", "_is_sole", "address", "empty", "held", "nbytes", "start", "word")
 
-    def __init__(self, held: Held, empty: Callable[[], None]) -> None:
+    def __init__(
+        self, held: Held, empty: Callable[[], None], is_sole: Callable[[weakref.ref[Any]], bool] = lambda _: True
+    ) -> None:
         """
         Args:
             empty: takes the memory from all tensors that lie on it; may be called more than once.
+            is_sole: whether there are no others, given a reference to the array, of which this has one.
         """
-        self._anchor, self._array, self.empty = held.anchor, held.anchor(), empty
+        self._anchor, self._array, self.empty, self._is_sole = held.anchor, held.anchor(), empty, is_sole
         self.address, self.nbytes = held.address, held.nbytes
         self.word, self.held = held.anchor.word, held.anchor.held
         self.start = held.address - held.anchor.leases._address
@@ -271,8 +283,11 @@ class Handover:
         return self._anchor.leases
 
     def may_leave(self) -> bool:
-        """Return whether no child of a fork may read the block, at this moment: ask while there is no fork (``no_fork``)."""
-        return self.leases.may_leave(self._anchor)
+        """Return whether nobody else may read the block at this moment, neither a child of a fork nor another tensor.
+
+        Ask once it has begun, while there is no fork (``no_fork``).
+        """
+        return self.leases.may_leave(self._anchor) and self._is_sole(self._anchor)
 
     def begin(self) -> None:
         """From now on the block may be the receiver's, which may be this process, too."""

@@ -235,6 +235,9 @@ class Rows:
         else:
             self._unwitnessed = self.forks
             self.words[row_word(self.index) + UNWITNESSED] = 1
+        # Again: what another thread let go by now is not the child's, and what it lets go from here on is kept.
+        for owner, method in list(self._before_fork.items()):
+            method(owner)
         self._leaves_witness = True
 
     def _close_witness(self) -> None:

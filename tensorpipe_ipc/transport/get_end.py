@@ -384,7 +384,11 @@ class GetEnd(QueueEnd):
     def _let_go(self, word: int) -> None:
         """The block is HELD if the message lies on it, else FREE."""
         anchor = self.leases.live.get(word)
-        self.words[word] = self.words[word] & ~HOLDER if anchor is None else anchor.held
+        if anchor is None:
+            self.words[word] &= ~HOLDER
+            return
+        with self.rows.no_fork:  # a child either has it as its own, or does not have it
+            self.words[word] = anchor.held
 
     def _set_aside(self, operation: Operation) -> bool:
         """Have later gets serve what an exception left in an operation, before all others."""

@@ -225,8 +225,8 @@ class PutEnd(QueueEnd):
             timeout: as for put.
 
         Returns:
-            Whether it was done. If not, the block has no room for the metadata, or a child that was forked meanwhile has its
-            tensors, too.
+            Whether it was done. If not, the block has no room for the metadata; or a child that was forked meanwhile has its
+            tensors, too, or an alias was made of one.
 
         Raises:
             Full: there was no room in time. The text says who holds what.
@@ -251,9 +251,7 @@ class PutEnd(QueueEnd):
             with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
                 within = True
                 try:
-                    may_leave = handover.may_leave()
-                    if may_leave:
-                        self._hand_over(operation, handover, metadata, at, credit)
+                    may_leave = self._hand_over(operation, handover, metadata, at, credit)
                     within = False
                 except BaseException:
                     operation.kept = []
@@ -277,11 +275,14 @@ class PutEnd(QueueEnd):
         self._putting.append(operation)
         return True
 
-    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
-        """P3 to P8 of a held block, and the emptying of its tensors."""
+    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> bool:
+        """P3 to P8 of a held block, and the emptying of its tensors. False, and nothing done: somebody else has some, too."""
         words, word, length = self.words, handover.word, len(metadata)
         self._handovers[operation.ticket] = handover
         handover.begin()
+        if not handover.may_leave():
+            self._settle_handover(operation)
+            return False
         words[word + CREDIT] = credit  # P3
         words[word + NBYTES] = handover.nbytes
         words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
@@ -291,6 +292,7 @@ class PutEnd(QueueEnd):
         words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
         self._queue(operation, word, generation)
         self._settle_handover(operation)
+        return True
 
     def _settle_handover(self, operation: Operation) -> bool:
         """Whether the operation, which is over or undone, was of a held block."""
