@@ -110,13 +110,21 @@ def memfds(name: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, 
         pids: the processes to look at; None: all that this one may look at.
     """
     target = f"/memfd:{name} (deleted)"
+    return ((pid, link) for pid, link, path in open_files(pids) if path == target)
+
+
+def open_files(pids: Iterable[int] | None = None) -> Iterator[tuple[int, str, str]]:
+    """All that processes have open: the process, the link by which another can open it again, and its path as /proc shows it.
+
+    Args:
+        pids: the processes to look at; None: all that this one may look at.
+    """
     for pid in psutil.pids() if pids is None else pids:
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 link = f"/proc/{pid}/fd/{descriptor}"
                 with contextlib.suppress(OSError):
-                    if os.readlink(link) == target:
-                        yield pid, link
+                    yield pid, link, os.readlink(link)
 
 
 def memory(pid: int | None = None) -> Memory:

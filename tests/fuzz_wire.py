@@ -1,7 +1,7 @@
 """A fuzzer of the wire: valid messages, damaged in ways that know their structure, must end in a tree or in our errors.
 
 Messages are frames from a socket, or lie in a block of shared memory (metadata and payload); so are what ends say of
-themselves: HELLO, WELCOME and REFUSED in frames, the notice that hangs in a memfd, and the rendezvous file.
+themselves: HELLO, WELCOME and REFUSED in frames, the notice in an end's file, and the rendezvous file.
 
 The tests run some thousands. By hand, with the whole project's root as the working directory::
 
@@ -126,7 +126,7 @@ def blocks() -> list[Frames]:
 
 
 def posted() -> list[Frames]:
-    """Notices, as they hang in a memfd."""
+    """Notices, as they stand in an end's file."""
     peer = Attached("producer", SOMEBODY, "shared memory", True)
     whole = Notice("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
     return [[framed(whole)], [framed(Notice("ipc:///x", "producer", False, SOMEBODY))]]

@@ -59,7 +59,7 @@ from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
-from tensorpipe_ipc.transport.notice import Attached, Notice, NoticeBoard
+from tensorpipe_ipc.transport.notice import Attached, Notice, framed
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight
 from tensorpipe_ipc.transport.role import misfit
@@ -163,7 +163,6 @@ class Link(Meeting):
         self.presence = Presence() if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
         self.folder = self.presence.folder if self.presence is not None else 0
-        self._board = NoticeBoard()
         self._post()
 
     @property
@@ -527,10 +526,12 @@ class Link(Meeting):
     def _post(self) -> None:
         """Tell whoever may look who is attached, and how."""
         way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
-        peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
-        refusal = str(self._refusal or "")
         self.restock(MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values()))
-        self._board.post(Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal))
+        if self.presence is not None:
+            peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
+            refusal = str(self._refusal or "")
+            notice = Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal)
+            self.presence.post(framed(notice))
 
     def disconnect(self, linger: float) -> None:
         """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
@@ -540,7 +541,6 @@ class Link(Meeting):
         for peer in self.peers.values():
             peer.sight.close()
         self.spares.close()
-        self._board.close()
         self.socket.close(linger)
         self.peers.clear()
 

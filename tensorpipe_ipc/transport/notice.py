@@ -1,8 +1,8 @@
 """Notices: what every open end tells whoever looks for it: who is attached to it, how messages travel, and why so.
 
 An end is a library without a thread: while its program computes, or is stopped, it answers nobody. So it writes down
-beforehand what there is to tell, whenever that changes, in a memfd of its own. Whoever may look at the process's
-descriptors, which is its user, finds that by its name under /proc. No other name is made, so none can be left behind.
+beforehand what there is to tell, whenever that changes, in the file that it has open anyway (``presence``). Whoever may look
+at the process's descriptors, which is its user, finds that under /proc, in whatever container and folder it is.
 
 ::
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from typing import BinaryIO
 
 import msgspec
 
-from tensorpipe_ipc.process import Identity, memfds
+from tensorpipe_ipc.process import Identity, open_files
+from tensorpipe_ipc.transport.presence import SUFFIX
 
-__all__ = ["Attached", "Notice", "NoticeBoard", "framed", "notices", "read_notice"]
+__all__ = ["Attached", "Notice", "framed", "notices", "read_notice"]
 
-_NAME = "tensorpipe_ipc notice"
 _HEAD = struct.Struct("<II")
 _TRIES = 20  # of reading what is just being written anew
 
@@ -65,48 +66,31 @@ class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str = ""
 
 
-class NoticeBoard:
-    """Where one end's notice hangs."""
-
-    def __init__(self) -> None:
-        self._last = b""
-        self._descriptor = -1
-        with contextlib.suppress(AttributeError, OSError):  # where there is none, an end works all the same
-            self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-
-    def post(self, notice: Notice) -> None:
-        """Hang it up, in the place of the last one."""
-        if self._descriptor < 0:
-            return
-        text = framed(notice)
-        if text != self._last:
-            with contextlib.suppress(OSError):  # no memory: it is no reason to fail
-                os.pwrite(self._descriptor, text, 0)
-                self._last = text
-
-    def close(self) -> None:
-        """The end is closed."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
 def notices() -> Iterator[Notice]:
     """Those of all processes that this one may look at."""
-    for pid, link in memfds(_NAME):
-        with contextlib.suppress(OSError):
-            found = _read(link)
-            if found is not None and _is_of(pid, found.identity):
-                yield found
+    seen = set()
+    for pid, link, path in open_files():
+        if path.removesuffix(" (deleted)").endswith(SUFFIX):
+            with contextlib.suppress(OSError):
+                status = os.stat(link)
+                found = _read(link) if stat.S_ISREG(status.st_mode) else None
+                # Its peers have the file open, too, and perhaps others of the same process.
+                if found is not None and _is_of(pid, found.identity) and (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    yield found
 
 
 def _read(path: str) -> Notice | None:
     for _ in range(_TRIES):
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             found = read_notice(file)
         if found is not None:
             return found
     return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def framed(notice: Notice) -> bytes:

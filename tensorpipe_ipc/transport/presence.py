@@ -2,13 +2,14 @@
 
 An open end over ipc or tcp holds an OFD write lock on a file of its own in the user's runtime folder::
 
-    <token>.end     0600, empty while the end is open; the token is random, and HELLO tells it
+    <token>.end     0600; the token is random, and HELLO tells it
 
 The kernel drops that lock when the end closes it, or when its process dies. A peer that finds the file opens it once, and keeps
 it open. So it learns at once that the end is gone, whatever became of the connection, and whether or not the process lives on.
 
-* A closing end writes how it ended into the file, removes its name, and drops the lock, in this order. A peer that has the file
-  open reads the ending there, also where the GOODBYE was lost with a connection. A killed end leaves a file without an ending.
+* While the end is open the file says what there is to tell people (``notice``).
+* A closing end writes how it ended in the place of that, removes the name, and drops the lock, in this order. A peer that has
+  the file open reads the ending there, also where the GOODBYE was lost with a connection. A killed end leaves no ending.
 * HELLO also tells a mark of the folder. An end that names this very folder, and has no file in it, is gone. An end with another
   folder (of another host, user or container) is *out of sight*: only its connection tells of it.
 * The file is found by listing the folder and comparing names. No path is made from what a peer said, and only files that are
@@ -35,9 +36,9 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.addresses import check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import Ending
 
-__all__ = ["LastWords", "Presence", "Sight", "sweep"]
+__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "sweep"]
 
-_SUFFIX = ".end"
+SUFFIX = ".end"
 _LONGEST = 1 << 16  # bytes of last words: some for each of the most peers that an end may have
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -70,14 +71,18 @@ class Presence:
         self.why_not = ""
         self._path = ""
         self._descriptor = -1
+        self._posted = b""
         try:
             self._open(runtime_folder())
         except (OSError, Refused) as failed:
             self.close(None)
-            self.folder, self.why_not = 0, str(failed)
+            self._path, self.folder, self.why_not = "", 0, str(failed)
+            with contextlib.suppress(AttributeError, OSError), _forking:  # for what there is to tell people
+                self._descriptor = os.memfd_create(f"tensorpipe_ipc{SUFFIX}", os.MFD_CLOEXEC)
+                _open_here.add(self)
 
     def _open(self, folder: str) -> None:
-        check_folder(os.path.join(folder, _SUFFIX))
+        check_folder(os.path.join(folder, SUFFIX))
         sweep()
         with _forking:
             _watch_forks()
@@ -97,12 +102,20 @@ class Presence:
         self._descriptor = -1
         return False
 
+    def post(self, text: bytes) -> None:
+        """Have the file say something, in the place of what it said, until the end closes."""
+        if text != self._posted and self._descriptor >= 0:
+            with contextlib.suppress(OSError):  # no room for it: it is no reason to fail
+                os.pwrite(self._descriptor, text, 0)
+                self._posted = text
+
     def close(self, last_words: LastWords | None) -> None:
         """Write how the end ended, remove the file and drop the lock. Again: nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
         with contextlib.suppress(OSError):  # no room for it: then it looks like a killed end's
+            os.ftruncate(descriptor, 0)
             if last_words is not None:
                 os.pwrite(descriptor, msgspec.msgpack.encode(last_words), 0)
         _remove(self._path, descriptor)
@@ -198,7 +211,7 @@ def sweep() -> None:
     with contextlib.suppress(OSError):
         folder = runtime_folder()
         for name in os.listdir(folder):
-            if name.endswith(_SUFFIX):
+            if name.endswith(SUFFIX):
                 _sweep(os.path.join(folder, name))
 
 
@@ -225,7 +238,7 @@ def _token() -> int:
 
 
 def _name_of(token: int) -> str:
-    return f"{token:016x}{_SUFFIX}"
+    return f"{token:016x}{SUFFIX}"
 
 
 def _mark_of(folder: os.stat_result) -> int:

@@ -23,7 +23,7 @@ from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport.notice import Notice, NoticeBoard, framed, notices, read_notice
+from tensorpipe_ipc.transport.notice import Notice, framed, notices, read_notice
 
 pytestmark = pytest.mark.limit(30)
 
@@ -168,12 +168,34 @@ def test_what_a_notice_may_be(more: Any, found: bool) -> None:
     assert read_notice(io.BytesIO(data[:7])) is None
 
 
-def test_without_memfd_an_end_works_and_posts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not told of, and that is all."""
+def test_ends_without_a_safe_runtime_folder_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have to say hangs in no folder then."""
+    folder = tmp_path / "tensorpipe_ipc"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer, tp.Producer(consumer.endpoint) as producer:
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        assert [finding.what for finding in _of(consumer.endpoint)] == ["bound by", "  producer"]
+        assert os.listdir(folder) == []
+
+
+def test_what_lies_under_the_name_of_a_notice_is_not_waited_for(tmp_path: Path) -> None:
+    """A fifo that a program has open by such a name keeps nobody; what ends tell lies in files."""
+    os.mkfifo(tmp_path / "x.end")
+    fifo = os.open(tmp_path / "x.end", os.O_RDWR)
+    try:
+        with tp.Consumer("one") as consumer:
+            assert [notice.role for notice in notices() if notice.endpoint == consumer.endpoint] == ["consumer"]
+    finally:
+        os.close(fifo)
+
+
+def test_without_memfd_the_machine_has_no_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are marked."""
     monkeypatch.delattr(os, "memfd_create")
-    board = NoticeBoard()
-    board.post(next(iter(()), None))  # type: ignore[arg-type]
-    board.close()
     assert [each.what for each in machine.findings() if each.state is State.NO][:2] == ["memfd", "seals"]
 
 
