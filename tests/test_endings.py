@@ -106,6 +106,46 @@ def test_a_producer_closes_while_its_consumer_is_stopped(endpoint: str, consumer
         assert time.monotonic() - started < NOTICED + MARGIN
 
 
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_producers_close_before_their_consumer_has_answered_them(endpoint: str, shared_memory: Any) -> None:
+    """They have said that they are there, so they say goodbye, too: the stream of the three ends well."""
+    with tp.Consumer(endpoint, producers=3) as consumer:
+        for _ in range(3):
+            with tp.Producer(consumer.endpoint, shared_memory=shared_memory, linger=0) as producer:
+                with pytest.raises(tp.Full):
+                    producer.wait_for(2, 0.2)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+@pytest.mark.usefixtures("transport")
+def test_a_goodbye_that_comes_when_the_next_consumer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The consumer's own file has told how it ended. What its connection still brings says nothing of the next one."""
+    with tp.Consumer("ending") as first, tp.Producer("ending") as producer:
+        _met(producer, first)
+        producer.flush(PATIENCE)
+        link: Any = first._link
+        say, close, held = link._say, link.close, list[tuple[bytes, bytes]]()
+
+        def close_late(linger: float) -> None:
+            wait_until(lambda: not producer.statistics().peers)
+            for peer, frame in held:
+                say(peer, frame)
+            close(1.0)
+
+        monkeypatch.setattr(link, "_say", lambda peer, frame: held.append((peer, frame)) is None)
+        monkeypatch.setattr(link, "close", close_late)
+        first.close()
+        with tp.Consumer("ending") as following:
+            putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(4)])
+            assert [following.get(PATIENCE) for _ in range(4)] == [0, 1, 2, 3]
+            putting()
+            producer.flush(PATIENCE)
+            assert producer.statistics().lost == 0
+            assert len(producer.statistics().peers) == 1
+
+
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
 def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool) -> None:

@@ -181,8 +181,12 @@ class Link(Meeting):
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
         self.hear_claimants()
+        if self.owes_greeting() and not self.keeps:
+            self.greet()  # its binder knows it by this connection then
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [self._say(peer.routing, pack_goodbye(self.position(peer), ending)) for peer in there]
+        if self.awaits_welcome():
+            told.append(self._say(b"", pack_goodbye(self.own_hello(None).sequence, ending)))
         if self.presence is not None:
             framed = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
             self.presence.close(LastWords(ending, {peer.hello.end: self.position(peer) for peer in framed}))
@@ -194,15 +198,19 @@ class Link(Meeting):
 
         What has come and was not read yet, libzmq drops with the connection.
         """
-        deadline = time.monotonic() + _ANSWERED
-        while self.keeps and any(peer.sight.is_out_of_sight and not peer.away_at for peer in self.peers.values()):
+        deadline, unmet = time.monotonic() + _ANSWERED, self.awaits_welcome()
+        while self.keeps and (
+            unmet or any(peer.sight.is_out_of_sight and not peer.away_at for peer in self.peers.values())
+        ):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             incoming = self.socket.receive(min(left, SLICE))
             self.socket.received()
-            if incoming is not None and incoming[0] in self.peers and _is_goodbye(incoming[1]):
-                self._leaves(self.peers[incoming[0]], How.GOODBYE)
+            if incoming is not None and _is_goodbye(incoming[1]):
+                unmet = False
+                if incoming[0] in self.peers:
+                    self._leaves(self.peers[incoming[0]], How.GOODBYE)
 
     # -- what comes in
 
@@ -319,6 +327,8 @@ class Link(Meeting):
             if peer is None:
                 self._meet_stranger(routing, kind)
                 return None
+            if peer.by_file:  # it says WELCOME first: this came by the connection with the one before it
+                return None
             peer.heard = time.monotonic()
             if kind == Kind.DATA:
                 if not self.expects(peer, header):
@@ -340,7 +350,7 @@ class Link(Meeting):
             raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
         elif kind == Kind.WELCOME:
             hello = unpack_control(header, Hello)
-            if not self.has_left(hello):  # it was on its way when the end of its binder was told
+            if not self.has_left(hello) and not self.is_late_answer(self.peers.get(routing), hello):
                 self._admit(routing, hello)
             self.greet()
         else:
@@ -352,7 +362,7 @@ class Link(Meeting):
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
         """A message that its sender gave up, as an empty last frame says: its sequence is used up, and that is all."""
         peer = self.peers.get(routing)
-        if len(frames) > 1 and peer is not None:
+        if len(frames) > 1 and peer is not None and not peer.by_file:
             header = unpack(frames[0])
             if header.kind == Kind.DATA and self.expects(peer, header):
                 self.taken(peer, header)
@@ -518,7 +528,7 @@ class Link(Meeting):
                 return
             self.transport()  # it is told as it last was
             peer.leave(how)
-            self.last_left = peer
+            self.last_left, self._left_on = peer, self._greeted_on
             self.parted(peer)
             del self.peers[peer.routing]
             self._post()

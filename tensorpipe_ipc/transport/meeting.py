@@ -74,6 +74,7 @@ class Meeting(Role):
         self.spares = Spares()
         self._greeted = 0.0  # when a connector last said HELLO
         self._greeted_on = 0  # and on which of its connections
+        self._left_on = 0  # the one by which its binder left
         self._looked_for_file = 0.0
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
@@ -126,6 +127,12 @@ class Meeting(Role):
         """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
         trouble = "" if self.peers else self.socket.trouble()
         return f"; {trouble}" if trouble else ""
+
+    def awaits_welcome(self) -> bool:
+        """Whether a connector has said HELLO by the connection that it has, and knows of no answer: its binder may know it."""
+        if self.socket.binds or self.peers or self._refusal is not None or self._greeted_on in (0, self._left_on):
+            return False
+        return self.socket.is_connected() and self._greeted_on == self.socket.connection
 
     def has_lost_connection(self) -> bool:
         """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
@@ -218,6 +225,10 @@ class Meeting(Role):
         terms = hello.shared_memory
         peer.by_file = peer.token not in (terms.attached, terms.unknown) and not terms.why_not
         return peer.by_file
+
+    def is_late_answer(self, peer: Peer | None, hello: Hello) -> bool:
+        """Whether a WELCOME comes from a binder that was there before the one whose file led here, and which is there."""
+        return peer is not None and peer.by_file and not peer.is_still(hello) and not peer.sight.is_gone()
 
     # -- a binder's
 
