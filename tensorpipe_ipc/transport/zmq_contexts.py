@@ -18,7 +18,7 @@ from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
 
-__all__ = ["acquire", "hold_reaper", "release"]
+__all__ = ["acquire", "has_descriptors", "hold_reaper", "release"]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 
@@ -52,6 +52,15 @@ def acquire(*, own: bool) -> zmq.Context[Any]:
                 shared.common = context
         shared.contexts[context] = shared.contexts.get(context, 0) + 1
         return context
+
+
+def has_descriptors() -> bool:
+    """Return whether enough are left for a socket more."""
+    try:
+        _check_descriptors()
+    except Refused:
+        return False
+    return True
 
 
 def _check_descriptors() -> None:

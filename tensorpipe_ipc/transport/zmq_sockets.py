@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import zmq
@@ -37,13 +38,15 @@ from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, j
 from tensorpipe_ipc.transport.handshakes import Handshakes
 from tensorpipe_ipc.transport.kernel_sockets import listener, prepare_for_bulk
 from tensorpipe_ipc.transport.poll_fd import PollFd
-from tensorpipe_ipc.transport.zmq_contexts import acquire, hold_reaper, release
+from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, hold_reaper, release
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameSocket", "Unreachable", "library"]
 
 SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
-_LETTING_GO = 0.1  # seconds: libzmq's threads let go of a port or name some time after close
+_LETTING_GO = 0.1  # seconds: libzmq's threads let go of a name some time after close
+_LET_GO = 1.0  # seconds that closing waits for a port, at most
+_numbers = itertools.count()
 _SLICE_MS = int(SLICE * 1000)
 # Plain ints: each `|` of pyzmq's enum members costs a microsecond.
 _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
@@ -535,8 +538,27 @@ class FrameSocket:
             self._poll_fd.close()
         if self._made is not None:
             unclaim(self.address.path, self._made)  # libzmq leaves the file
+        elif self.binds and self.address.scheme == "tcp":
+            self._give_port_back(linger)
         self._close_sockets(linger)
         release(self._context)
+
+    def _give_port_back(self, linger: float) -> None:
+        """Wait until libzmq's thread has let go of the port: another program may bind it as soon as this end is closed.
+
+        It hangs up with the port; what was sent goes on leaving.
+        """
+        if not has_descriptors():  # then libzmq's thread closes it a moment later
+            return
+        told = f"inproc://let-go-{next(_numbers)}"
+        with suppress(zmq.ZMQError):
+            self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
+            self._socket.monitor(told, zmq.EVENT_CLOSED)
+            with closing(self._context.socket(zmq.PAIR)) as monitor:
+                monitor.connect(told)
+                self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+                monitor.poll(int(_LET_GO * 1000))
+                self._socket.disable_monitor()
 
     def _close_sockets(self, linger: float) -> None:
         if self._handshakes is not None:

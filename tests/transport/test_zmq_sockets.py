@@ -192,6 +192,17 @@ def test_a_port_in_use(free_port: int) -> None:
             tp.Consumer(endpoint)
 
 
+def test_a_port_is_free_when_its_end_is_closed() -> None:
+    """Any other program may have it at once, also while another end keeps the context alive."""
+    with tp.Consumer("another"):
+        for _ in range(50):
+            with tp.Consumer("tcp://127.0.0.1:0") as consumer:
+                port = int(consumer.endpoint.rpartition(":")[2])
+            with socket.socket() as theirs:
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                theirs.bind(("127.0.0.1", port))
+
+
 def test_an_inproc_name_in_use() -> None:
     """It is refused too."""
     with (
