@@ -21,6 +21,7 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.transport.queue_end import QueueEnd
 
 LIMIT = 20
 
@@ -612,3 +613,90 @@ def test_a_closed_queue_refuses(call: str) -> None:
     arguments: dict[str, Any] = {"put_many": ([1],), "get_many": (1,)}
     with pytest.raises(Closed, match="is closed"):
         getattr(there, call)(*arguments.get(call, ()))
+
+
+class Broken:
+    """It cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+class Slow:
+    """Making it again takes until it is let go on."""
+
+    reached, go_on = threading.Event(), threading.Event()
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return self._made, (self.number,)
+
+    @classmethod
+    def _made(cls, number: int) -> int:
+        cls.reached.set()
+        assert cls.go_on.wait(LIMIT)
+        return number
+
+
+class Slower(Slow):
+    """Another one."""
+
+    reached, go_on = threading.Event(), threading.Event()
+
+
+def test_a_batch_that_was_put_aside_is_served_by_threads_while_others_take_more() -> None:
+    """What one thread still serves of it is not overwritten by what another takes."""
+    for each in (Slow, Slower):
+        each.reached.clear()
+        each.go_on.clear()
+    there, slow, batch = Queue(20), list[Any](), list[Any]()
+    there.put_many([Broken(), Slow(1), 2])
+    with pytest.raises(ValueError, match="invalid literal"):
+        there.get_many(3)
+    first = threading.Thread(target=lambda: slow.append(there.get()))
+    first.start()
+    assert Slow.reached.wait(LIMIT)
+    assert there.get() == 2
+    there.put_many([Slower(10), 11, 12])
+    second = threading.Thread(target=lambda: batch.extend(there.get_many(3)))
+    second.start()
+    assert Slower.reached.wait(LIMIT)
+    Slow.go_on.set()
+    first.join()
+    there.put_many(range(20, 37))  # where 11 would lie, had it been let go
+    Slower.go_on.set()
+    second.join()
+    assert (slow, batch) == ([1], [10, 11, 12])
+    assert [there.get() for _ in range(17)] == list(range(20, 37))
+
+
+def test_an_exception_that_another_thread_handles_says_nothing_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that comes again does so, whichever thread sees to it, and whatever that one is about."""
+    there, reached, go_on = Queue(), threading.Event(), threading.Event()
+    take_up = QueueEnd._take_up
+
+    def late(self: QueueEnd) -> None:
+        if threading.current_thread() is other:
+            reached.set()
+            assert go_on.wait(LIMIT)
+        take_up(self)
+
+    def asks_for_numpy() -> None:
+        with contextlib.suppress(UnsupportedLeaf):
+            there.get(as_numpy=True)
+
+    there.put(torch.zeros(3, dtype=torch.bfloat16))
+    other = threading.Thread(target=asks_for_numpy)
+    monkeypatch.setattr(QueueEnd, "_take_up", late)
+    other.start()
+    assert reached.wait(LIMIT)
+    try:
+        raise LookupError("of the user's own")
+    except LookupError:
+        assert there.get(timeout=LIMIT).shape == (3,)
+    finally:
+        go_on.set()
+        other.join()
+    assert there.statistics().undecodable == 0

@@ -9,13 +9,14 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
 from wholeness import points, stride
 
-from tensorpipe_ipc.errors import Empty, Full, ShutDown
+from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.token_pipe import SHUT
 
@@ -242,3 +243,79 @@ def test_a_full_queue_that_is_shut_down_says_shut_down_and_not_full() -> None:
     refused(there, lambda there: there.get(timeout=0.01))
     assert not isinstance(ShutDown(), (Full, Empty, queue.Empty))
     assert select.select([there], [], [], LIMIT)[0], "get would not wait, so the descriptor is to say so"
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finds_nothing_and_dies(there: Queue) -> None:
+    """Have a get see the end, and be killed before it can tell anybody."""
+    there._queue.undertaker.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
+    there.get()
+
+
+def drops_all_and_dies(there: Queue) -> None:
+    """Drop all that is left, and be killed before it can tell anybody once more."""
+    undertaker, told = there._queue.undertaker, list[None]()
+    wake = undertaker.wake
+
+    def twice(*args: Any, **options: Any) -> None:
+        told.append(None)
+        if len(told) == 3:
+            dies()
+        wake(*args, **options)
+
+    undertaker.wake = twice  # type: ignore[method-assign]
+    there.shutdown(immediate=True)
+
+
+@pytest.mark.parametrize("wait", ["get", "get_many"])
+@pytest.mark.parametrize("other", [finds_nothing_and_dies, drops_all_and_dies])
+def test_one_that_was_stopped_asleep_is_told_though_another_took_all_bells_and_was_killed(
+    other: Callable[[Queue], None], wait: str
+) -> None:
+    """Bells that one process takes are there for those who sleep, whatever becomes of it."""
+    there = Queue()
+    with waiters(there, [lambda: refused(there, GETS[wait])]) as [sleeper]:
+        os.kill(sleeper, signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper, os.WSTOPPED | os.WNOWAIT)
+        if other is finds_nothing_and_dies:
+            there.shutdown()
+        assert reap(in_child(lambda: other(there))) == -signal.SIGKILL
+        os.kill(sleeper, signal.SIGCONT)
+        assert reap(sleeper) == 0
+
+
+def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:
+    """What tells of the end does not pile up, however often it is asked for."""
+    there = Queue()
+    there.shutdown()
+    refused(there, GETS["get"])
+    before = there._queue.tickets.unread()
+    for wait in (*GETS.values(), *GETS.values()):
+        refused(there, wait)
+    assert there._queue.tickets.unread() <= before + 2 * 64 * 2  # a batch's words are told of, too
+
+
+def test_an_immediate_shutdown_drops_what_was_to_be_got_again() -> None:
+    """An object that did not come in the form that was asked for is dropped, too: get and join end."""
+    there = JoinableQueue()
+    there.put(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedLeaf):
+        there.get(as_numpy=True)
+    there.shutdown(immediate=True)
+    assert there.empty()
+    refused(there, GETS["get"])
+    there.join()
+
+
+def test_an_immediate_shutdown_elsewhere_drops_what_was_to_be_got_again_here() -> None:
+    """Who looks for it learns of the end."""
+    there = JoinableQueue()
+    there.put(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedLeaf):
+        there.get(as_numpy=True)
+    assert reap(in_child(lambda: there.shutdown(immediate=True))) == 0
+    refused(there, GETS["get"])
+    there.join()

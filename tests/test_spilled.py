@@ -12,9 +12,10 @@ from collections.abc import Callable
 from multiprocessing import connection
 
 import pytest
+import torch
 from crash_points import in_child, reap
 
-from tensorpipe_ipc.errors import Empty, ShutDown
+from tensorpipe_ipc.errors import Empty, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import Queue
 
 LIMIT = 20  # seconds
@@ -160,3 +161,41 @@ def test_bursts_and_droughts_again_and_again_lose_nothing_and_keep_the_order(siz
     assert [reap(pid) for pid in consumers] == [0, 0, 0]
     os.close(told)
     os.close(tell)
+
+
+class Broken:
+    """It cannot be made again."""
+
+    def __reduce__(self) -> object:
+        return int, ("x",)
+
+
+@pytest.mark.parametrize("maxsize", [0, 4])
+def test_the_descriptor_tells_of_what_comes_again(maxsize: int) -> None:
+    """What was taken beside an object that cannot be made again waits here, and not in the pipe."""
+    there = Queue(maxsize)
+    with select.epoll() as poll:
+        poll.register(there.fileno(), select.EPOLLIN)
+        there.put_many([Broken(), 1, 2, 3])
+        with pytest.raises(ValueError, match="invalid literal"):
+            there.get_many(64)
+        got = list[object]()
+        while len(got) < 3:
+            assert poll.poll(LIMIT), f"silent after {got}"
+            assert there.qsize() == 3 - len(got)
+            got.append(there.get_nowait())
+    assert got == [1, 2, 3]
+    for number in range(4):
+        there.put_nowait(number)
+    assert there.full() == bool(maxsize)
+    assert [there.get_nowait() for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> None:
+    """Whoever asks the descriptor afterwards finds the object."""
+    there = Queue()
+    there.put(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(UnsupportedLeaf):
+        there.get(as_numpy=True)
+    assert connection.wait([there._reader], LIMIT) == [there._reader]
+    assert there.get_nowait().shape == (3,)

@@ -104,10 +104,13 @@ class Operation:
         kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
             names; None: nothing.
         before: of such a get, how many others go first.
+        cause: what ended it.
+        shared: something for each but one of its messages that were set aside and are not served.
     """
 
     __slots__ = (
         "before",
+        "cause",
         "counters",
         "credit",
         "credit_buffers",
@@ -118,6 +121,7 @@ class Operation:
         "messages",
         "nbytes",
         "purpose",
+        "shared",
         "size",
         "tally",
         "tally_before",
@@ -130,6 +134,8 @@ class Operation:
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
         self.messages = self.nbytes = self.tally_before = self.before = 0
         self.kept: list[Any] | None = None
+        self.cause: BaseException | None = None
+        self.shared: list[Any] = []
         self.counters, self.hazard = record.counters, record.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (

@@ -6,11 +6,11 @@ queue_end.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -77,6 +77,7 @@ class GetEnd(QueueEnd):
     """
 
     spin, _spins = 0.0, 0
+    _is_polled = False
 
     def _forget(self) -> None:
         super()._forget()
@@ -89,6 +90,11 @@ class GetEnd(QueueEnd):
     def holds_back(self) -> bool:
         """Whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
         return bool(self._ready or self._aside or self._left)
+
+    def qsize(self) -> int:
+        """How many messages wait, those among them that an interrupted get of this process had taken."""
+        aside = sum(each.message is not _DROPPED for each in list(self._aside))
+        return super().qsize() + len(self._ready) + aside
 
     def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
         """Take the next message.
@@ -111,12 +117,33 @@ class GetEnd(QueueEnd):
             try:
                 if self._ready or self._aside or self._left:
                     self._take_up()
+                    if self.words[self.record.dropped]:
+                        self._drop_aside()
                     message = self._get_aside(decode, lease_from)
                     if message is not _NOTHING:
+                        self._tell_of_aside()
                         return message
                 return self._get(deadline, decode, lease_from)
             except _Again:
                 continue
+            except BaseException:
+                self._tell_of_aside()
+                raise
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``get`` would not wait; now and then when it would, too.
+
+        Of what an exception left to be got again the pipe knows nothing. A bell tells of it, from the first call on.
+        """
+        self._is_polled = True
+        self._tell_of_aside()
+        return self.tickets.fileno()
+
+    def _tell_of_aside(self) -> None:
+        """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
+        if self._is_polled and self.holds_back and not self.tickets.unread():
+            self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
+            self.tickets.ring()
 
     def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
         """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
@@ -166,11 +193,11 @@ class GetEnd(QueueEnd):
             spare, operation = operation, None
             self._getting.append(spare)
             return message
-        except BaseException:
+        except BaseException as error:
             if operation is None:
                 self._ready.append(message)
             else:
-                operation.kept = [message]
+                operation.kept, operation.cause = [message], error
                 self._left.append(operation)
             self._take_up()
             raise
@@ -197,6 +224,9 @@ class GetEnd(QueueEnd):
                 return self._get_many(min(most, BATCH), deadline, decode, lease_from)
             except _Again:
                 continue
+            except BaseException:
+                self._tell_of_aside()
+                raise
 
     def _get_held_back(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
         """All that is set aside and due: whoever calls may not come again, and nobody else can take it."""
@@ -208,6 +238,7 @@ class GetEnd(QueueEnd):
             pass
         except BaseException:
             self._ready.extendleft(reversed(messages))
+            self._tell_of_aside()
             raise
         return messages
 
@@ -248,11 +279,11 @@ class GetEnd(QueueEnd):
             spare, operation = operation, None
             self._batches[GET].append(spare)
             return messages
-        except BaseException:
+        except BaseException as error:
             if operation is None:
                 self._ready.extend(messages)
             else:
-                operation.kept = messages
+                operation.kept, operation.cause = messages, error
                 self._left.append(operation)
             self._take_up()
             raise
@@ -261,7 +292,7 @@ class GetEnd(QueueEnd):
         if deadline == _PIPED:
             taken = self.tickets.take_piped(buffers)
         elif self.words[self.record.shut]:
-            taken = self._take_after_shutdown(operation, buffers, decode)
+            taken = self._take_after_shutdown(operation, buffers, deadline, decode)
         else:
             taken = self.tickets.take(
                 buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
@@ -327,26 +358,31 @@ class GetEnd(QueueEnd):
             return True
         return False
 
-    def _take_after_shutdown(self, operation: Operation, buffers: Buffers, decode: Decode) -> int:
-        """What is left, but no bell. The last ones to find nothing ring again, so that all who wait see the end."""
-        words, first, last_look = self.words, operation.ticket, False
+    def _take_after_shutdown(
+        self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode
+    ) -> int:
+        """What is left, but no bell: each of these goes back into the pipe. Others may sleep on it, and this process may be
+        killed or stopped at any point."""
+        words, first, tickets, last_look = self.words, operation.ticket, self.tickets, False
+
+        def put_back(count: int) -> None:
+            for word in range(first, first + count):
+                self._hear(words[word])
+                words[word] = 0
+
         while decode is _drop or not words[self.record.dropped]:
-            taken = self.tickets.take_nowait(buffers)
-            if not taken and last_look:
-                break
-            if not taken:
-                self.undertaker.settle_puts(self.number)
-                last_look = True
-                continue
-            bells = words[first : first + abs(taken)].tolist()
-            if max(bells) > LAST_BELL:
-                if bells[0] > LAST_BELL:
+            taken = tickets.take_past_bells(buffers, put_back)
+            if taken:
+                if not tickets.unread():  # it was full when the bells were to be given
+                    self.undertaker.wake(self._ends, self.number, again=True)
+                if words[first] > LAST_BELL:
                     return taken
                 raise _Again  # each is served by itself
-            for i, bell in enumerate(bells):
-                self._hear(bell)
-                words[first + i] = 0
-        self.undertaker.wake(self._ends, self.number)
+            if last_look:
+                break
+            self.undertaker.settle_puts(self.number, deadline)
+            last_look = True
+        self.undertaker.wake(self._ends, self.number, again=True)
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def _word_of(self, ticket: int) -> int:
@@ -392,16 +428,19 @@ class GetEnd(QueueEnd):
 
     def _set_aside(self, operation: Operation) -> bool:
         """Have later gets serve what an exception left in an operation, before all others."""
-        words, left, kept = self.words, list[_Aside](), operation.kept
+        words, left, kept, had_bell = self.words, list[_Aside](), operation.kept, False
         if kept is None:
             return True
         for i in range(operation.size):
             message = kept[i] if i < len(kept) else _NOTHING
             if 0 < words[operation.ticket + i] <= LAST_BELL:
+                had_bell = True
                 self._hear(words[operation.ticket + i])
                 words[operation.ticket + i] = 0
             elif words[operation.ticket + i] or message is not _NOTHING:
                 left.append(_Aside(operation, i, message))
+        if had_bell and self.tickets.spills and not isinstance(operation.cause, _Again):
+            self.tickets.tell_of_more()  # as this get does not look at the log
         if not left:
             operation.before = 0
         elif operation.before:
@@ -409,9 +448,11 @@ class GetEnd(QueueEnd):
         else:
             for aside in left:
                 if aside.message is _NOTHING:  # the one that was being decoded
-                    self._drop_unless_it_may_pass(aside)
+                    self._drop_unless_it_may_pass(aside, operation.cause)
                     break
+        operation.cause = None
         spare, backwards = self._getting if operation.size == 1 else self._batches[GET], left[::-1]
+        operation.shared = left[1:]
         if not left:
             operation.kept = None
             spare.append(operation)
@@ -423,10 +464,9 @@ class GetEnd(QueueEnd):
             self._aside.extendleft(backwards)
         return True
 
-    def _drop_unless_it_may_pass(self, aside: _Aside) -> None:
-        """Drop a message that cannot be decoded, by the exception that is being handled."""
-        _, error, trace = sys.exc_info()
-        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, trace):
+    def _drop_unless_it_may_pass(self, aside: _Aside, error: BaseException | None) -> None:
+        """Drop a message that cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
+        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, error.__traceback__):
             return
         aside.tries += 1
         if aside.tries >= _TRIES or not _may_pass(error):
@@ -455,10 +495,10 @@ class GetEnd(QueueEnd):
                 break
             try:
                 done = self._serve(aside, decode, lease_from)
-            except BaseException:
+            except BaseException as error:
                 self._aside.appendleft(aside)
                 if aside.operation is not None and aside.message is _NOTHING:
-                    self._drop_unless_it_may_pass(aside)
+                    self._drop_unless_it_may_pass(aside, error)
                 raise
             if not done:
                 self._aside.append(aside)
@@ -482,10 +522,10 @@ class GetEnd(QueueEnd):
         spare = self._getting if operation.size == 1 else self._batches[GET]
         operation.messages += 1
         self.words[operation.counters] = operation.messages
-        if any(operation is other.operation for other in list(self._aside)):
-            aside.operation = None
-        else:
-            aside.operation = None
+        aside.operation = None
+        try:  # each thread that serves one takes one away, and who finds none is the last
+            operation.shared.pop()
+        except IndexError:
             spare.append(operation)
         return True
 
@@ -509,6 +549,8 @@ class GetEnd(QueueEnd):
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
+        self._take_up()
+        self._drop_aside()
         while True:
             try:
                 self._get(0, _drop)
@@ -518,6 +560,15 @@ class GetEnd(QueueEnd):
                 continue
             except ShutDown:
                 return
+
+    def _drop_aside(self) -> None:
+        """Drop what exceptions left to be got again."""
+        while True:
+            with contextlib.suppress(_Again):
+                if self._get_aside(_drop, COPY) is _NOTHING:
+                    return
+                if self._has_tasks:
+                    self.tasks.done()
 
 
 def _may_pass(error: BaseException) -> bool:

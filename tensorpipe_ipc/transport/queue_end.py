@@ -148,7 +148,11 @@ class QueueEnd:
         return self.tickets.unread() + (self.tickets.spilled() if self.words[self._watch] else 0)
 
     def _hear(self, bell: int) -> None:
-        """Do what a bell says, which was taken. (``BELL`` says: look at the log.)"""
+        """Do what a bell says, which was taken. (``BELL`` says: look at the log.) One of a shutdown goes back: it may be
+        what another would have been woken by."""
         words, record = self.words, self.record
-        if bell != BELL and not (words[record.shut] and (bell == SHUT or words[record.dropped])):
+        if bell == BELL:
+            return
+        if not (words[record.shut] and (bell == SHUT or words[record.dropped])):
             self.undertaker.shut(self._ends, self.number, drop=bell == DROP)
+        self.tickets.ring(bell)

@@ -12,10 +12,10 @@
                           └─────────────┴─────────────┘
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
-puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used (transport/token_pipe.py); ``tasks``: the
-queue can be joined; ``pair``: it lies between two endpoints (for onlookers); ``claimed``: a connector has taken one that was
-there for whoever comes, for which it has the lock of the record's second byte. That of the third is the turn of those
-who take from the spill log.
+puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used (transport/token_pipe.py), or bells stand
+in the pipe for another reason; ``tasks``: the queue can be joined; ``pair``: it lies between two endpoints (for onlookers);
+``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second
+byte. That of the third is the turn of those who take from the spill log.
 
 **The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
 So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds

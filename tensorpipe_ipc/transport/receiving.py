@@ -119,7 +119,7 @@ class ReceiveLink(Link):
     def shares(self, peer: Peer) -> None:
         """See Link."""
         assert peer.queue is not None
-        fd = peer.queue.fileno()
+        fd = peer.queue.tickets.fileno()
         self.socket.watch(fd)
         self._sharing[fd] = peer
         self._only = None
@@ -127,7 +127,7 @@ class ReceiveLink(Link):
     def unshare(self, peer: Peer) -> None:
         """See Link."""
         if peer.queue is not None:
-            fd = peer.queue.fileno()
+            fd = peer.queue.tickets.fileno()
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
         self._only = None

@@ -107,14 +107,6 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         is_put = self.words[operation.purpose] & 0xFF == PUT
         return self._finish_put(operation) if is_put else self._set_aside(operation)
 
-    def qsize(self) -> int:
-        """How many messages wait, those among them that an interrupted get of this process had taken."""
-        return super().qsize() + len(self._ready) + len(self._aside)
-
-    def fileno(self) -> int:
-        """Readable while ``get`` would not wait; for an unbounded queue also now and then when it would."""
-        return self.tickets.fileno()
-
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
         if self.undertaker.queues.get(self.number) is not self._ends:

@@ -230,8 +230,37 @@ class TokenPipe:
         head = self._head()
         with contextlib.suppress(BlockingIOError):
             return os.readv(self.fd, buffers) >> 3
-        if not head:  # others have taken it
-            return 0
+        return self._take_behind(head, buffers) if head else 0  # 0: others have taken it
+
+    def take_past_bells(self, buffers: Buffers, put_back: Callable[[int], None]) -> int:
+        """``take_nowait`` where bells go round, and the pipe is never empty for long: once as many have passed as there were
+        when the head of the log was seen, nothing is left that was in the pipe then.
+
+        Args:
+            put_back: is to put back so many bells, which were taken.
+
+        Returns:
+            How many, tokens among them; negative: they are early. 0: there were but bells.
+        """
+        has_turn = self.spills and self._take_turn()
+        try:
+            head = self._head() if self.spills else b""
+            left = self.unread()
+            while left > 0:
+                taken = self.take_piped(buffers)
+                if not taken:
+                    break
+                if max(buffers[0][: 8 * taken].cast("Q")) > LAST_BELL:
+                    return taken
+                put_back(taken)
+                left -= taken
+            return self._take_behind(head, buffers) if head else 0
+        finally:
+            if has_turn and self.turn is not None:
+                self.turn.leave()
+
+    def _take_behind(self, head: bytes, buffers: Buffers) -> int:
+        """Take from the log, whose head was seen before the pipe was seen to be empty."""
         taken = os.readv(self._log, buffers) >> 3
         self._punch()
         # One look for a whole batch: what stood behind the head that was seen was spilled at that time, or later.

@@ -64,8 +64,10 @@ be joined, a tally stands beside the words: transport/tasks.py.
 **A shutdown** is begun by bells in the pipe of tickets (``SHUT``; ``DROP`` where what waits is dropped): as many as there are
 words into which a living process may be reading, and some for those that come. Then ``dropped`` and ``shut`` are set, then
 the bells are given again. Whoever takes such a bell does all of this, unless it is done. So a shutdown that is cut short
-by a kill was either not begun, or each sleeper has a bell of its own, and no bell that a killed or stopped process took is
-missed by another. A bell in a dead row's word is heard by the undertaker. Who finds nothing more rings for all once more.
+by a kill was either not begun, or each sleeper has a bell of its own. Whoever takes one puts it back into the pipe before it
+leaves the word: bells go round, and none that a killed or stopped process took is missed by another. One pass over what
+the pipe held says that only bells are left (``TokenPipe.take_past_bells``). A bell in a dead row's word is heard by the
+undertaker. Who finds nothing more rings until there are as many bells as words once more.
 All other waits look at ``shut`` in each slice, and a get looks before it waits.
 
 A put looks at ``shut`` when T is set and the block not yet QUEUED, between P4 and P5. So a put that has not seen it has its
@@ -129,6 +131,7 @@ NEXT_LAP = 1 << SLOT_BITS
 _FINGERPRINT = (1 << 40) - 1
 _SPARE_BELLS, _MOST_BELLS = 8, 4096  # for those who begin to wait meanwhile; a pipe holds no more
 _PATIENCE = 0.5  # seconds
+_LATE = 0.03  # seconds for which a get may outlast its timeout
 
 
 class Ends(NamedTuple):
@@ -377,24 +380,31 @@ class Undertaker:
         self.wake(ends, queue, drop=drop)
         record.set(record.shut)  # a taker may have been about to clear ``watch``: queue_record.py
 
-    def wake(self, ends: Ends, queue: int, *, drop: bool = False) -> None:
-        """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one."""
+    def wake(self, ends: Ends, queue: int, *, drop: bool = False, again: bool = False) -> None:
+        """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one.
+
+        Args:
+            again: it was told before. Bells that are there count, as whoever takes one puts it back: they do not pile up.
+        """
         rows = self.rows
         waiting = sum(
             record.size for row in rows.used() if rows.is_alive(row) for record in rows.records(row, queue, GET)
         )
         is_dropped = drop or self.words[ends.record.dropped]
-        ends.tickets.ring(DROP if is_dropped else SHUT, min(_SPARE_BELLS + waiting, _MOST_BELLS))
+        missing = min(_SPARE_BELLS + waiting, _MOST_BELLS) - (ends.tickets.unread() if again else 0)
+        ends.tickets.ring(DROP if is_dropped else SHUT, missing)
 
-    def settle_puts(self, queue: int) -> None:
+    def settle_puts(self, queue: int, deadline: float | None = None) -> None:
         """Wait until puts that are about to give their tickets have done so, or have seen that the queue is shut.
 
-        Only those of a process that is stopped, or that hardly gets to run, take longer than ``_PATIENCE``.
+        Only those of a process that is stopped, or that hardly gets to run, take longer than ``_PATIENCE``; or than
+        ``_LATE`` after the deadline of a get.
         """
-        until, pause = time.monotonic() + _PATIENCE, 0.0001
+        now, pause = time.monotonic(), 0.0001
+        until = now + (_PATIENCE if deadline is None else min(_PATIENCE, max(0, deadline - now) + _LATE))
         pending = dict(self._tickets_named(queue))
         while pending and time.monotonic() < until:
-            time.sleep(pause)
+            time.sleep(min(pause, max(0, until - time.monotonic())))
             pause = min(2 * pause, SLICE)
             self.look()
             pending = {word: ticket for word, ticket in pending.items() if self.words[word] == ticket}
