@@ -26,6 +26,7 @@ __all__ = [
     "is_alive",
     "memfds",
     "memory",
+    "open_files",
     "peak_rss",
     "reset_peak_rss",
 ]

@@ -115,7 +115,7 @@ class Rows:
         self.index = -1
         self.incarnation = 0
         self.forks = 0
-        self._descriptor = -1
+        self._descriptor = self._other = -1
         self._mutex = threading.RLock()
         self._undertaking = threading.Lock()
         self._unused: dict[int, Iterator[int]] = {
@@ -208,7 +208,7 @@ class Rows:
 
     def has_witness(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
-        return bool(self.words[row_word(row) + UNWITNESSED]) or self._is_locked(row_byte(row) + 1, WITNESSES)
+        return bool(self.words[row_word(row) + UNWITNESSED]) or self.is_locked(row_byte(row) + 1, WITNESSES)
 
     def is_witnessed(self, first: int, last: int) -> bool:
         """Return whether any child of this process's own forks ``first`` to ``last`` lives, or may live."""
@@ -219,7 +219,7 @@ class Rows:
         begin, length = first % WITNESSES, last - first + 1
         if begin + length > WITNESSES:  # they go round: it may be one of others, too
             begin, length = 0, WITNESSES
-        return self._is_locked(row_byte(self.index) + 1 + begin, length)
+        return self.is_locked(row_byte(self.index) + 1 + begin, length)
 
     def _leave_witness(self) -> None:
         """Before a fork."""
@@ -286,7 +286,8 @@ class Rows:
     def _close(self) -> None:
         own, self._descriptor = self._descriptor, -1
         spare, self.spare = self.spare, -1
-        for descriptor in (own, spare):
+        other, self._other = self._other, -1
+        for descriptor in (own, spare, other):
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -333,9 +334,10 @@ class Rows:
 
     def is_alive(self, row: int) -> bool:
         """Whether somebody holds the row's lock. An undertaker at work in it counts."""
-        return row == self.index or self._is_locked(row_byte(row))
+        return row == self.index or self.is_locked(row_byte(row))
 
-    def _is_locked(self, start: int, length: int = 1) -> bool:
+    def is_locked(self, start: int, length: int = 1) -> bool:
+        """Return whether any of some bytes is locked through another description than this process's own."""
         return ofd_locks.is_locked(self._descriptor, start, length)
 
     def holder(self, row: int) -> int:
@@ -347,8 +349,31 @@ class Rows:
         return ofd_locks.lock(self._descriptor, start, length)
 
     def unlock(self, start: int, length: int) -> None:
-        """Let go of bytes that ``try_lock`` got."""
-        ofd_locks.unlock(self._descriptor, start, length)
+        """Let go of bytes that ``try_lock`` or ``share_lock`` got. Without a row: nothing, as they went with it."""
+        if self._descriptor >= 0:
+            ofd_locks.unlock(self._descriptor, start, length)
+
+    def share_lock(self, byte: int) -> bool:
+        """Share the lock of a byte of the segment through the own description, without waiting."""
+        return ofd_locks.read_lock(self._descriptor, byte)
+
+    @contextlib.contextmanager
+    def alone(self, byte: int) -> Iterator[bool]:
+        """Hold the lock of a byte that nobody has: no other process, and not this one through its own description.
+
+        To be held once at a time. Never waits. False also where no descriptor is left.
+        """
+        if self.is_locked(byte):
+            yield False
+            return
+        try:
+            with _forking, contextlib.suppress(SharedMemoryError):  # a child that did not know it would keep the lock
+                self._other = self._open()
+            yield self._other >= 0 and ofd_locks.lock(self._other, byte, 1)
+        finally:
+            other, self._other = self._other, -1
+            if other >= 0:
+                os.close(other)
 
     def _try_lock(self, row: int) -> bool:
         return self.try_lock(row_byte(row), 1)

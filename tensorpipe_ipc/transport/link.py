@@ -94,7 +94,7 @@ _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
 _REMEMBERED = 1000  # ends that have ended
-MOST_PEERS = 1024  # of a binder: each may cost five descriptors, and is looked at several times a second
+MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 

@@ -24,11 +24,16 @@ is something in it. If it saw nothing, the append came after that look, and the 
 giver that is stopped or killed between append and store leaves a token unwatched, of a put that has not returned; the
 undertaker sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last, too.
 
-**Life.** Every process that has the queue has one open file description of the segment, inherited or passed on, that
-carries a read lock (OFD) on the record's first byte. The kernel drops it with the last descriptor, however its process
-ends. So whoever can write-lock that byte knows that the queue is gone, and is alone in burying it
-(``Undertaker.bury``). A number is never used twice: the block's generation goes up, so what still names a queue that is
-gone is seen to.
+**Life.** Every process that has the queue has an open file description of the segment that carries a read lock (OFD) on the
+record's first byte. The kernel drops it with the last descriptor, however its process ends. So whoever can write-lock that
+byte knows that the queue is gone, and is alone in burying it (``Undertaker.bury``). A number is never used twice: the block's
+generation goes up, so what still names a queue that is gone is seen to.
+
+A queue that children have, too, has a description of its own, inherited or passed on (``Life``). One that a process keeps to
+itself is locked through the description that carries its row (``RowLife``), which a forked child closes. Closing such a queue
+unlocks it; so a process has no queue twice (``transport.rendezvous``). A burial takes the lock through a description that is
+made for it (``Rows.alone``). So what this process has by its row is in its way, as what others have is; and no queue is made or
+reached in a record that another thread of this process is just burying.
 """
 
 from __future__ import annotations
@@ -44,8 +49,9 @@ from typing import Any
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena
 from tensorpipe_ipc.memory.ofd_locks import read_lock
+from tensorpipe_ipc.memory.rows import Rows
 
-__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "facts_of", "number_of"]
+__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "RowLife", "facts_of", "number_of"]
 
 SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
@@ -61,6 +67,16 @@ class Life:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
+    @classmethod
+    def begin(cls, arena: Arena, block: int) -> Life | None:
+        """Lock the record in a block. None if somebody has it alone.
+
+        Raises:
+            SharedMemoryError: no descriptor is left.
+        """
+        life = cls(_open(arena.segment.descriptor))
+        return life if read_lock(life.descriptor, block) else None
+
     def close(self) -> None:
         """This process has the queue no more."""
         descriptor, self.descriptor = self.descriptor, -1
@@ -75,6 +91,27 @@ class Life:
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
         return _rebuild, (reduction.DupFd(self.descriptor),)
+
+
+class RowLife(Life):
+    """What keeps a queue that no child inherits: a lock through the description which carries this process's row."""
+
+    __slots__ = ("_block", "_rows")
+
+    def __init__(self, rows: Rows, block: int) -> None:
+        super().__init__(-1)
+        self._rows, self._block = rows, block
+
+    @classmethod
+    def begin(cls, arena: Arena, block: int) -> RowLife | None:
+        """See Life."""
+        return cls(arena.rows, block) if arena.rows.share_lock(block) else None
+
+    def close(self) -> None:
+        """See Life. The lock of who claimed it (the second byte) goes, too."""
+        block, self._block = self._block, 0
+        if block:
+            self._rows.unlock(block, 2)
 
 
 def _rebuild(duplicate: Any) -> Life:
@@ -103,7 +140,7 @@ class QueueRecord:
         self.claimed, self.turn = word + _CLAIMED, self.block + 2
 
     @classmethod
-    def create(cls, arena: Arena, maxsize: int, tasks: bool) -> tuple[QueueRecord, Life]:
+    def create(cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[Life]) -> tuple[QueueRecord, Life]:
         """A new queue's.
 
         Raises:
@@ -113,7 +150,7 @@ class QueueRecord:
         if not 0 <= maxsize <= SLOTS:
             raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
         nbytes = 8 * (_LAPS + maxsize)
-        block, life = _block_and_life(arena, nbytes)
+        block, life = _block_and_life(arena, nbytes, kept_by)
         words, word = arena.words, block >> 3
         words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
         words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
@@ -124,7 +161,7 @@ class QueueRecord:
 
     @classmethod
     def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, Life]:
-        """That of a queue which another process told of, and a life of this process's own.
+        """That of a queue which another process told of, and a life of this process's own, which has none yet.
 
         Raises:
             SharedMemoryError: there is no such queue, or not any more; or no descriptor is left.
@@ -132,9 +169,8 @@ class QueueRecord:
         block = (number & 0xFFFFFFFF) << SMALLEST
         if block + 8 * _LAPS > arena.segment.size or number >> 56:
             raise SharedMemoryError(errno.EINVAL, f"{number:#x} is no queue's number")
-        life = Life(_open(arena.segment.descriptor))
-        record = cls(arena, number)
-        if not read_lock(life.descriptor, block) or not record.exists():
+        life, record = RowLife.begin(arena, block), cls(arena, number)
+        if life is None or not record.exists():
             raise SharedMemoryError(errno.ENOENT, f"queue {number:#x} is gone")
         return record, life
 
@@ -172,7 +208,7 @@ def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
     return words[_MAXSIZE], bool(words[_SHUT]), bool(words[_TASKS]), bool(words[_PAIR])
 
 
-def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
+def _block_and_life(arena: Arena, nbytes: int, kept_by: type[Life]) -> tuple[int, Life]:
     """A block, and the read lock on its first byte.
 
     Whoever buried the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
@@ -188,11 +224,10 @@ def _block_and_life(arena: Arena, nbytes: int) -> tuple[int, Life]:
             if not block:
                 raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
             refused.append(block)
-            life = Life(_open(arena.segment.descriptor))
-            if read_lock(life.descriptor, block):
+            life = kept_by.begin(arena, block)
+            if life is not None:
                 refused.pop()
                 return block, life
-            life.close()
     finally:
         for block in refused:
             arena.discard(block)

@@ -13,7 +13,7 @@ record must say the offer's token. The kernel decides whether we may (ptrace's r
 capability). What is shared has no name that could be left behind. What the other end says of itself over the socket decides
 what is tried, and what people are told; it opens nothing.
 
-**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.Life``), so the
+**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.RowLife``), so the
 queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
 """
 
@@ -28,13 +28,12 @@ from typing import Any
 
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
-from tensorpipe_ipc.memory.ofd_locks import is_locked, lock
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.transport.get_end import LEASE_FROM, Decode
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
-from tensorpipe_ipc.transport.queue_record import QueueRecord
+from tensorpipe_ipc.transport.queue_record import QueueRecord, RowLife
 from tensorpipe_ipc.transport.rendezvous_file import QueueOffer
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
@@ -54,6 +53,7 @@ class PairQueue(SharedMemoryQueue):
         offer: how it was made known.
     """
 
+    kept_by = RowLife
     offer: QueueOffer
     _claimant: object
     _waits_in_read = False  # but for several descriptors at a time
@@ -69,7 +69,11 @@ class PairQueue(SharedMemoryQueue):
         me = object()
         if self.words[self.record.claimed] or vars(self).setdefault("_claimant", me) is not me:
             return False
-        if not lock(self._life.descriptor, self.record.block + 1, 1) or self.words[self.record.claimed]:
+        byte = self.record.block + 1
+        has_lock = self.rows.try_lock(byte, 1)
+        if not has_lock or self.words[self.record.claimed]:
+            if has_lock:
+                self.rows.unlock(byte, 1)
             del self._claimant
             return False
         self.words[self.record.claimed] = os.getpid()
@@ -92,7 +96,7 @@ class PairQueue(SharedMemoryQueue):
     def is_deserted(self) -> bool:
         """Whether the connector that took it has closed it, or is dead."""
         here = "_claimant" in vars(self)
-        return self.claimant > 0 and not here and not is_locked(self._life.descriptor, self.record.block + 1)
+        return self.claimant > 0 and not here and not self.rows.is_locked(self.record.block + 1)
 
     def _word_of(self, ticket: int) -> int:
         """See GetEnd.
@@ -200,6 +204,9 @@ def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
     here = _made.get(offer.token) if binder == identity() else None
     if here is not None:
         return here
+    me = object()
+    if _reaching.setdefault(offer.token, me) is not me:
+        raise SharedMemoryError(errno.EBUSY, "another end of this process is just taking it")
     try:
         return _reach(binder, offer, maxsize)
     except SharedMemoryError:
@@ -208,6 +215,8 @@ def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         raise SharedMemoryError(
             failed.errno, f"the descriptors of {binder} cannot be opened: {failed.strerror}"
         ) from failed
+    finally:
+        _reaching.pop(offer.token, None)
 
 
 def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
@@ -224,6 +233,9 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         credits = _pipe(process, offer.credits)
         opened.callback(credits.close)
         undertaker.attach()
+        if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in undertaker.queues}:
+            # To the kernel all ends of this process are one: who let go of it would do so for both.
+            raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
         record, life = QueueRecord.reach(undertaker.arena, offer.number)
         if undertaker.arena.words[record.pair] != offer.token:
             raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
@@ -274,6 +286,7 @@ def _own_undertaker() -> Undertaker:
 
 
 _made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
+_reaching: dict[int, object] = {}  # by token: who is just about to have it
 _own: weakref.WeakValueDictionary[int, Undertaker] = (
     weakref.WeakValueDictionary()
 )  # by process: it goes with the last queue

@@ -36,7 +36,7 @@ from typing import Any
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.transport.put_end import Copy, Payload, PutEnd
-from tensorpipe_ipc.transport.queue_record import QueueRecord
+from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.token_pipe import TokenPipe
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, Undertaker
 
@@ -44,7 +44,13 @@ __all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload"
 
 
 class SharedMemoryQueue(PutEnd, GetEnd):
-    """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning."""
+    """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning.
+
+    Attributes:
+        kept_by: what says that a process has the queue.
+    """
+
+    kept_by: type[Life] = Life
 
     _waits_in_read = True  # whether get without a timeout waits in a plain blocking read
 
@@ -63,7 +69,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         undertaker.attach()
         undertaker.look()
         undertaker.bury_left()
-        record, life = QueueRecord.create(undertaker.arena, maxsize, tasks)
+        record, life = QueueRecord.create(undertaker.arena, maxsize, tasks, cls.kept_by)
         tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
         queue = cls(undertaker, record.number, tickets, credits, life)

@@ -18,7 +18,7 @@ from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["Spares"]
 
-_FIRST = 2  # while nobody is attached, and then 1: each takes three descriptors and 0.1 ms; who finds none waits
+_FIRST = 2  # while nobody is attached, and then 1: each takes two descriptors and 0.1 ms; who finds none waits
 _PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
 
 

@@ -449,12 +449,8 @@ class Undertaker:
         if self.rows.index < 0 or not self._burying.acquire(blocking=False):
             return False
         try:
-            if not self.rows.try_lock(record.block, 1):
-                return False
-            try:
-                return self._bury(record)
-            finally:
-                self.rows.unlock(record.block, 1)
+            with self.rows.alone(record.block) as nobody_has_it:
+                return nobody_has_it and self._bury(record)
         finally:
             self._burying.release()
 

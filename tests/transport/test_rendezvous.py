@@ -110,6 +110,26 @@ def _try_to_reach(offer: Any, maxsize: int = 3, who: Any = HERE) -> str:
     return str(raised.value)
 
 
+def _in_a_child(body: Any) -> str:
+    """What a body returns, or fails by, in a forked child."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        said = "it failed"
+        try:
+            said = str(body())
+        except SharedMemoryError as failed:
+            said = str(failed)
+        finally:
+            os.write(writer, said.encode())
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
 def test_what_was_offered_is_opened_by_another_process(queue: rendezvous.PairQueue) -> None:
     """What is put here is got there, and the other way round nothing is left of it."""
     queue.put(Bytes(b"here"), b"m")
@@ -171,22 +191,58 @@ def test_an_offer_of_our_own_by_another_process(queue: rendezvous.PairQueue) -> 
 def test_who_is_about_to_claim_is_alone(queue: rendezvous.PairQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two who try at the same moment the lock decides; who got it too late sees that it was claimed."""
     assert not queue.is_deserted()
-    with contextlib.closing(rendezvous._reach(HERE, queue.offer, 3)) as other:
-        byte = queue.record.block + 1
-        assert ofd_locks.lock(other._life.descriptor, byte, 1)
+    byte, other = queue.record.block + 1, os.open(f"/proc/self/fd/{queue.offer.segment[0]}", os.O_RDWR)
+    try:
+        assert ofd_locks.lock(other, byte, 1)
         assert not queue.claim(3)
-        ofd_locks.unlock(other._life.descriptor, byte, 1)
+        ofd_locks.unlock(other, byte, 1)
+        try_lock = queue.rows.try_lock
 
-        def late(*arguments: Any) -> bool:
+        def late(*arguments: int) -> bool:
             queue.words[queue.record.claimed] = 1
-            return ofd_locks.lock(*arguments)
+            return try_lock(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(rendezvous, "lock", late)
+            patched.setattr(queue.rows, "try_lock", late)
             assert not queue.claim(3)
-        ofd_locks.unlock(queue._life.descriptor, byte, 1)
+        assert not ofd_locks.is_locked(other, byte)
         queue.words[queue.record.claimed] = 0
         assert queue.claim(3)
+        assert ofd_locks.is_locked(other, byte)
+    finally:
+        os.close(other)
+
+
+def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous.PairQueue) -> None:
+    """Two connectors of one process read the same file. The second is refused the queue, and takes nothing from the first."""
+
+    def take_twice() -> str:
+        mine = rendezvous.reach(HERE, queue.offer, 3)
+        assert mine.claim(3)
+        said = ""
+        for _ in range(2):
+            try:
+                rendezvous.reach(HERE, queue.offer, 3)
+            except SharedMemoryError as failed:
+                said = str(failed)
+        assert queue.number in mine.undertaker.queues
+        mine.put(Bytes(b"mine"), b"m")
+        lock = os.open(f"/proc/{os.getppid()}/fd/{queue.offer.segment[0]}", os.O_RDWR)
+        return f"{said}, {ofd_locks.is_locked(lock, queue.record.block + 1)}"
+
+    assert _in_a_child(take_twice).endswith("another end of this process has it, True")
+    assert bytes(queue.get(0).payload) == b"mine"
+
+
+def test_a_queue_that_only_this_process_has_is_not_buried_before_it_lets_go(queue: rendezvous.PairQueue) -> None:
+    """It is kept by the lock that says that the process lives; also where that process itself asks whether it is anybody's."""
+    undertaker, record = queue.undertaker, queue.record
+    undertaker.bury_all()
+    assert not undertaker.bury(queue.number)
+    assert record.exists()
+    queue.close()
+    assert not record.exists()
+    assert undertaker.bury(queue.number)
 
 
 @pytest.mark.parametrize(("said", "maxsize"), [(2, 2), (3, 3), (4, 3), (1 << 40, 3)])
@@ -214,9 +270,10 @@ def test_pipes_that_are_too_small(which: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.PairQueue) -> None:
     """Another maxsize, another number, or one that is gone."""
-    assert "maxsize 3 was offered, 4" in _try_to_reach(queue.offer, maxsize=4)
+    assert "maxsize 3 was offered, 4" in _in_a_child(lambda: rendezvous.reach(HERE, queue.offer, 4))
     for number in (queue.number + (1 << 32), queue.number + 1, (1 << 56) - 1, 1 << 60, 1):
-        said = _try_to_reach(msgspec.structs.replace(queue.offer, number=number))
+        wrong = msgspec.structs.replace(queue.offer, number=number)
+        said = _in_a_child(lambda wrong=wrong: rendezvous.reach(HERE, wrong, 3))
         assert "is gone" in said or "no queue's number" in said
 
 
