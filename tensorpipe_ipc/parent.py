@@ -3,8 +3,8 @@
 multiprocessing gives each child a pipe whose other end its parent holds. (So do siblings that were forked later; they end
 first, and then it is closed.) While the worker waits, the kernel is to send it SIGTERM when that pipe is closed. That costs
 three short system calls where the worker would sleep anyhow. A wait with a timeout would wake all workers for each task,
-two thirds of what a small task costs; and a thread would be one. A worker that ignores SIGTERM, or
-handles it, wakes up once in a second and looks.
+two thirds of what a small task costs; and a thread would be one. A worker that ignores or
+blocks SIGTERM, or handles it, wakes up once in a second and looks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = 
     watch = _watch(os.getpid())
     if watch is None:
         return get(timeout)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.SIGTERM not in signal.pthread_sigmask(
+        signal.SIG_BLOCK, ()
+    ):
         with watch:
             return get(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout

@@ -307,6 +307,8 @@ def ignore_termination():
 def run_and_tell(kind, line):
     """A program that has workers, tells who they are, and waits to be killed."""
     ctx = small_context("fork")
+    if kind.startswith("masked"):  # as programs do that wait for signals by sigwait
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if kind.startswith("deaf"):
         executor = ProcessPoolExecutor(2, mp_context=ctx, initializer=ignore_termination)
         assert executor.submit(add, 1, 2).result() == 3
@@ -322,9 +324,11 @@ def run_and_tell(kind, line):
     signal.pause()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor", "masked executor"]
+)
 def test_workers_end_when_their_program_is_killed(kind):
-    """Also where they ignore SIGTERM. Stock's executor's do not: its workers keep the pipe open that would tell them."""
+    """Also where they ignore or block SIGTERM. Stock's executor's do not: they keep the pipe open that would tell them."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run_and_tell, args=(kind, theirs))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from crash_points import in_child, reap
 
-from tensorpipe_ipc.errors import Empty, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import Queue
 
 LIMIT = 20  # seconds
@@ -199,3 +200,23 @@ def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> 
         there.get(as_numpy=True)
     assert connection.wait([there._reader], LIMIT) == [there._reader]
     assert there.get_nowait().shape == (3,)
+
+
+def test_a_process_that_may_write_but_small_files_is_told_and_loses_nothing() -> None:
+    """What the limit leaves no room for stays with the caller; the rest comes, and so does what is put later."""
+    there = Queue()
+
+    def puts() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        with pytest.raises(SharedMemoryError, match="ulimit -f") as refused:
+            there.put_many(list(range(MANY)))
+        done = refused.value.put  # type: ignore[attr-defined]
+        assert there.qsize() == done
+        assert [there.get_nowait() for _ in range(1000)] == list(range(1000))  # which makes room in the pipe
+        there.put(done)
+
+    assert reap(in_child(puts)) == 0
+    got = list[object]()
+    all_there(there, got)
+    assert len(got) > 1000
+    assert got == list(range(1000, 1000 + len(got)))

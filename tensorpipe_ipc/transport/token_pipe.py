@@ -60,6 +60,7 @@ import fcntl
 import functools
 import mmap
 import os
+import resource
 import select
 import sys
 import termios
@@ -84,6 +85,7 @@ _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.1
 _SPLICE_F_NONBLOCK = 2
 _AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
+_MARGIN = 1 << 20  # bytes of the log
 _PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memory back
 
 Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view of one or more words
@@ -349,7 +351,19 @@ class TokenPipe:
             self.ring()
 
     def spill(self, buffers: Buffers) -> None:
-        """Give the tokens to the log at once (rule 1). A ring is due."""
+        """Give the tokens to the log at once (rule 1). A ring is due.
+
+        Raises:
+            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``). None of them was given.
+        """
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        # Near it the kernel writes a part, perhaps of a token; and others may be writing.
+        if limit != resource.RLIM_INFINITY and os.fstat(self._log).st_size > limit - _MARGIN:
+            raise SharedMemoryError(
+                errno.EFBIG,
+                f"more waits than the queue's pipe holds, and of the rest no list may be kept: this process may write files of "
+                f"{limit} bytes (ulimit -f). Raise that, or give the queue a maxsize of at most {CAPACITY}",
+            )
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
 
     def ring(self, bell: int = BELL, count: int = 1) -> None:
