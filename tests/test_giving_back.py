@@ -130,6 +130,43 @@ def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
         assert resident(there) <= 33 * PART
 
 
+def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
+    there = large_ctx.Queue()
+    there.put(0)
+
+    def action():
+        large_ctx.empty((24 * MIB,), torch.uint8)
+
+    with Helper(action):
+        there.put(octets(20 * MIB), timeout=1)
+
+
+@pytest.mark.parametrize("nbytes", [300, 5000, 20_000])
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx, nbytes, mine):
+    """Those that wait lie anywhere between those that were taken."""
+    waiting, taken = ctx.Queue(), ctx.Queue()
+    every = worth(MIB, nbytes)
+
+    def action():
+        count = 0
+        with contextlib.suppress(Full):
+            while True:
+                (taken if count % every else waiting).put(octets(nbytes, count // every), timeout=0)
+                count += 1
+        for _ in range(taken.qsize()):
+            taken.get(copy=True)
+
+    with Helper(action) if not mine else contextlib.nullcontext(action()):
+        left = waiting.qsize()
+        assert left > 4
+        waiting.put(octets(20 * PART, 100), timeout=1)
+        got = [waiting.get(copy=True) for _ in range(left + 1)]
+        assert [(int(x[0]), int(x[-1])) for x in got] == [(n, n) for n in [*range(left), 100]]
+        burst(taken, nbytes, 3 * every)
+        assert resident(taken) <= 33 * PART
+
+
 def test_who_lost_free_memory_gets_other_memory(ctx):
     """And nothing of what it puts then is anybody else's."""
     there, back, go = ctx.Queue(), ctx.Queue(), ctx.Queue()

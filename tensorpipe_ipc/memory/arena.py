@@ -46,20 +46,23 @@ against what others are just getting (``RESERVED`` in their rows, stored first).
 are counted by everyone from then on: a loan that nobody fills yet, too. Small blocks are charged whole, 64 KiB at a time. It
 is a check, not a guarantee: others on the machine may take what is left in the meantime.
 
-**Where there is no room**, own free blocks are punched out first. Then ``collect`` has whatever is free, whoever's: so no
-put waits for memory that lies with somebody, in whatever sizes. What lies free and unused for some seconds is given back by
-whoever then allocates or waits (``mind_idle``), and at once by ``trim``."""
+**Where there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` has
+whatever is free, whoever's: so no put waits for memory that lies with somebody, in whatever sizes. What lies free and unused
+for some seconds is given back by whoever then allocates or waits (``mind_idle``), and at once by ``trim``."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Container
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterable
 from multiprocessing import context
 from time import monotonic, sleep
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents
@@ -317,8 +320,16 @@ class Arena(Extents):
         """Look at every block in flight: for when there is no room."""
         for kind in list(self.young):
             for blocks in (self.young[kind], self._old[kind]):
+                if not self._any_free(blocks):
+                    continue
                 with contextlib.suppress(IndexError):
                     self._sort_out(blocks, self.free[kind], len(blocks))
+
+    def _any_free(self, blocks: deque[int]) -> bool:
+        if len(blocks) <= YOUNG:
+            return True  # it is as quick to sort them
+        states = self.numbers[np.array(blocks.copy(), np.int64) >> 3]
+        return bool(((states & np.uint64(HOLDER)) == FREE).any())
 
     # ---- what the lists say ----
 
@@ -326,15 +337,19 @@ class Arena(Extents):
         """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
         size = 1 << kind
         self._mine[start >> 20] = _Mine(kind, units * UNIT // size)
-        free, busy, used = list[int](), list[int](), set[int]()
-        for block in self._blocks(start, kind, units):
-            state = self.words[block >> 3]
-            if state:
-                used.add(block)
-                (busy if state & HOLDER else free).append(block)
+        free, busy, fresh = list[int](), list[int](), np.ones(units * UNIT // size, np.bool_)
+        for begin, states in self.states(start, kind, units):
+            first, held = begin - start >> kind, (states & np.uint64(HOLDER)) != FREE
+            fresh[first : first + len(states)] = states == 0
+            free += self._at(start, kind, first + np.flatnonzero(~held & (states != 0)))
+            busy += self._at(start, kind, first + np.flatnonzero(held))
         self._old[kind].extend(busy)
         self.free[kind][:0] = free
-        self._fresh[kind][:0] = [b for b in range(start + units * UNIT - size, start - 1, -size) if b not in used]
+        self._fresh[kind][:0] = self._at(start, kind, np.flatnonzero(fresh)[::-1])
+
+    @staticmethod
+    def _at(start: int, kind: int, numbers: npt.NDArray[np.int64]) -> list[int]:
+        return [start + (number << kind) for number in numbers.tolist()]
 
     def _drop(self, block: int) -> None:
         """A block that was in the lists is of an extent which another process has taken."""
@@ -363,29 +378,31 @@ class Arena(Extents):
             for block in _removed(blocks, lost):
                 self._drop(block)
 
-    def _withdraw(self, only: Container[int] | None = None) -> list[Extent]:
+    def _withdraw(self, only: Container[int] | None = None, *, busy: bool = False) -> list[Extent]:
         """Take own extents of which all blocks are free out of the lists. They are to be taken anew, or given up.
 
         Args:
             only: units of extents that are wanted; None: all.
+            busy: those of which some blocks are not free, too.
         """
         found = []
         for kind in {mine.kind for mine in list(self._mine.values())}:
             self._drop_lost(kind)
-            free, fresh = self.free[kind], self._fresh[kind]
-            counts = Counter(block >> 20 for blocks in (free, fresh) for block in list(blocks))
+            lists = self._lists(kind) if busy else (self.free[kind], self._fresh[kind])
             whole = {
                 unit
-                for unit, count in counts.items()
+                for unit, count in _units(lists).items()
                 if unit in self._mine and count == self._mine[unit].blocks and (only is None or unit in only)
             }
-            taken = Counter[int]()
-            removed = [(blocks, _removed(blocks, whole)) for blocks in (free, fresh)] if whole else []
-            for _, entries in removed:
-                taken.update(block >> 20 for block in entries)
-            gone = {unit for unit in whole if taken[unit] == self._mine[unit].blocks}
+            removed = [(blocks, _removed(blocks, whole)) for blocks in lists] if whole else []
+            taken = _units([entries for _, entries in removed])
+            gone = {unit for unit in whole if taken.get(unit) == self._mine[unit].blocks}
             for blocks, entries in removed:  # another thread took one in between: that extent stays
-                blocks[:0] = [block for block in entries if block >> 20 not in gone]
+                left = [block for block in entries if block >> 20 not in gone]
+                if isinstance(blocks, deque):
+                    blocks.extend(left)
+                else:
+                    blocks[:0] = left
             for unit in gone:
                 self._mine.pop(unit, None)
                 found.append((unit << 20, kind, max(1, (1 << kind) >> 20)))
@@ -513,46 +530,53 @@ class Arena(Extents):
             return
         chosen = self._withdraw()
         found = [
-            (self.rows.is_alive(row), *self._free_memory(start, kind_, units_), (start, kind_, units_))
-            for start, kind_, units_, row, in_doubt in self._words_of_extents()
-            if row != self.rows.index or in_doubt or start >> 20 not in self._mine
+            (
+                row != self.rows.index and self.rows.is_alive(row),
+                *self._free_memory(start, kind_, units_),
+                (start, kind_, units_),
+            )
+            for start, kind_, units_, row, _ in self._words_of_extents()
         ]
         own = sum(free for _, free, _, extent in found if extent in chosen)
-        theirs = [each for each in found if each[3] not in chosen and (each[1] or each[2])]
+        others = [each for each in found if each[3] not in chosen and (each[1] or each[2])]
+        more = list[Extent]()
         if no_addresses:
-            chosen += [extent for _, _, whole, extent in theirs if whole]
+            more += [extent for _, _, whole, extent in others if whole]
         elif own < short <= sum(free for _, free, _, _ in found):
             short -= own
-            for _, free, _, extent in sorted(theirs, key=lambda each: (each[0], not each[2], -each[1])):
+            for _, free, _, extent in sorted(others, key=lambda each: (each[0], not each[2], -each[1])):
                 if short > 0 and free:
-                    chosen.append(extent)
+                    more.append(extent)
                     short -= free
-        self._take(chosen)
+        self._withdraw({start >> 20 for start, _, _ in more}, busy=True)
+        self._take(chosen + more)
         self._trim(growth)
 
     def _free_memory(self, start: int, kind: int, units: int) -> tuple[int, bool]:
         """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
-        if self._is_free(start, kind, units):
-            return sum(stop - first for first, stop in self.written(start, start + units * UNIT)), True
-        if kind <= self.whole:
-            return 0, False
-        free = [block >> 3 for block in self._blocks(start, kind, units) if not self.words[block >> 3] & HOLDER]
-        return sum(max(0, self.words[word + WRITTEN] - self.segment.page) for word in free), False
+        free, whole = 0, True
+        for first, states in self.states(start, kind, units):
+            whole = whole and not (states & np.uint64(HOLDER)).any()
+            for begin, nbytes, _ in self.free_runs(first, states, kind):
+                if kind > self.whole:  # what nobody filled has pages, too: written() does not tell of them
+                    pages = self.numbers[(begin >> 3) + WRITTEN : begin + nbytes >> 3 : 1 << kind - 3]
+                    free += int(np.maximum(pages, np.uint64(self.segment.page)).sum())
+                else:
+                    free += nbytes
+        return free, whole
 
     def trim(self) -> int:
         """Give back all free memory, whoever has it. Bytes."""
         before = self.segment.resident()
         self.reclaim()
         self._purse = 0
-        own = self._withdraw()
-        theirs = [
+        wanted = [
             (start, kind, units)
-            for start, kind, units, row, in_doubt in self._words_of_extents()
-            if (row != self.rows.index or in_doubt or start >> 20 not in self._mine)
-            and (start, kind, units) not in own
-            and any(self._free_memory(start, kind, units))
+            for start, kind, units, *_ in self._words_of_extents()
+            if any(self._free_memory(start, kind, units))
         ]
-        self._take(own + theirs)
+        self._withdraw({start >> 20 for start, _, _ in wanted}, busy=True)
+        self._take(wanted)
         self._trim(1 << 62)
         return max(0, before - self.segment.resident())
 
@@ -570,7 +594,7 @@ class Arena(Extents):
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
         for start, kind, units, _ in self._all_extents():
             if self._is_free(start, kind, units):
-                seen[start] = kind, sum(state for states in self._states(start, kind, units) for state in states)
+                seen[start] = kind, sum(int(states.sum()) for _, states in self.states(start, kind, units))
                 if before.get(start) == seen[start]:
                     idle.add((start, kind, units))
                     continue
@@ -609,13 +633,12 @@ class Arena(Extents):
         self._sweeping.add(row)
         try:
             for start, kind, units, in_doubt in self._walk(hazard_word(row, WALKING)):
-                for block in self._blocks(start, kind, units):
-                    state = words[block >> 3]
-                    if state & HOLDER in mine and block not in spared:
+                for block in self.blocks_that(start, kind, units, HOLDER, mine):
+                    if block not in spared:
                         if in_doubt:
                             done = False
                         else:
-                            words[block >> 3] = state & ~HOLDER
+                            words[block >> 3] &= ~HOLDER
         finally:
             self._sweeping.discard(row)
         return done
@@ -633,12 +656,17 @@ class Arena(Extents):
         """By row: how many blocks its process has in the works or holds, with how many bytes of payload."""
         found: dict[int, tuple[int, int]] = {}
         for start, kind, units, _ in self._all_extents():
-            for block in self._blocks(start, kind, units):
-                state = self.words[block >> 3] & HOLDER
-                if state and state != KEPT:
-                    row = state >> STEP_BITS & MAX_ROWS - 1
+            for begin, states in self.states(start, kind, units):
+                low = states & np.uint64(HOLDER)
+                busy = np.flatnonzero((low != FREE) & (low != KEPT))
+                if not len(busy):
+                    continue
+                payloads = self.numbers[(begin >> 3) + NBYTES + (busy << kind - 3)]
+                rows = (low[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
+                for row in np.unique(rows).tolist():
                     count, nbytes = found.get(row, (0, 0))
-                    found[row] = count + 1, nbytes + self.words[(block >> 3) + NBYTES]
+                    of_row = rows == row
+                    found[row] = count + int(of_row.sum()), nbytes + int(payloads[of_row].sum())
         return found
 
 
@@ -655,6 +683,14 @@ class _Mine:
     def __init__(self, kind: int, blocks: int) -> None:
         self.kind, self.blocks = kind, blocks
         self.dropped: list[int] = []
+
+
+def _units(lists: Iterable[list[int] | deque[int]]) -> dict[int, int]:
+    """By unit, how many blocks of it are in any of these lists."""
+    found, counts = np.unique(
+        np.array([block for blocks in lists for block in blocks.copy()], np.int64) >> 20, return_counts=True
+    )
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
 
 def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int]:

@@ -39,7 +39,8 @@ lists are searched for them, it does not take that unit again: an old entry of a
 generations, its pages are punched out, and last its word is 0: its addresses are anybody's, for any kind of block. A
 block whose state is 0 begins with its unit's floor as generation. So generations never go down, and a ticket, a queue's
 number or a lease that is out of date is seen to be. Killed before the last store, the extent is its owner's or in doubt,
-with blocks that read 0.
+with blocks that read 0. Of an extent that is free in part, the taker can likewise punch out the free blocks, as far as they are
+whole pages: their states, too, once the floor is higher. So a few small messages do not keep the memory of thousands.
 
 **Walking.** Who looks for blocks of a dead row or of a queue that is gone writes to blocks of anybody's extents. Those it
 looks for are not FREE, so their extents are not given up. But what it takes for a block must be one: so it stores a hazard
@@ -51,6 +52,9 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.barrier import barrier
@@ -67,7 +71,11 @@ _SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which kind
 _LOCKS = 1 << 62  # where the bytes begin that stand for units, when they are locked
 _HOLDER = (1 << 32) - 1  # of a block's state: step, row, incarnation
 
+_FREE_BITS = np.uint64(_HOLDER)
+_GENERATION_AT = np.uint64(32)
+
 Extent = tuple[int, int, int]  # offset, kind, units
+Words = npt.NDArray[np.uint64]
 
 
 class Extents:
@@ -75,6 +83,7 @@ class Extents:
 
     def __init__(self, segment: Segment, rows: Rows) -> None:
         self.segment, self.words, self.rows = segment, segment.words, rows
+        self.numbers: Words = segment.octets[: segment.size & -8].view(np.uint64)  # the words, for many at once
         self._units = segment.size // UNIT
         self.table = ROWS_END // 8
         self._floors = self.table + self._units
@@ -168,6 +177,7 @@ class Extents:
             for start, kind, units in marked:
                 if start >> 20 in hazards or (self._is_free(start, kind, units) and self._give_up(start, kind, units)):
                     continue
+                self._punch_free(start, kind, units)
                 self.words[self.table + (start >> 20)] = self._own(kind, units)
                 self._has(start, kind, units)
 
@@ -193,17 +203,40 @@ class Extents:
         return found
 
     def _is_free(self, start: int, kind: int, units: int) -> bool:
-        return not any(state & _HOLDER for states in self._states(start, kind, units) for state in states)
+        return not any((states & _FREE_BITS).any() for _, states in self.states(start, kind, units))
 
     def _give_up(self, start: int, kind: int, units: int) -> bool:
         """Make a free extent free units. False: its pages cannot be punched out."""
-        words, floor = self.words, self._floors + (start >> 20)
-        generations = [state >> 32 for states in self._states(start, kind, units) for state in states]
-        words[floor] = max(words[floor], max(generations, default=0) + 1 & _HOLDER)
+        for _, states in self.states(start, kind, units):
+            self._raise_floor(start, states)
         if not self.segment.punch(start, start + units * UNIT):
             return False
-        words[self.table + (start >> 20)] = 0
+        self.words[self.table + (start >> 20)] = 0
         return True
+
+    def _raise_floor(self, start: int, states: Words) -> None:
+        """Have the blocks of an extent whose states are about to be punched out begin later than they ended."""
+        floor = self._floors + (start >> 20)
+        self.words[floor] = max(self.words[floor], int((states >> _GENERATION_AT).max(initial=0)) + 1 & _HOLDER)
+
+    def _punch_free(self, start: int, kind: int, units: int) -> None:
+        """Punch the free pages of an extent out that is not free as a whole."""
+        for first, states in self.states(start, kind, units):
+            for begin, nbytes, free in self.free_runs(first, states, kind):
+                self._raise_floor(start, free)
+                self.segment.punch(begin, begin + nbytes)
+
+    def free_runs(self, begin: int, states: Words, kind: int) -> Iterator[tuple[int, int, Words]]:
+        """Where free pages begin among blocks in a row with these states, how many bytes they are, and their states."""
+        page, size = self.segment.page, 1 << kind
+        together = max(1, page // size)  # blocks of one page
+        skipped = -begin % page >> kind if together > 1 else 0
+        count = (len(states) - skipped) // together
+        free = ((states[skipped : skipped + count * together] & _FREE_BITS) == 0).reshape(count, together).all(axis=1)
+        edges = np.flatnonzero(np.diff(free, prepend=False, append=False)).tolist()
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            blocks = slice(skipped + first * together, skipped + last * together)
+            yield begin + (blocks.start << kind), (blocks.stop - blocks.start) << kind, states[blocks]
 
     def floor(self, block: int) -> int:
         """The generation at which a block begins that was never used, or whose page was punched out."""
@@ -280,10 +313,17 @@ class Extents:
         for begin, stop in self._runs(start, kind, units):
             yield from range(begin, stop, 1 << kind)
 
-    def _states(self, start: int, kind: int, units: int) -> Iterator[list[int]]:
-        """The states of these blocks."""
+    def states(self, start: int, kind: int, units: int) -> Iterator[tuple[int, Words]]:
+        """Runs of the blocks of an extent whose state was ever written: where each begins, and a copy of the states."""
         for begin, stop in self._runs(start, kind, units):
-            yield self.words[begin >> 3 : stop >> 3 : 1 << kind - 3].tolist()
+            yield begin, self.numbers[begin >> 3 : stop >> 3 : 1 << kind - 3].copy()
+
+    def blocks_that(self, start: int, kind: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
+        """The blocks of an extent of whose states some bits are as wanted."""
+        found, bits, values = list[int](), np.uint64(mask), np.array(list(wanted), np.uint64)
+        for begin, states in self.states(start, kind, units):
+            found += [begin + (index << kind) for index in np.flatnonzero(np.isin(states & bits, values)).tolist()]
+        return found
 
     def _runs(self, start: int, kind: int, units: int) -> Iterator[tuple[int, int]]:
         size = 1 << kind

@@ -389,7 +389,9 @@ class PutEnd(QueueEnd):
             while True:
                 if self.words[self._watch]:
                     self._refuse_if_shut()
+                looked = monotonic()
                 self.undertaker.make_room(nbytes)
+                looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes) or (0 if self.qsize() else self.arena.allocate(nbytes, force=True))
                 if block:
                     return block
@@ -398,7 +400,7 @@ class PutEnd(QueueEnd):
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
                     raise Full(self._why_full(f"finds no {nbytes} bytes free"))
-                time.sleep(min(pause, remaining))
+                time.sleep(min(max(pause, min(2 * looked, 10 * SLICE)), remaining))
                 pause = min(2 * pause, SLICE)
         finally:
             self.seconds_waited += monotonic() - began

@@ -163,7 +163,7 @@ class Undertaker:
 
     def _forget(self) -> None:
         self._left: dict[int, list[Operation]] = {}  # by queue that this process has no more: what is on record of it
-        self._burying = threading.Lock()
+        self._burying, self._bury_again = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
@@ -186,12 +186,12 @@ class Undertaker:
         for row in self.rows.used():
             if inherit or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:
-                    if dead and (self.rows.is_finished(row) or self.finish(row)):
+                    was_finished = dead and self.rows.is_finished(row)
+                    if dead and (was_finished or self.finish(row)):
                         count += 1
+                        died = died or not was_finished
                         if inherit:
                             self.arena.inherit(row)
-                        else:
-                            died = True
         if died:  # its queues may be nobody's now
             self.bury_all()
         return count
@@ -199,7 +199,10 @@ class Undertaker:
     def make_room(self, nbytes: int) -> None:
         """Have free all that can be, so that a message of so many bytes finds room."""
         self.look(inherit=True)
-        self.bury_all()
+        now = time.monotonic()
+        if now >= self._bury_again:  # it walks all blocks: a wait for room makes room again and again
+            self._bury_again = now + _PATIENCE
+            self.bury_all()
         self.leases.settle()
         self.arena.collect(nbytes)
 
@@ -434,9 +437,8 @@ class Undertaker:
     def bury_all(self) -> None:
         """Bury whatever queue nobody has any more: for when there is no room."""
         for start, kind, units, _ in self.arena._all_extents():
-            for block in self.arena._blocks(start, kind, units):
-                if self.words[block >> 3] & 15 == KEPT:
-                    self.bury(number_of(self.arena, block))
+            for block in self.arena.blocks_that(start, kind, units, 15, (KEPT,)):
+                self.bury(number_of(self.arena, block))
 
     def bury(self, queue: int) -> bool:
         """Free what waits in a queue, and its record, if nobody has the queue. Whether that was so, now or before.
@@ -473,9 +475,9 @@ class Undertaker:
     def _free_queued(self, tag: int, hazard: int) -> bool:
         words, done = self.words, True
         for start, kind, units, in_doubt in self.arena._walk(hazard):
-            for block in self.arena._blocks(start, kind, units):
+            for block in self.arena.blocks_that(start, kind, units, 15, (QUEUED,)):
                 word = block >> 3
-                if words[word] & 15 == QUEUED and words[word + METADATA] & 0xFFFFFFFF == tag:
+                if words[word + METADATA] & 0xFFFFFFFF == tag:
                     if in_doubt:
                         done = False
                     else:
