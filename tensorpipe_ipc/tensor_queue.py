@@ -14,7 +14,7 @@ import torch
 
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.codec import Apart, Codec, Payload
-from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown
+from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown, TensorPipeError
 from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
@@ -147,7 +147,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         Raises:
             Full: there was not room for all in time. The others stay with the caller.
             As ``put`` does: then those before the error's object are in the queue, where they found room.
-            Every error of ours has an attribute ``put``: how many, from the first on, are in the queue.
+            Every error of ours has an attribute ``put``: how many, from the first on, are in the queue. What a signal's handler
+            raises meanwhile has none, as that is not known.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -179,8 +180,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             if isinstance(error, (Full, ShutDown, SharedMemoryError)):
                 for payload, _ in waiting:
                     self._codec.take_back(payload)
-            with contextlib.suppress(AttributeError):  # an object's own exception may have no room for it
-                error.put = done  # type: ignore[attr-defined]
+            # Any other is a signal handler's: it may have come when some were put that are not counted yet.
+            if error is at_fault or isinstance(error, TensorPipeError):
+                with contextlib.suppress(AttributeError):  # an object's own exception may have no room for it
+                    error.put = done  # type: ignore[attr-defined]
             raise
 
     def _encode_some(self, remaining: Iterator[Any], waiting: list[tuple[Payload, bytes]], is_made: bool) -> bool:

@@ -700,3 +700,23 @@ def test_an_exception_that_another_thread_handles_says_nothing_of_a_message(monk
         go_on.set()
         other.join()
     assert there.statistics().undecodable == 0
+
+
+def test_what_a_signals_handler_raises_out_of_put_many_says_no_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some may be in the queue that are not counted: whoever put them again by that number would put them twice."""
+
+    class Alarm(Exception):
+        pass
+
+    there, writev = Queue(), os.writev
+
+    def interrupted(*args: Any) -> None:
+        writev(*args)
+        raise Alarm
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", interrupted)
+        with pytest.raises(Alarm) as raised:
+            there.put_many(list(range(10)))
+    assert there.get_many(64) == list(range(10))
+    assert getattr(raised.value, "put", None) is None
