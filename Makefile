@@ -8,7 +8,7 @@ PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(P
 .PHONY: demo test kills lint bench bench-details clean
 
 demo: $(VENV)/.demo
-	$(PY) -m tensorpipe_ipc demo
+	$(PY) -m examples.demo
 
 # Two at a time: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test

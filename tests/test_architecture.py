@@ -55,8 +55,8 @@ DOORS = {
     "psutil": {"process.py", "tracking.py"},
     "mmap": {"memory/segment.py", "memory/apart.py", "transport/token_pipe.py"},
     "rich": {"cli/"},
-    "sklearn": {"cli/"},
-    "PIL": {"cli/"},
+    "sklearn": set(),  # the demo alone, which is an example
+    "PIL": set(),
     "matplotlib": {"tracking.py", "cli/"},
     "torch.cuda": {"memory/staging.py", "memory/device_blocks.py"},
 }

@@ -11,14 +11,13 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from tensorpipe_ipc.cli import demo, doctor, keygen, latency, serializers, throughput, top
+from tensorpipe_ipc.cli import doctor, keygen, latency, serializers, throughput, top
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.errors import TensorPipeError
 
 __all__ = ["main"]
 
 COMMANDS = {
-    "demo": demo,
     "doctor": doctor,
     "keygen": keygen,
     "latency": latency,
@@ -26,7 +25,7 @@ COMMANDS = {
     "throughput": throughput,
     "top": top,
 }
-EXTRAS = {"rich": "cli", "sklearn": "demo", "PIL": "demo", "matplotlib": "plot"}  # which extra brings a library
+EXTRAS = {"rich": "cli", "matplotlib": "plot"}  # which extra brings a library
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,13 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorpipe_ipc.cli.demo.filters import by_conv2d
-from tensorpipe_ipc.cli.demo.pictures import Picture, decode
+import tensorpipe_ipc as tp
+from examples.demo.filters import by_conv2d
+from examples.demo.pictures import Picture, decode
 from tensorpipe_ipc.cli.failure import Failure
-from tensorpipe_ipc.consumer import Consumer
-from tensorpipe_ipc.errors import Empty, EndOfStream, PeerLost, Refused, TensorPipeError
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.producer import Producer
 
 __all__ = ["Job", "Pipeline", "frame_of"]
 
@@ -67,7 +65,7 @@ def frame_of(job: Job, number: int) -> dict[str, Any]:
 class Pipeline:
     """The reader and the worker, as long as the ``with`` block lasts. However it is left, both are gone after it."""
 
-    def __init__(self, job: Job, consumer: Consumer) -> None:
+    def __init__(self, job: Job, consumer: tp.Consumer) -> None:
         self._job = job._replace(results=consumer.endpoint)
         self._consumer = consumer
         self.children: list[Any] = []
@@ -101,8 +99,10 @@ class Pipeline:
             child.kill()
             child.join()
         if value is not None:
-            with suppress(Refused):  # the worker's socket may be there still: binding takes it over, closing removes it
-                Consumer(self._job.frames).close()
+            with suppress(
+                tp.Refused
+            ):  # the worker's socket may be there still: binding takes it over, closing removes it
+                tp.Consumer(self._job.frames).close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """What the worker sends, until both have said goodbye.
@@ -113,13 +113,13 @@ class Pipeline:
         while True:
             try:
                 yield self._consumer.get(timeout=POLL)
-            except Empty:
+            except tp.Empty:
                 self._see_that_all_live()
-            except (EndOfStream, PeerLost) as end:
+            except (tp.EndOfStream, tp.PeerLost) as end:
                 for child in self.children:
                     child.join(2)
                 self._see_that_all_live()
-                if isinstance(end, PeerLost):
+                if isinstance(end, tp.PeerLost):
                     raise
                 return
 
@@ -140,7 +140,7 @@ def _run(stage: Callable[[Job, Connection], None], job: Job, end: Connection) ->
     torch.set_num_threads(1)  # three processes that each take all cores get in each other's way
     try:
         stage(job, end)
-    except (TensorPipeError, EOFError) as error:  # EOFError: the worker died before it told its address
+    except (tp.TensorPipeError, EOFError) as error:  # EOFError: the worker died before it told its address
         sys.exit(f"{multiprocessing.current_process().name}: {error or 'the worker is gone'}")
 
 
@@ -153,7 +153,7 @@ def _outlive() -> None:
 
 
 def _read(job: Job, address: Connection) -> None:
-    with Producer(address.recv(), serializer=job.serializer, maxsize=WINDOW, linger=0) as frames:
+    with tp.Producer(address.recv(), serializer=job.serializer, maxsize=WINDOW, linger=0) as frames:
         for number in range(job.items):
             if number >= job.streamed:
                 time.sleep(PACE)
@@ -164,8 +164,8 @@ def _read(job: Job, address: Connection) -> None:
 
 def _work(job: Job, told: Connection) -> None:
     with (
-        Consumer(job.frames, accept=[job.serializer], maxsize=WINDOW) as frames,
-        Producer(job.results, serializer=job.serializer, maxsize=WINDOW, linger=0) as results,
+        tp.Consumer(job.frames, accept=[job.serializer], maxsize=WINDOW) as frames,
+        tp.Producer(job.results, serializer=job.serializer, maxsize=WINDOW, linger=0) as results,
     ):
         told.send(frames.endpoint)
         for item in frames:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from tensorpipe_ipc.cli.demo.anatomy import Part
-from tensorpipe_ipc.cli.demo.ledger import Hop
+from examples.demo.anatomy import Part
+from examples.demo.ledger import Hop
 
 __all__ = ["Report", "percentile", "progress"]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorpipe_ipc.cli.demo.filters import by_whole_numbers
-from tensorpipe_ipc.cli.demo.pictures import Picture, decode
-from tensorpipe_ipc.cli.demo.pipeline import Job
+from examples.demo.filters import by_whole_numbers
+from examples.demo.pictures import Picture, decode
+from examples.demo.pipeline import Job
 from tensorpipe_ipc.cli.failure import Failure
 
 __all__ = ["Hop", "Ledger"]

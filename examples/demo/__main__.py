@@ -1,41 +1,66 @@
-"""``tensorpipe-ipc demo``: real pictures through a pipeline of three processes, every result checked.
+"""``make demo``, or ``python -m examples.demo``: real pictures through a pipeline of three processes, every result checked.
 
 A reader decodes pictures, a worker convolves them, this process receives and compares each result with one of its own,
-made from the same file in another way. Exit status 0 means that all were equal.
+made from the same file in another way. Exit status 0 means that all were equal, 1 that something failed, which one line
+says; 2 is wrong usage, and 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tensorpipe_ipc.cli.demo import anatomy
-from tensorpipe_ipc.cli.demo.ledger import Ledger
-from tensorpipe_ipc.cli.demo.pictures import Picture, in_folder, shipped
-from tensorpipe_ipc.cli.demo.pipeline import WINDOW, Job, Pipeline, frame_of
+import tensorpipe_ipc as tp
+from examples.demo import anatomy
+from examples.demo.ledger import Ledger
+from examples.demo.pictures import Picture, in_folder, shipped
+from examples.demo.pipeline import WINDOW, Job, Pipeline, frame_of
 from tensorpipe_ipc.cli.ending import ended_by_sigterm
 from tensorpipe_ipc.cli.failure import Failure
-from tensorpipe_ipc.consumer import Consumer
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.wire.message import encode
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["main"]
 
 ITEMS = 120
 PACED = 40  # items that go one at a time, after the stream
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    logging.getLogger("tensorpipe_ipc").addHandler(logging.NullHandler())  # the demo knows whom it waits for
+    try:
+        _run(_parser().parse_args(argv))
+        return 0
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as shells count
+    except ModuleNotFoundError as missing:
+        sentence = f"this needs {missing.name}: make demo installs it, as does pip install 'tensorpipe-ipc[demo]'"
+    except (Failure, tp.TensorPipeError) as error:
+        sentence = str(error)
+    print(f"demo: {sentence}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="demo", description="Real pictures through a pipeline of three processes.")
     parser.add_argument("--serializer", default="raw", metavar="NAME", help="raw (default), numpy or torch_save")
     parser.add_argument(
         "--endpoint",
@@ -46,35 +71,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=_count, default=ITEMS, metavar="N", help=f"how many to stream ({ITEMS})")
     parser.add_argument("--images", metavar="FOLDER", help="your own pictures instead of scikit-learn's")
     parser.add_argument("--wire", action="store_true", help="show the bytes of one message and what they mean")
+    return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     """Run the pipeline and report.
 
     Raises:
         Failure: a result is wrong, a process died, or there are no pictures.
     """
-    for library in ("rich", "PIL", *(() if arguments.images else ("sklearn",))):
-        importlib.import_module(library)  # here, where its absence can be told, and not in a child
-    from tensorpipe_ipc.cli.demo.report import Report
-
-    report = Report()
     serializer_named(arguments.serializer)
     with ended_by_sigterm(), _endpoints(arguments.endpoint) as (frames, results):
+        for library in ("rich", "PIL", *(() if arguments.images else ("sklearn",))):
+            importlib.import_module(library)  # here, where its absence can be told, and not in a child
+        from examples.demo.report import Report
+
+        report = Report()
         pictures = _pictures(arguments, report)
         job = Job(pictures, arguments.items, min(PACED, arguments.items), arguments.serializer, frames, results)
         if arguments.wire:
             report.wire(anatomy.parts(encode(frame_of(job, 0), serializer_named(job.serializer)).frames(1)))
-        _run(job, report)
-    return 0
+        _stream(job, report)
 
 
-def _run(job: Job, report: Any) -> None:
-    from tensorpipe_ipc.cli.demo.report import progress
+def _stream(job: Job, report: Any) -> None:
+    from examples.demo.report import progress
 
     ledger = Ledger(job)
     with (
-        Consumer(job.results, accept=[job.serializer], maxsize=WINDOW) as consumer,
+        tp.Consumer(job.results, accept=[job.serializer], maxsize=WINDOW) as consumer,
         Pipeline(job, consumer) as pipeline,
     ):
         pids = ", ".join(f"{child.name} (pid {child.pid})" for child in pipeline.children)
@@ -132,3 +157,7 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1")
     return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
