@@ -41,6 +41,8 @@ class Peer:
         gone_at: when it was first seen to be gone, and more may have been on its way.
         away_at: when its connection was first seen to have ended, until it is heard of again; 0 while it is not.
         kept: what was sent to it over tcp and is not known to be taken, oldest first.
+        unread: what it says it took, though ZeroMQ was not seen to have let go of it.
+        unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
         round: how often a consumer asked this peer to send what it misses.
         served: the other end's ``round`` that was dealt with last.
         began: ``taken`` when the two met.
@@ -85,6 +87,8 @@ class Peer:
         "sight",
         "taken",
         "turn",
+        "unmarked",
+        "unread",
         "why_not",
     )
 
@@ -98,6 +102,8 @@ class Peer:
         self.sight = sight or Sight()
         self.away_at = 0.0
         self.kept: deque[Kept] = deque()
+        self.unread: deque[Kept] = deque()
+        self.unmarked = 0
         self.round = 1
         self.served = hello.round
         self.began = 0

@@ -17,7 +17,7 @@ from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Una
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, Unreachable
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
-from tensorpipe_ipc.wire.layout import Block
+from tensorpipe_ipc.wire.layout import BULK, Block
 from tensorpipe_ipc.wire.message import Outgoing
 
 __all__ = ["Held", "SendLink"]
@@ -25,6 +25,11 @@ __all__ = ["Held", "SendLink"]
 Held = tuple[Handover, bytes]
 _REMEMBERED = 1000  # peers that vanished
 _TOLD = 16  # consumers that left something behind, and are named
+_MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
+_UNREAD = (
+    1 << 24
+)  # bytes that a consumer may say it took, before it has read them; there is always a moment between the two
+_FRAME = 64  # bytes of ZeroMQ's own
 
 
 def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
@@ -153,7 +158,7 @@ class SendLink(Link):
             if peer.queue is not None:
                 return peer if peer.settled and _has_room(peer) else None
             has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
-            return peer if has_room and peer.settled and not peer.away_at else None
+            return peer if has_room and peer.settled and not peer.away_at and _reads(peer) else None
         while self._idle:
             peer = self._idle.popleft()
             if self._reckoned < self.window and _is_idle(peer):
@@ -172,7 +177,7 @@ class SendLink(Link):
                 in_flight += load
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
-            if load < self._room(peer) and peer.settled and not peer.away_at:
+            if load < self._room(peer) and peer.settled and not peer.away_at and _reads(peer):
                 best, best_load = peer, load
         self._reckoned = in_flight
         if best is None or in_flight >= self.window:
@@ -205,6 +210,9 @@ class SendLink(Link):
         """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
         self._unsure = True
         super().look_around(at_once=at_once)
+        for peer in self.peers.values():
+            if peer.queue is None and peer.settled:
+                self._resend_if_asked(peer)
 
     def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
@@ -274,10 +282,16 @@ class SendLink(Link):
 
     def _lend(self, peer: Peer, kept: Kept, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""
+        small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
+        peer.unmarked += small
+        mark = peer.unmarked >= _MARK
         try:
-            kept.lent += self.socket.lend(peer.routing, part)
+            kept.lent += self.socket.lend(peer.routing, part, mark=mark)
         except Unreachable:
             return False
+        kept.weight += sum(map(len, part)) - small
+        if mark:
+            kept.weight, peer.unmarked = kept.weight + peer.unmarked, 0
         return True
 
     def _give_up(self, peer: Peer, kept: Kept) -> None:
@@ -291,9 +305,18 @@ class SendLink(Link):
         self._unacknowledged.give_up(kept)
         self._lend(peer, kept, kept.parts[0])
 
+    def _resend_if_asked(self, peer: Peer) -> None:
+        """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
+        read nothing. Then later."""
+        if peer.hello.round <= peer.served or not all(kept.has_left() for kept in peer.kept):
+            return
+        self._resend(peer)
+        peer.served = peer.hello.round  # now: an exception in between has it done again
+
     def _resend(self, peer: Peer) -> None:
+        peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
         for kept in peer.kept:
-            kept.lent = [tracker for tracker in kept.lent if not tracker.done]
+            kept.lent, kept.weight = [], 0
             if not all(self._lend(peer, kept, part) for part in kept.parts):
                 return
             self.resent += 1
@@ -350,9 +373,7 @@ class SendLink(Link):
         if peer.queue is None:
             self.socket.prepare_for_bulk()
             self.credited(peer, sequence)
-            if peer.hello.round > peer.served:
-                self._resend(peer)
-                peer.served = peer.hello.round  # now: an exception in between has it done again
+            self._resend_if_asked(peer)
 
     def credited(self, peer: Peer, sequence: int) -> None:
         """See Link."""
@@ -360,7 +381,10 @@ class SendLink(Link):
             self._framed -= sequence - peer.taken
             peer.taken = sequence
         while peer.kept and peer.kept[0].sequence <= peer.taken:
-            self._unacknowledged.let_go(peer.kept.popleft())
+            kept = peer.kept.popleft()
+            self._unacknowledged.let_go(kept)
+            if kept.lent:
+                peer.unread.append(kept)
 
     def position(self, peer: Peer) -> int:
         """See Role."""
@@ -412,6 +436,13 @@ def _is_idle(peer: Peer) -> bool:
     """Whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
     queue = peer.queue
     return queue is not None and peer.room == queue.maxsize and peer.settled and not peer.away_at and not peer.left
+
+
+def _reads(peer: Peer) -> bool:
+    """Whether it takes what is sent to it off the line, and does not only say so."""
+    while peer.unread and peer.unread[0].has_left():
+        peer.unread.popleft()
+    return not peer.unread or sum(kept.left_behind() for kept in peer.unread) <= _UNREAD
 
 
 def _turn(peer: Peer) -> int:

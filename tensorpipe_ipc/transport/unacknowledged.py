@@ -68,9 +68,10 @@ class Kept:
         nbytes: of its payloads.
         blocks: the memory that the parts are views of.
         lent: pyzmq's trackers of what ZeroMQ was lent of it.
+        weight: bytes that ZeroMQ may hold as long as it has all that it was lent: of this message, and of those before it.
     """
 
-    __slots__ = ("blocks", "lent", "nbytes", "parts", "sequence")
+    __slots__ = ("blocks", "lent", "nbytes", "parts", "sequence", "weight")
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
@@ -78,6 +79,15 @@ class Kept:
         self.nbytes = 0
         self.blocks: list[Any] = []
         self.lent: list[Any] = []
+        self.weight = 0
+
+    def has_left(self) -> bool:
+        """Return whether ZeroMQ has let go of it, and so the kernel has it, or the connection has ended."""
+        return all(tracker.done for tracker in self.lent)
+
+    def left_behind(self) -> float:
+        """Return how many bytes ZeroMQ may still hold."""
+        return self.weight * sum(not tracker.done for tracker in self.lent) / max(1, len(self.lent))
 
     def given_up(self) -> list[Any]:
         """What says that there is no message of its number: the last frame is empty, as no payload frame is."""
@@ -176,9 +186,15 @@ class Unacknowledged:
 
     def _block(self, kept: Kept) -> Any:
         resting = self._resting
-        while resting and all(tracker.done for tracker in resting[0].lent):
-            self._free += reversed(resting.popleft().blocks)
-            del self._free[KEPT_AT_MOST // PIECE :]
+        for _ in range(len(resting)):  # one that a peer does not read must not keep what others have read
+            if self._free:
+                break
+            taken = resting.popleft()
+            if taken.has_left():
+                self._free += reversed(taken.blocks)
+                del self._free[KEPT_AT_MOST // PIECE :]
+            else:
+                resting.append(taken)
         block = self._free.pop() if self._free else np.empty(PIECE, np.uint8)
         kept.blocks.append(block)
         return block

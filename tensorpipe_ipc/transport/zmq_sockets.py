@@ -242,11 +242,12 @@ class FrameSocket:
         for tracker in self.lend(peer, frames, large=lend and self._lends):
             self._wait_until_read(tracker)
 
-    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True) -> list[Any]:
+    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False) -> list[Any]:
         """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
 
         Args:
             large: False: they are copied.
+            mark: lend the last one, however small: with it ZeroMQ has let go of all that went before, to this peer.
 
         Returns:
             A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
@@ -269,6 +270,11 @@ class FrameSocket:
                 if large and len(frame) >= BULK:
                     hold_reaper()
                     trackers.append(send(frame, flags, copy=False, track=True))
+                elif mark and index == last:
+                    hold_reaper()
+                    marked = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
+                    trackers.append(send(marked, flags, copy=False, track=True))
+                    del marked
                 else:
                     send(frame, flags)
         except zmq.ZMQError as error:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import time
 import types
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import exchange
@@ -13,7 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from children import PATIENCE, in_thread
+import zmq
+from children import PATIENCE, in_thread, wait_until
 from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
@@ -405,11 +408,11 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
         putting()
         lend, sent = producer._link.socket.lend, []
 
-        def cut(*arguments: Any) -> Any:
+        def cut(*arguments: Any, **options: Any) -> Any:
             sent.append(arguments)
             if len(sent) == 2:
                 raise KeyboardInterrupt
-            return lend(*arguments)
+            return lend(*arguments, **options)
 
         monkeypatch.setattr(producer._link.socket, "lend", cut)
         with contextlib.suppress(KeyboardInterrupt):
@@ -566,3 +569,56 @@ def test_a_payload_that_goes_beyond_what_was_restored_alike(second: bool) -> Non
         assert building.add(piece, memoryview(bytes(PIECE)))
     header, frames = building.completed(unpack(memoryview(head)), [head])
     assert (header.restored, [len(frame) for frame in frames[1:]]) == ((True, [restored]) if second else (False, []))
+
+
+@pytest.fixture
+def producer() -> Iterator[tp.Producer]:
+    """One that binds, and is closed whatever became of its messages."""
+    made = tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0)
+    yield made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        made.close()
+
+
+@pytest.fixture
+def deaf(producer: tp.Producer) -> Iterator[zmq.Socket[bytes]]:
+    """A consumer of its that says what it likes, and reads next to nothing."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        for option, value in {zmq.RCVHWM: 1, zmq.RCVBUF: 4096, zmq.SNDHWM: 0, zmq.LINGER: 0}.items():
+            raw.setsockopt(option, value)
+        raw.connect(producer.endpoint)
+        raw.send(hello("consumer", round=1))
+        yield raw
+
+
+def test_who_asks_again_and_again_and_reads_nothing_is_sent_nothing_more(
+    producer: tp.Producer, deaf: zmq.Socket[bytes]
+) -> None:
+    """A HELLO of 250 bytes had megabytes sent again, and kept in this process."""
+    for _ in range(64):
+        producer.put(torch.zeros(60_000, dtype=torch.uint8), PATIENCE)
+    for times in range(200):
+        deaf.send(hello("consumer", round=2 + times))
+
+    def all_was_heard() -> bool:
+        with pytest.raises(tp.Full):
+            producer.put(torch.zeros(60_000, dtype=torch.uint8), 0.1)
+        return not producer._link.socket.has_incoming()
+
+    wait_until(all_was_heard)
+    assert producer.statistics().resent <= 64
+
+
+@pytest.mark.parametrize("nbytes", [60_000, PIECE])
+def test_who_says_it_took_what_it_did_not_read_gets_no_more(
+    nbytes: int, producer: tp.Producer, deaf: zmq.Socket[bytes]
+) -> None:
+    """A CREDIT of 24 bytes made room for a megabyte, which stayed in this process."""
+    tensor, put = torch.zeros(nbytes, dtype=torch.uint8), 0
+    with contextlib.suppress(tp.Full):
+        while put * nbytes < 1 << 28:
+            producer.put(tensor, PATIENCE if not put else 0.3)
+            put += 1
+            deaf.send(pack(Kind.CREDIT, put))
+    assert put * nbytes < 1 << 27
