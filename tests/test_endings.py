@@ -146,6 +146,24 @@ def test_a_goodbye_that_comes_when_the_next_consumer_is_there(monkeypatch: pytes
             assert len(producer.statistics().peers) == 1
 
 
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot say goodbye to one that it has not heard of. Its own file does."""
+    producer = tp.Producer(endpoint, bind=True)
+    with tp.Consumer(producer.endpoint, bind=False) as consumer:
+        link: Any = consumer._link
+        claimed = link._claimed
+
+        def claim(found: Any) -> Any:
+            queue = claimed(found)
+            producer.close()
+            return queue
+
+        monkeypatch.setattr(link, "_claimed", claim)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
 def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool) -> None:

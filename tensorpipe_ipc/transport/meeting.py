@@ -152,16 +152,19 @@ class Meeting(Role):
             return
         if self.has_left(found.hello):
             return
-        with contextlib.closing(self._sight_of(found.hello)) as sight:
+        with contextlib.ExitStack() as stack:
+            sight = self._sight_of(found.hello)  # one: what it closes with later is read there
+            stack.callback(sight.close)
             if sight.is_gone():
                 return
-        with contextlib.suppress(SharedMemoryError):
-            queue = self._claimed(found)
-            if queue is not None:
-                peer = self.peers[b""] = Peer(b"", found.hello, self._sight_of(found.hello))
-                self.met(peer)
-                self._sit_down(peer, queue)
-                self._post()
+            with contextlib.suppress(SharedMemoryError):
+                queue = self._claimed(found)
+                if queue is not None:
+                    stack.pop_all()
+                    peer = self.peers[b""] = Peer(b"", found.hello, sight)
+                    self.met(peer)
+                    self._sit_down(peer, queue)
+                    self._post()
 
     def has_left(self, hello: Hello) -> bool:
         """Whether this is an end that has told how it ended: what still comes of it was on its way, or is about to go."""
