@@ -164,6 +164,45 @@ def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(endpoint: str, 
             consumer.get(PATIENCE)
 
 
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_the_next_binder_is_there_before_the_last_ones_connection_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector finds it by its file, and goes on with it when it has lost the connection that it still had."""
+    binds, connects = (tp.Consumer, tp.Producer) if role == "producer" else (tp.Producer, tp.Consumer)
+    first = binds("ending", bind=True)
+    with connects("ending", bind=False) as connector, contextlib.ExitStack() as stack:
+        ends = (connector, first) if role == "producer" else (first, connector)
+        _met(*ends)  # type: ignore[arg-type]
+        socket_of_first: Any = first._link.socket
+        close_sockets, following = socket_of_first._close_sockets, list[Any]()
+
+        def close_late(linger: float) -> None:
+            following.append(stack.enter_context(binds("ending", bind=True)))
+            wait_until(lambda: "met by its file" in _peers_of(connector))
+            if role == "producer":
+                for number in range(4):
+                    connector.put(number, PATIENCE)
+            close_sockets(linger)
+
+        monkeypatch.setattr(socket_of_first, "_close_sockets", close_late)
+        first.close()
+        wait_until(lambda: bool(_peers_of(connector)) and connector._link.socket.connection > 1)
+        producer, consumer = (connector, *following) if role == "producer" else (*following, connector)
+        getting = in_thread(lambda: [consumer.get(PATIENCE) for _ in range(4)])
+        if role == "consumer":
+            for number in range(4):
+                producer.put(number, PATIENCE)
+        assert getting() == [0, 1, 2, 3]
+        producer.flush(PATIENCE)
+        assert producer.statistics().lost == 0
+
+
+def _peers_of(end: Any) -> str:
+    if isinstance(end, tp.Consumer):
+        with contextlib.suppress(tp.EndOfStream, tp.Empty):
+            end.get(0)
+    return "; ".join(end.statistics().peers)
+
+
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
 def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool) -> None:

@@ -181,6 +181,8 @@ class Link(Meeting):
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
         self.hear_claimants()
+        if not self.keeps and any(peer.by_file for peer in self.peers.values()):
+            self.socket.is_connected(_ANSWERED)
         if self.owes_greeting() and not self.keeps:
             self.greet()  # its binder knows it by this connection then
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
@@ -620,8 +622,9 @@ class Link(Meeting):
         return last_words.positions.get(self.presence.token, 0) if self.presence is not None else 0
 
     def waits_for(self, peer: Peer) -> bool:
-        """Whether a peer whose connection has ended is away, and not gone."""
-        return self.keeps and peer.settled and peer.may_return(self.peer_timeout)
+        """Whether a peer whose connection has ended is away, and not gone. Of one that was found by its file, and has not said
+        WELCOME, there may have been none yet: the connection was with the binder before it."""
+        return (self.keeps or peer.by_file) and peer.settled and peer.may_return(self.peer_timeout)
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.
