@@ -192,6 +192,18 @@ def test_all_names_what_is_public(file: str) -> None:
     assert set(listed) <= names | set(assigned), f"{file}: {sorted(set(listed) - names - set(assigned))} are not there"
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_decoders_are_made_at_import(file: str) -> None:
+    """Where two threads were the first to decode a type, msgspec's process ended: it shows one what the other just makes."""
+    calls = [
+        node
+        for node in ast.walk(_tree(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec")
+    ]
+    lazy = [ast.unparse(call) for call in calls if any(keyword.arg == "type" for keyword in call.keywords)]
+    assert not lazy, f"{file}: {lazy}: call a module's own msgspec.msgpack.Decoder(type).decode"
+
+
 def test_the_package_exports_what_it_says() -> None:
     """Every name in the package's ``__all__`` is an attribute of it."""
     assert [name for name in tensorpipe_ipc.__all__ if not hasattr(tensorpipe_ipc, name)] == []

@@ -66,6 +66,9 @@ class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str = ""
 
 
+_decode = msgspec.json.Decoder(Notice).decode
+
+
 def notices() -> Iterator[Notice]:
     """Those of all processes that this one may look at."""
     seen = set()
@@ -108,7 +111,7 @@ def read_notice(file: BinaryIO) -> Notice | None:
     text = file.read(min(length, 1 << 20))
     if zlib.crc32(text) == crc:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode(text, type=Notice)
+            return _decode(text)
     return None
 
 

@@ -56,6 +56,9 @@ class LastWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: dict[int, int] = {}
 
 
+_decode = msgspec.msgpack.Decoder(LastWords).decode
+
+
 class Presence:
     """An end's own file.
 
@@ -196,7 +199,7 @@ class Sight:
         """Return how a peer that is gone ended; None if it was killed, or its file was not seen in time."""
         if self._descriptor >= 0 and self.is_gone():
             with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-                return msgspec.msgpack.decode(os.pread(self._descriptor, _LONGEST, 0), type=LastWords)
+                return _decode(os.pread(self._descriptor, _LONGEST, 0))
         return None
 
     def close(self) -> None:

@@ -89,6 +89,9 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offers: tuple[QueueOffer, ...]
 
 
+_decode = msgspec.msgpack.Decoder(Rendezvous).decode
+
+
 class RendezvousFile:
     """A binder's own."""
 
@@ -217,7 +220,7 @@ def unpacked(data: bytes) -> Rendezvous | None:
     if (magic, version) != (_MAGIC, VERSION) or zlib.crc32(text) != crc:
         return None
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.msgpack.decode(text, type=Rendezvous)
+        return _decode(text)
     return None
 
 
