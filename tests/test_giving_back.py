@@ -4,12 +4,13 @@ import contextlib
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 
 import pytest
 import torch
-from arenas import small_context
+from arenas import blocks_in_use, small_context
 from crash_points import in_child, reap
 from programs import ran
 
@@ -165,6 +166,31 @@ def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx, nbytes, mine):
         assert [(int(x[0]), int(x[-1])) for x in got] == [(n, n) for n in [*range(left), 100]]
         burst(taken, nbytes, 3 * every)
         assert resident(taken) <= 33 * PART
+
+
+class Interrupted(Exception):
+    """As a signal's handler raises it."""
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("function", ["_start", "_has_pages", "_allocate", "allocate"])
+def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
+    there = ctx.Queue()
+
+    def tracer(frame, event, _):
+        if event == "return":
+            raise Interrupted
+        return tracer
+
+    sys.settrace(lambda frame, *_: tracer if frame.f_code.co_name == function else None)
+    try:
+        with pytest.raises(Interrupted):
+            there.put_many([octets(20_000)] * 3) if many else there.put(octets(20_000))
+    finally:
+        sys.settrace(None)
+    assert blocks_in_use(ctx) == {}
+    there.put_many([octets(20_000, value) for value in (1, 2, 3)])
+    assert [int(there.get()[-1]) for _ in range(3)] == [1, 2, 3]
 
 
 def test_who_lost_free_memory_gets_other_memory(ctx):

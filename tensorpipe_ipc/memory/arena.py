@@ -67,7 +67,7 @@ import numpy.typing as npt
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents
 from tensorpipe_ipc.memory.headroom import headroom
-from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, hazard_word, row_word
+from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, Segment
 
@@ -185,11 +185,12 @@ class Arena(Extents):
 
     # ---- allocation ----
 
-    def allocate(self, nbytes: int, *, force: bool = False) -> int:
+    def allocate(self, nbytes: int, *, force: bool = False, taker: Operation | None = None) -> int:
         """A block for ``nbytes`` of metadata and payload. Its state is WRITING.
 
         Args:
             force: even beyond the capacity, though not beyond what the machine has.
+            taker: it knows the block from the moment on at which that is WRITING, whatever an exception then ends.
 
         Returns:
             Its offset in the segment; 0 when there is no room now.
@@ -201,9 +202,9 @@ class Arena(Extents):
         if not force:
             self.check(nbytes)
         self.mind_idle()
-        block = self._allocate(kind, growth, force)
+        block = self._allocate(kind, growth, force, taker)
         if not block and self._trim(growth):
-            block = self._allocate(kind, growth, force)
+            block = self._allocate(kind, growth, force, taker)
         return block
 
     def check(self, nbytes: int) -> None:
@@ -218,7 +219,7 @@ class Arena(Extents):
                 "send it in parts",
             )
 
-    def _allocate(self, kind: int, growth: int, force: bool) -> int:
+    def _allocate(self, kind: int, growth: int, force: bool, taker: Operation | None) -> int:
         if kind > QUICK:
             self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
         while True:
@@ -227,13 +228,15 @@ class Arena(Extents):
                 if not self._has_room(growth if kind > self.whole else 1 << kind, force) or not self._claim(kind):
                     return 0
                 continue
-            if not self._start(block, kind):
+            if not self._start(block, kind, taker):
                 continue
             done = source is self.free[kind] and kind <= self.whole
             try:
                 done = done or self._has_pages(block, kind, growth, force)
             finally:
                 if not done:
+                    if taker is not None:
+                        taker.block = 0
                     self.words[block >> 3] &= ~HOLDER
                     source.append(block)
             if not done:
@@ -252,7 +255,7 @@ class Arena(Extents):
                 continue
         return [], 0
 
-    def _start(self, block: int, kind: int) -> bool:
+    def _start(self, block: int, kind: int, taker: Operation | None = None) -> bool:
         """Have a free block WRITING, if its extent still is this process's. (extents.py, "Changing hands")."""
         words, word = self.words, block >> 3
         with self._window:  # threads share this hazard; signal handlers do not come in here, where nothing is called
@@ -261,6 +264,8 @@ class Arena(Extents):
             if mine:
                 state = words[word] or words[self._floors + (block >> 20)] << GENERATION_AT
                 words[word] = state & ~HOLDER | self.writing
+                if taker is not None:
+                    taker.block = block
             words[self._hazard] = 0
         if not mine:
             self._drop(block)

@@ -103,6 +103,7 @@ class Operation:
         messages, nbytes: what this process did with it, for ``statistics()``.
         kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
             names; None: nothing.
+        block: of a put, the one that it has taken and that its word does not name yet; 0: none.
         before: of such a get, how many others go first.
         cause: what ended it.
         shared: something for each but one of its messages that were set aside and are not served.
@@ -110,6 +111,7 @@ class Operation:
 
     __slots__ = (
         "before",
+        "block",
         "cause",
         "counters",
         "credit",
@@ -132,7 +134,7 @@ class Operation:
     def __init__(self, segment: Segment, record: Record) -> None:
         self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = self.before = 0
+        self.messages = self.nbytes = self.tally_before = self.before = self.block = 0
         self.kept: list[Any] | None = None
         self.cause: BaseException | None = None
         self.shared: list[Any] = []

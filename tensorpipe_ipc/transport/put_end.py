@@ -96,7 +96,6 @@ class PutEnd(QueueEnd):
             operation = self._putting.pop()
         except IndexError:
             operation = self._operation(PUT)
-        block = 0
         try:
             words, credit = self.words, 0
             deadline = None if timeout is None else monotonic() + timeout
@@ -105,15 +104,16 @@ class PutEnd(QueueEnd):
             nbytes = payload.nbytes
             room = (len(metadata) + 63 & -64) + nbytes
             kind = kind_of(room)
-            block = self._block(kind, room, deadline, operation.hazard)
+            block = self._block(kind, room, deadline, operation)
             self._fill(block, credit, payload, metadata)  # P3
             word = block >> 3
             generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
-            block = 0  # from here on the word says what is to be done
+            operation.block = 0  # from here on the word says what is to be done
             self._queue(operation, word, generation)
         except BaseException:
-            operation.kept = [block] if block else []
+            operation.kept = [operation.block] if operation.block else []
+            operation.block = 0
             self._left.append(operation)
             self._take_up()
             raise
@@ -180,7 +180,7 @@ class PutEnd(QueueEnd):
             for i, (payload, metadata) in enumerate(messages[:count]):
                 room = (len(metadata) + 63 & -64) + payload.nbytes
                 kind = kind_of(room)
-                block = self._block(kind, room, deadline, operation.hazard, waits=not i)
+                block = self._block(kind, room, deadline, operation, waits=not i)
                 if not block:
                     break
                 blocks.append(block)
@@ -190,7 +190,7 @@ class PutEnd(QueueEnd):
             ]
             for i in range(len(tickets)):
                 words[operation.ticket + i] = tickets[i]  # P4
-            unnamed = []
+            unnamed, operation.block = [], 0
             if words[self._watch]:
                 self._refuse_if_shut()
             for ticket in tickets:
@@ -206,7 +206,8 @@ class PutEnd(QueueEnd):
             if self.credits is not None and len(tickets) < count:
                 self._give_unused(operation, len(tickets), count)
         except BaseException:
-            operation.kept = unnamed
+            taken, operation.block = operation.block, 0
+            operation.kept = [*unnamed, taken] if taken and taken not in blocks else unnamed
             self._left.append(operation)
             self._take_up()
             raise
@@ -353,9 +354,11 @@ class PutEnd(QueueEnd):
             raise Full(self._why_full("has no free place"))
         return count
 
-    def _block(self, kind: int, nbytes: int, deadline: float | None, hazard: int = 0, *, waits: bool = True) -> int:
+    def _block(
+        self, kind: int, nbytes: int, deadline: float | None, taker: Operation | None = None, *, waits: bool = True
+    ) -> int:
         arena = self.arena
-        if hazard:
+        if taker is not None:
             # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
             free = arena.free[kind]
             if kind > QUICK or not free:
@@ -366,20 +369,21 @@ class PutEnd(QueueEnd):
             except IndexError:
                 pass
             else:
-                words, word = self.words, block >> 3
+                words, word, hazard = self.words, block >> 3, taker.hazard
                 words[hazard] = block
                 if words[arena.table + (block >> 20)] == arena.own[kind] and (
                     kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
                 ):
                     words[word] = words[word] & ~HOLDER | arena.writing
+                    taker.block = block
                     words[hazard] = 0
                     arena.young[kind].append(block)
                     return block
                 words[hazard] = 0
                 free.append(block)
-        return arena.allocate(nbytes) or (self._wait_for_block(nbytes, deadline) if waits else 0)
+        return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
-    def _wait_for_block(self, nbytes: int, deadline: float | None) -> int:
+    def _wait_for_block(self, nbytes: int, deadline: float | None, taker: Operation | None) -> int:
         """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
         arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
         that could come free, there is nothing to wait for."""
@@ -392,7 +396,9 @@ class PutEnd(QueueEnd):
                 looked = monotonic()
                 self.undertaker.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
-                block = self.arena.allocate(nbytes) or (0 if self.qsize() else self.arena.allocate(nbytes, force=True))
+                block = self.arena.allocate(nbytes, taker=taker)
+                if not block and not self.qsize():
+                    block = self.arena.allocate(nbytes, force=True, taker=taker)
                 if block:
                     return block
                 if not self.qsize() and not self.arena.holders():
