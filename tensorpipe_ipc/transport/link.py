@@ -583,7 +583,7 @@ class Link(Meeting):
         gone = peer.sight.is_gone()
         if not self.socket.binds:
             connected = self.socket.is_connected()
-        elif gone or again:  # repeats what was said before, which may have got lost, and tells whether it can be said
+        elif gone or again or peer.gone_at:  # repeats what may have got lost, and tells whether it can be said
             connected = self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
         else:
             connected = True
@@ -601,7 +601,7 @@ class Link(Meeting):
 
     def _comes_again(self, peer: Peer) -> bool:
         """Whether a peer that is seen to be there lost its connection just now: it may be on its way by another one."""
-        if not self.socket.binds or peer.sight.is_out_of_sight:
+        if not self.socket.binds or self.keeps or peer.sight.is_out_of_sight:
             return False
         peer.gone_at = peer.gone_at or time.monotonic()
         return time.monotonic() - peer.gone_at < 2 * REPEAT
