@@ -147,7 +147,9 @@ def test_a_goodbye_that_comes_when_the_next_consumer_is_there(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
-def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cannot say goodbye to one that it has not heard of. Its own file does."""
     producer = tp.Producer(endpoint, bind=True)
     with tp.Consumer(producer.endpoint, bind=False) as consumer:
@@ -165,7 +167,9 @@ def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(endpoint: str, 
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
-def test_the_next_binder_is_there_before_the_last_ones_connection_ends(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_binder_is_there_before_the_last_ones_connection_ends(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A connector finds it by its file, and goes on with it when it has lost the connection that it still had."""
     binds, connects = (tp.Consumer, tp.Producer) if role == "producer" else (tp.Producer, tp.Consumer)
     first = binds("ending", bind=True)
