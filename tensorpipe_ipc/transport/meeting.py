@@ -30,6 +30,7 @@ A connector that said HELLO before it found the file gets two answers. The first
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from typing import Any
@@ -199,7 +200,8 @@ class Meeting(Role):
             try:
                 queue = rendezvous.reach(found.hello.identity, offer, offer.maxsize)
             except SharedMemoryError as error:
-                failed = error
+                if error.errno != errno.EBUSY:  # else another end of this process has taken it
+                    failed = error
             else:
                 if queue.claim(min(self.window, offer.maxsize)):
                     return queue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from raw_ends import RawEnd, hello, hello_of
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.cli.doctor.finding import State
+from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import link, rendezvous, rendezvous_file
@@ -399,3 +401,25 @@ def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(tp.Empty):
             consumer.get(0.1)
         assert offered() == 1
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_another_end_of_the_process_has_just_taken_what_is_offered(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for another, as if any other process had taken it; also one that takes nothing but shared memory."""
+    reach, busy = rendezvous.reach, iter(range(8))
+
+    def reach_later(*arguments: Any) -> Any:
+        for _ in busy:
+            raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
+        return reach(*arguments)
+
+    with Child() as child:
+        at = child.call(children.open_consumer, endpoint)
+        monkeypatch.setattr(rendezvous, "reach", reach_later)
+        with tp.Producer(at, shared_memory="require") as producer:
+            child.begin(children.take, 1)
+            producer.put("in shared memory", PATIENCE)
+            assert child.result() == ["in shared memory"]
+            assert producer.statistics().transport == "shared memory"
