@@ -409,7 +409,8 @@ class Stream:
             if end.role == "got":
                 end.look()
         elif end.how:
-            self.campaign.see(waited < BOUND, f"{self.kind.name}: {end} does not end since {waited:.1f} s", end)
+            bound = BOUND if state else STARTING  # its program may still import what it needs
+            self.campaign.see(waited < bound, f"{self.kind.name}: {end} does not end since {waited:.1f} s", end)
         elif not state:
             self.campaign.see(waited < STARTING, f"{self.kind.name}: {end} does not begin since {waited:.1f} s", end)
 
