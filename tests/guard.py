@@ -30,6 +30,7 @@ ICEORYX2 = "iox2_"  # how the names of iceoryx2's files begin, which stay for th
 PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
 _OTHERS: set[tuple[int, int]] = set()  # device and inode of what was seen to be another program's
 _MAPPED = re.compile(r" ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ")
+_SHARED = re.compile(r"^\S+ .([w-]).s \S+ \S+ \d+ *(.*)$", re.MULTILINE)  # a mapping that others may have too
 GRACE = 15.0  # seconds after the limit until a test that hangs in C takes the whole run with it
 
 
@@ -204,9 +205,7 @@ def _files(folders: Iterable[Path]) -> set[str]:
 
 def _mappings() -> Counter[str]:
     found: Counter[str] = Counter()
-    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-        fields = line.split(maxsplit=5)
-        name = fields[5] if len(fields) > 5 else "anonymous"
-        if fields[1].endswith("s") and ("w" in fields[1] or name.startswith(("/memfd:", "/dev/shm/"))):
-            found[name] += 1
+    for access, name in _SHARED.findall(Path("/proc/self/maps").read_text(errors="replace")):
+        if access == "w" or name.startswith(("/memfd:", "/dev/shm/")):
+            found[name or "anonymous"] += 1
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,12 +68,18 @@ PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "cop
 PICKLE_DOORS = {"pickling.py"}
 
 
+@functools.cache
 def _tree(file: str) -> ast.Module:
     return ast.parse((HOUSE / file).read_text(encoding="utf-8"), file)
 
 
-def _imports(file: str) -> Iterator[str]:
+@functools.cache
+def _imports(file: str) -> tuple[str, ...]:
     """Every module that a file imports, by its full dotted name, wherever in the file the import stands."""
+    return tuple(_found(file))
+
+
+def _found(file: str) -> Iterator[str]:
     for node in ast.walk(_tree(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,11 +1,13 @@
 """Properties over generated trees and bytes: what is sent arrives, and what was not sent ends in our errors.
 
-Over 10,000 examples, the same in every run. ``python -m tests.fuzz_wire`` runs as many more as one likes.
+Over 1,000 examples, the same in every run; 11,000 with ``make kills``; and ``python -m tests.fuzz_wire`` runs as many more
+as one likes.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import fuzz_wire
@@ -22,11 +24,24 @@ from tensorpipe_ipc.wire.dtypes import BY_TORCH
 MESSAGES = fuzz_wire.corpus()
 
 
+LONG: dict[str, Callable[[], None]] = {}  # each property over many examples
+
+
 def repeatable(examples: int) -> settings:
     """The same examples in every run, and no database of them in the working directory."""
     return settings(
         max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
+
+
+def holds_for(*strategies: st.SearchStrategy[Any], few: int, many: int) -> Callable[..., Callable[[], None]]:
+    """A property as a test over few examples, and in ``LONG`` over many."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[], None]:
+        LONG[check.__name__] = repeatable(many)(given(*strategies)(check))
+        return repeatable(few)(given(*strategies)(check))
+
+    return decorate
 
 
 @st.composite
@@ -92,18 +107,18 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 trees = st.recursive(st.one_of(scalars, tensors(), arrays()), containers, max_leaves=12)
 
 
-@repeatable(1500)
-@given(trees, st.sampled_from([0, 1 << 16]))
+@holds_for(trees, st.sampled_from([0, 1 << 16]), few=150, many=1500)
 def test_any_tree_comes_back(tree: Any, own: int) -> None:
     """Any tree of any leaves and keys arrives bit for bit."""
     zoo.same(tree, round_trip(tree, own=own))
 
 
-@repeatable(500)
-@given(
+@holds_for(
     st.sampled_from([torch.uint8, torch.int16, torch.float64, torch.complex128]),
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3)), min_size=2, max_size=6),
     st.sampled_from(["raw", "torch_save"]),
+    few=60,
+    many=500,
 )
 def test_any_windows_on_one_memory_stay_windows(dtype: torch.dtype, windows: Any, serializer: str) -> None:
     """Any windows on one memory arrive with their items, and what is written through one is seen through the others."""
@@ -116,8 +131,7 @@ def test_any_windows_on_one_memory_stay_windows(dtype: torch.dtype, windows: Any
     zoo.same(tree, got, strides=False)
 
 
-@repeatable(2000)
-@given(st.lists(st.binary(max_size=200), min_size=1, max_size=4), st.booleans())
+@holds_for(st.lists(st.binary(max_size=200), min_size=1, max_size=4), st.booleans(), few=200, many=2000)
 def test_any_bytes_end_in_our_errors(frames: list[bytes], framed: bool) -> None:
     """Any bytes, bare or behind a good prefix, end in a tree or in an exception of ours."""
     if framed:
@@ -125,12 +139,19 @@ def test_any_bytes_end_in_our_errors(frames: list[bytes], framed: bool) -> None:
     fuzz_wire.outcome(frames)
 
 
-@repeatable(7000)
-@given(st.integers(0, (1 << 64) - 1))
+@holds_for(st.integers(0, (1 << 64) - 1), few=700, many=7000)
 def test_any_damage_ends_in_our_errors(seed: int) -> None:
     """Any valid message, damaged in any way, ends in a tree or in an exception of ours."""
     rng = random.Random(seed)
     fuzz_wire.outcome(fuzz_wire.damage(rng, rng.choice(MESSAGES), MESSAGES))
+
+
+@pytest.mark.kills
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("name", LONG)
+def test_each_holds_for_many_more(name: str) -> None:
+    """Each of the properties above, over ten times as many examples."""
+    LONG[name]()
 
 
 def test_the_fuzzer_gets_deep() -> None:
