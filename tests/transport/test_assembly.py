@@ -191,8 +191,8 @@ def test_no_memory_is_asked_for_that_has_not_come(codes: tuple[int, int], times:
 @pytest.mark.parametrize("restores", [True, False])
 def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int, restores: bool) -> None:
     """Pieces of two bytes cost what they hold until memory is asked for, and every item is in its place then."""
-    narrow = torch.arange(100_000).half()  # so many that CPython's list of 2,000 free tuples does not count
-    octets, total = narrow.view(torch.uint8).numpy().tobytes(), 200_000
+    narrow = torch.arange(60_000).half()  # so many that CPython's list of 2,000 free tuples does not count
+    octets, total = narrow.view(torch.uint8).numpy().tobytes(), 120_000
     frames = [memoryview(octets[at : at + size]) for at in range(0, total, size)]
     heads = [_piece(at, total, 2 * total) for at in range(0, total, size)]
     building = Assembly(1, piece_of(heads[0]), Regions(), restores=restores)
