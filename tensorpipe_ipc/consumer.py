@@ -168,7 +168,7 @@ class Consumer:
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
         self._last_parts: Any = None
-        self._finish = weakref.finalize(self, _close, self._link, self._guard)
+        self._finish = weakref.finalize(self, _close_at_last, self._link, self._guard)
 
     @property
     def endpoint(self) -> str:
@@ -262,7 +262,8 @@ class Consumer:
         """
         with self._guard.to_close() as is_open:
             if is_open:
-                self._finish()
+                _close(self._link, self._guard)
+                self._finish.detach()
 
     def __iter__(self) -> Iterator[Any]:
         """Take messages until the stream ends.
@@ -288,9 +289,11 @@ class Consumer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-            self._link.ending = ending_by(value)
-        self.close()
+        try:
+            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+                self._link.ending = ending_by(value)
+        finally:
+            self.close()
 
     def __repr__(self) -> str:
         state = self._guard.state
@@ -425,11 +428,22 @@ def _number_of(producers: Any) -> int | None:
     return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
 
 
-def _close(link: ReceiveLink, guard: Guard) -> None:
-    """Close a consumer's link; also when the consumer was dropped, and at exit. It must not know the consumer itself."""
-    if guard.foreign or guard.closed or postponed(_close, link, guard):
+def _close_at_last(link: ReceiveLink, guard: Guard) -> None:
+    """Close a consumer's link when the consumer was dropped, or at exit. It must not know the consumer itself."""
+    if postponed(_close_at_last, link, guard):
         return
-    guard.closed = guard.closing = True
-    with undisturbed():
-        told = link.say_goodbye(link.ending)
-        link.close(linger=1.0 if told else 0.0)
+    with guard.at_last() as is_open:
+        if is_open:
+            _close(link, guard)
+
+
+def _close(link: ReceiveLink, guard: Guard) -> None:
+    """Close a consumer's link. May be cut short anywhere by an exception, and called again."""
+    guard.closing = True
+    linger = 0.0
+    try:
+        linger = 1.0 if not link.has_parted and link.say_goodbye() else 0.0
+    finally:
+        with undisturbed():
+            link.close(linger)
+    guard.closed = True

@@ -16,6 +16,9 @@ from tensorpipe_ipc.errors import Busy, Closed
 __all__ = ["Guard", "postponed", "undisturbed"]
 
 
+_AT_EXIT = 2.0  # seconds
+
+
 class _Section(threading.local):
     """What this thread must not be disturbed in, and what it then has to do afterwards."""
 
@@ -119,6 +122,25 @@ class Guard:
         self.closing = True
         with self._lock:
             yield not self.closed
+
+    @contextmanager
+    def at_last(self) -> Iterator[bool]:
+        """Close an end that was dropped, or is open at exit, where a daemon thread may still be in a use of it.
+
+        ZeroMQ ends the process where two threads are in one socket. So it is waited for, as that use ends with ``Closed``
+        within a slice. Yield whether the end is to be closed: what a thread does not leave is left to the kernel.
+        """
+        if self.foreign or self.closed:
+            yield False
+            return
+        self.closing = True
+        if not self._lock.acquire(timeout=_AT_EXIT):
+            yield False
+            return
+        try:
+            yield not self.closed
+        finally:
+            self._lock.release()
 
     @property
     def state(self) -> str:

@@ -169,9 +169,7 @@ class Producer:
         """Send one message. When this returns, the tree has been read: it may be changed or dropped.
 
         Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned. Over
-        tcp it is copied, kept until it is known to be taken, and sent again where a connection broke before. Over ipc,
-        without a timeout, large tensors are read by ZeroMQ in place, and put returns when it has read them; with one they
-        are copied first, so that put can keep it.
+        tcp it is kept until it is known to be taken, and sent again where a connection broke before.
 
         Args:
             tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
@@ -204,7 +202,7 @@ class Producer:
             message = encode(tree, staged(self._narrowing or self._serializer))
         deadline = deadline_of(timeout)
         with self._guard:
-            self._send(message, deadline, lend=timeout is None, held=held)
+            self._send(message, deadline, held=held)
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors that lie where the consumer will read them, to be filled, and sent without a copy::
@@ -326,7 +324,9 @@ class Producer:
     def _close(self) -> str:
         """Close, and return what was not taken, in words."""
         with self._guard.to_close() as is_open:
-            return _close(self._link, self._guard, self._linger) if is_open and self._finish.detach() else ""
+            untaken = _close(self._link, self._guard, self._linger) if is_open else ""
+            self._finish.detach()
+            return untaken
 
     def __enter__(self) -> Producer:
         """Itself.
@@ -340,9 +340,14 @@ class Producer:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-            self._link.ending = ending_by(value)
-        untaken, left_behind = self._close(), self._link.left_behind
+        try:
+            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+                self._link.ending = ending_by(value)
+        finally:
+            untaken = self._close()
+        if self._guard.foreign:  # what was lost its parent is told
+            return
+        left_behind = self._link.left_behind
         self._link.left_behind = []
         told = "; ".join(filter(None, [*map(_lost_with, left_behind), untaken]))
         if told and value is None:
@@ -374,11 +379,11 @@ class Producer:
             self._wait(deadline, "no consumer")
         return link.any_queue()
 
-    def _send(self, message: Outgoing, deadline: float | None, *, lend: bool, held: Held | None) -> None:
+    def _send(self, message: Outgoing, deadline: float | None, *, held: Held | None) -> None:
         link = self._link
         while True:
             peer = self._reserve(deadline)
-            if link.send(peer, message, remaining(deadline), lend=lend, held=held):
+            if link.send(peer, message, remaining(deadline), held=held):
                 break
         self._messages += 1
         self._bytes += message.nbytes
@@ -437,16 +442,31 @@ def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
     """Close a producer's link when the producer was dropped, or at exit."""
     if postponed(_close_or_warn, link, guard, linger):
         return
-    untaken = _close(link, guard, linger)
+    with guard.at_last() as is_open:
+        untaken = _close(link, guard, linger) if is_open else ""
     if untaken:
         warnings.warn(untaken, RuntimeWarning, stacklevel=2)
 
 
 def _close(link: SendLink, guard: Guard, linger: float) -> str:
-    """Close a producer's link. Return what was not taken, in words. It must not know the producer itself."""
-    if guard.foreign or guard.closed:
-        return ""
-    guard.closed = guard.closing = True
+    """Close a producer's link. Return what was not taken, in words. It must not know the producer itself.
+
+    May be cut short anywhere by an exception, and called again.
+    """
+    guard.closing = True
+    untaken, farewell = "", _FAREWELL
+    try:
+        if not link.has_parted:
+            untaken, farewell = _take_leave(link, linger)
+    finally:
+        with undisturbed():
+            link.close(farewell)
+    guard.closed = True
+    return untaken
+
+
+def _take_leave(link: SendLink, linger: float) -> tuple[str, float]:
+    """Wait, and say goodbye. Return what was not taken, in words, and how long the goodbye may take to leave."""
     deadline = deadline_of(max(linger, _CREDIT) if link.frames_in_flight else linger)
     try:
         if link.in_flight:
@@ -458,11 +478,10 @@ def _close(link: SendLink, guard: Guard, linger: float) -> str:
             link.look_around(at_once=True)  # a consumer that has just closed says what it took
     finally:
         left, blocked = link.in_flight, link.why_blocked() + link.trouble()
-        told = link.say_goodbye(link.ending)
-        with undisturbed():
-            link.close(max(linger if left else min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0)
+        told = link.say_goodbye()
+    if not left:
+        return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
     return (
-        f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}"
-        if left
-        else ""
+        f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
+        _FAREWELL if told else 0.0,
     )

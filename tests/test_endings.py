@@ -10,6 +10,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import numpy as np
 import pytest
 import secured
 import torch
@@ -322,12 +325,19 @@ def test_the_files_of_killed_ends_go_with_the_next_one() -> None:
 # -- failure
 
 
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        return str(self)
+
+
 _FAILURES = [
     pytest.param(lambda: ValueError("boom"), "ValueError: boom", id="exception"),
     pytest.param(lambda: KeyError(), "KeyError", id="no text"),
     pytest.param(KeyboardInterrupt, "KeyboardInterrupt", id="Ctrl-C"),
     pytest.param(lambda: SystemExit(3), "SystemExit: 3", id="exit 3"),
     pytest.param(lambda: SystemExit("no disk"), "SystemExit: no disk", id="exit with a text"),
+    pytest.param(lambda: _Unspeakable(), "_Unspeakable", id="an exception without a text"),
+    pytest.param(lambda: SystemExit(np.zeros(2)), "SystemExit", id="exit with no truth value"),
     pytest.param(lambda: ValueError("\x1b[2J\n" + "x" * 5000), "ValueError: ?[2J?xxx", id="long"),
 ]
 
@@ -661,8 +671,9 @@ def test_another_thread_closes_what_a_with_block_waits_in() -> None:
     with tp.Consumer("left", bind=False, producers=1) as consumer:
         for _ in range(5):
             opened: list[tp.Producer] = []
+            put: list[int] = []
 
-            def put_until_closed(opened: list[tp.Producer] = opened) -> None:
+            def put_until_closed(opened: list[tp.Producer] = opened, put: list[int] = put) -> None:
                 with (
                     contextlib.suppress(tp.Closed),
                     tp.Producer("left", bind=True, maxsize=1, linger=PATIENCE) as producer,
@@ -670,15 +681,131 @@ def test_another_thread_closes_what_a_with_block_waits_in() -> None:
                     opened.append(producer)
                     for number in range(1000):
                         producer.put(number)
+                        put.append(number)
                 tp.Producer("left", bind=True).close()
 
             putting = in_thread(put_until_closed)
             assert consumer.get(PATIENCE) == 0
-            wait_until(lambda opened=opened: _is_busy(opened[0]))  # type: ignore[misc]
+            wait_until(lambda opened=opened, put=put: len(put) > 1 and _is_busy(opened[0]))  # type: ignore[misc]
             closing = in_thread(opened[0].close)
             assert len(list(consumer)) > 0
             closing()
             putting()
+
+
+@pytest.mark.parametrize("way", ["a thread closes it", "a handler raises"])
+def test_nobody_reads_what_a_put_in_frames_was_given(way: str) -> None:
+    """A put into a stopped consumer's room returns, or raises, and what the program then writes does not reach the consumer."""
+    with Child() as child, tp.Producer("mine", shared_memory="off", linger=0) as producer:
+        child.call(children.open_consumer, "mine", shared_memory="off")
+        child.begin(children.take, 1)
+        producer.put("met", PATIENCE)
+        assert child.result() == ["met"]
+        child.signal(signal.SIGSTOP)
+        frame = torch.ones(1 << 24, dtype=torch.uint8)
+        if way == "a handler raises":
+            with _alarm(0.3), contextlib.suppress(TimeoutError):
+                producer.put(frame)
+                frame.fill_(7)
+                while True:
+                    pass
+            frame.fill_(7)
+            child.signal(signal.SIGCONT)
+            child.begin(children.take, 1)
+            assert child.result()[0].unique().tolist() == [1]
+        else:
+            putting = in_thread(lambda: producer.put(frame))
+            putting()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                producer.close()
+        child.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    rest = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *rest)
+        signal.signal(signal.SIGALRM, before)
+
+
+_DAEMONS = """
+import contextlib, sys, threading, time
+import tensorpipe_ipc as tp
+
+threading.excepthook = lambda _: None
+for number in range(6):
+    endpoint = f"inproc://daemons-{number}" if number % 3 == 2 else f"daemons-{number}"
+    consumer = tp.Consumer(endpoint, shared_memory="off" if number % 2 else "auto")
+    threading.Thread(target=consumer.get, daemon=True).start()
+time.sleep(0.2)
+sys.exit(5)
+"""
+
+
+def test_daemon_threads_wait_in_ends_when_the_program_ends() -> None:
+    """It ends with its own status, soon."""
+    done = subprocess.run([sys.executable, "-c", _DAEMONS], capture_output=True, text=True, timeout=25, check=False)
+    assert (done.returncode, done.stderr) == (5, "")
+
+
+def test_close_keeps_to_its_linger() -> None:
+    """Though there is more than leaves in that time."""
+    with Child() as child, tp.Producer("linger", shared_memory="off", linger=1.5) as producer:
+        child.call(children.open_consumer, "linger", shared_memory="off")
+        child.begin(children.take, 1)
+        producer.put("met", PATIENCE)
+        assert child.result() == ["met"]
+        child.signal(signal.SIGSTOP)
+        producer.put(torch.zeros(1 << 24, dtype=torch.uint8), PATIENCE)
+        started = time.monotonic()
+        with pytest.warns(RuntimeWarning, match="1 messages that were not taken"):
+            producer.close()
+        assert time.monotonic() - started < 1.5 + MARGIN
+        child.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("cut_at", ["say_goodbye", "transport", "disconnect"])
+@EVERYWHERE
+def test_an_exception_cuts_a_close_short(endpoint: str, cut_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does: the end is closed all the same, its peer is told, and its address is free."""
+    for closes in ("producer", "consumer"):
+        with contextlib.ExitStack() as stack:
+            consumer = stack.enter_context(tp.Consumer(endpoint))
+            producer = stack.enter_context(tp.Producer(consumer.endpoint, linger=0))
+            _met(producer, consumer)
+            producer.flush(PATIENCE)
+            end: Any = producer if closes == "producer" else consumer
+            with monkeypatch.context() as patch:
+                _raise_after(patch, type(end._link), cut_at)
+                with pytest.raises(KeyboardInterrupt):
+                    end.close()
+            end.close()
+            assert "closed" in repr(end)
+            if closes == "producer":
+                with pytest.raises((tp.EndOfStream, tp.PeerLost)):
+                    consumer.get(PATIENCE)
+            else:
+                wait_until(lambda producer=producer: not producer.statistics().peers)  # type: ignore[misc]
+                tp.Consumer(consumer.endpoint).close()
+
+
+def _raise_after(patch: pytest.MonkeyPatch, link: type, name: str) -> None:
+    done = getattr(link, name)
+
+    def interrupted(self: Any, *arguments: Any) -> None:
+        patch.setattr(link, name, done)
+        done(self, *arguments)
+        raise KeyboardInterrupt
+
+    patch.setattr(link, name, interrupted)
 
 
 def _is_busy(end: Any) -> bool:

@@ -186,5 +186,6 @@ class Handshakes:
         """Close the monitor; before the socket, and after what waits for its descriptors."""
         if self._alarm is not None:
             self._alarm.close()
-        self._socket.disable_monitor()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
         self.monitor.close(linger=0)

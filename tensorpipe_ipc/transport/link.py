@@ -106,6 +106,7 @@ class Link(Meeting):
         peers: those who are there, by routing id.
         peer_timeout: seconds until a peer out of sight is given up.
         ending: how this end ends, when it does.
+        has_parted: whether it has begun to close, and says nothing any more.
         last_left: the one that left last, None as long as none did.
         lost: messages that were in flight when a peer left, or that a connection swallowed.
         rejected: incoming messages that were dropped because they broke a rule.
@@ -138,6 +139,7 @@ class Link(Meeting):
         self._has_complained = False
         self._probed = (0.0, "")  # when it was last found out why nobody comes, and why
         self.peers: dict[bytes, Peer] = {}
+        self.has_parted = False
         self.last_left: Peer | None = None
         self.lost = 0
         self.rejected = 0
@@ -175,7 +177,7 @@ class Link(Meeting):
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
 
-    def say_goodbye(self, ending: Ending) -> bool:
+    def say_goodbye(self) -> bool:
         """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.
 
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
@@ -186,14 +188,17 @@ class Link(Meeting):
         if self.owes_greeting() and not self.keeps:
             self.greet()  # its binder knows it by this connection then
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
-        told = [self._say(peer.routing, pack_goodbye(self.position(peer), ending)) for peer in there]
+        told = [self._say(peer.routing, pack_goodbye(self.position(peer), self.ending)) for peer in there]
         if self.awaits_welcome():
-            told.append(self._say(b"", pack_goodbye(self.own_hello(None).sequence, ending)))
-        if self.presence is not None:
-            framed = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
-            self.presence.close(LastWords(ending, {peer.hello.end: self.position(peer) for peer in framed}))
+            told.append(self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending)))
+        self._close_presence()
         self._hear_answers()
         return any(told)
+
+    def _close_presence(self) -> None:
+        if self.presence is not None:
+            by_frames = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
+            self.presence.close(LastWords(self.ending, {peer.hello.end: self.position(peer) for peer in by_frames}))
 
     def _hear_answers(self) -> None:
         """Keep the line for a moment, until the peers that are out of sight have read the goodbye and answered it.
@@ -546,15 +551,15 @@ class Link(Meeting):
             self.presence.post(framed(notice))
 
     def disconnect(self, linger: float) -> None:
-        """Close the socket; what was sent goes on leaving for up to ``linger`` seconds."""
-        whereabouts.forget(id(self))
-        if self.presence is not None:
-            self.presence.close(None)
-        for peer in self.peers.values():
-            peer.sight.close()
-        self.spares.close()
-        self.socket.close(linger)
-        self.peers.clear()
+        """Close the socket; what was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left."""
+        with contextlib.ExitStack() as steps:  # from the last to the first; each is done though another raises
+            steps.callback(self.peers.clear)
+            steps.callback(self.socket.close, linger)
+            steps.callback(self.spares.close)
+            for peer in self.peers.values():
+                steps.callback(peer.sight.close)
+            steps.callback(self._close_presence)
+            steps.callback(whereabouts.forget, id(self))
 
     def transport(self) -> str:
         """How messages travel, and why so."""

@@ -194,12 +194,18 @@ def ending_by(error: BaseException | None) -> Ending:
 
     A stream that has ended, and ``sys.exit`` without a status or with 0, end it well. What another end failed by is passed on.
     """
-    if error is None or isinstance(error, EndOfStream) or (isinstance(error, SystemExit) and not error.code):
+    if error is None or isinstance(error, EndOfStream):
         return Ending()
-    if isinstance(error, StreamFailed) and error.failure:
-        return failed(error.failure, error.origin)
-    text = str(error)
-    return failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    name = type(error).__name__
+    try:
+        if isinstance(error, SystemExit) and not error.code:
+            return Ending()
+        if isinstance(error, StreamFailed) and error.failure:
+            return failed(error.failure, error.origin)
+        text = str(error)
+        return failed(f"{name}: {text}" if text else name)
+    except Exception as unspeakable:  # the user's own code: whatever it does, the end has failed, and is closed
+        return failed(f"{name} (and its text raises {type(unspeakable).__name__})")
 
 
 def lost_or_failed(text: str, peers: list[Peer]) -> PeerLost:

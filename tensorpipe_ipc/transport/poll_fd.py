@@ -42,7 +42,7 @@ class PollFd:
     def unwatch(self, fd: int) -> None:
         """The end of that."""
         self._watched.discard(fd)
-        with suppress(FileNotFoundError, OSError):
+        with suppress(OSError, ValueError):  # the latter: it is closed
             self._epoll.unregister(fd)
 
     def wait(self, timeout: float) -> list[int]:
@@ -65,5 +65,6 @@ class PollFd:
     def close(self) -> None:
         """Close it, and ours."""
         self._epoll.close()
-        if self._own >= 0:
-            os.close(self._own)
+        own, self._own = self._own, -1
+        if own >= 0:
+            os.close(own)

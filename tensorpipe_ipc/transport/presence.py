@@ -117,12 +117,14 @@ class Presence:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        with contextlib.suppress(OSError):  # no room for it: then it looks like a killed end's
-            os.ftruncate(descriptor, 0)
-            if last_words is not None:
-                os.pwrite(descriptor, msgspec.msgpack.encode(last_words), 0)
-        _remove(self._path, descriptor)
-        os.close(descriptor)
+        try:
+            with contextlib.suppress(OSError):  # no room for it: then it looks like a killed end's
+                os.ftruncate(descriptor, 0)
+                if last_words is not None:
+                    os.pwrite(descriptor, msgspec.msgpack.encode(last_words), 0)
+            _remove(self._path, descriptor)
+        finally:
+            os.close(descriptor)
         sweep()
 
     def drop_in_child(self) -> None:

@@ -357,12 +357,15 @@ class ReceiveLink(Link):
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
-        self.transport()  # is told as it last was
-        for peer in list(self._sharing.values()):
-            self.unshare(peer)
-        self.disconnect(linger)
-        if self._alarm is not None:
-            self._alarm.close()
+        self.has_parted = True
+        try:
+            self.transport()  # is told as it last was
+            for peer in list(self._sharing.values()):
+                self.unshare(peer)
+        finally:
+            self.disconnect(linger)
+            if self._alarm is not None:
+                self._alarm.close()
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""

@@ -145,11 +145,14 @@ class SendLink(Link):
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
-        self._framed = self.in_flight
-        self.transport()  # is told as it last was
-        for peer in list(self._sharing.values()):
-            self.unshare(peer)
-        self.disconnect(linger)
+        self.has_parted = True
+        try:
+            self._framed = self.in_flight
+            self.transport()  # is told as it last was
+            for peer in list(self._sharing.values()):
+                self.unshare(peer)
+        finally:
+            self.disconnect(linger)
 
     def choose(self) -> Peer | None:
         """The consumer that has least to do, if it has room; of several, the one that waited longest."""
@@ -214,12 +217,11 @@ class SendLink(Link):
             if peer.queue is None and peer.settled:
                 self._resend_if_asked(peer)
 
-    def send(self, peer: Peer, message: Outgoing, timeout: float, *, lend: bool, held: Held | None = None) -> bool:
+    def send(self, peer: Peer, message: Outgoing, timeout: float, *, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
 
         Args:
             timeout: seconds.
-            lend: in frames that are not kept, whether ZeroMQ may read the caller's memory.
             held: the block that the message lies in already, and the metadata that say so; it goes as it lies, if the
                 peer shares that memory.
 
@@ -235,7 +237,7 @@ class SendLink(Link):
         peer.sent += 1
         self._framed += 1
         try:
-            self.socket.send(peer.routing, frames, lend=lend)
+            self.socket.send(peer.routing, frames)
         except Unreachable:
             peer.sent -= 1
             self._framed -= 1

@@ -26,17 +26,18 @@ _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may o
 class _Shared:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.contexts: dict[zmq.Context[Any], int] = {}  # and how many ends use each
+        self.contexts: dict[zmq.Context[Any], set[int]] = {}  # and which ends use each, by id
         self.common: zmq.Context[Any] | None = None
 
 
 _shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's contexts nor its lock
 
 
-def acquire(*, own: bool) -> zmq.Context[Any]:
+def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     """A context for one more end.
 
     Args:
+        end: that end.
         own: one that no other end has.
 
     Raises:
@@ -50,7 +51,7 @@ def acquire(*, own: bool) -> zmq.Context[Any]:
             context = zmq.Context()
             if not own:
                 shared.common = context
-        shared.contexts[context] = shared.contexts.get(context, 0) + 1
+        shared.contexts.setdefault(context, set()).add(id(end))
         return context
 
 
@@ -79,16 +80,22 @@ def _check_descriptors() -> None:
             os.close(descriptor)
 
 
-def release(context: zmq.Context[Any]) -> None:
-    """An end has closed its sockets. The last one waits until what they had to send has left, or their linger is over."""
+def release(context: zmq.Context[Any], end: object) -> None:
+    """An end has closed its sockets. The last one waits until what they had to send has left, or their linger is over.
+
+    Again: what an exception left undone, or nothing.
+    """
     shared = _shared[os.getpid()]
     with shared.lock:
-        shared.contexts[context] -= 1
-        if not shared.contexts[context]:
-            context.term()
-            del shared.contexts[context]
+        ends = shared.contexts.get(context)
+        if ends is None:
+            return
+        ends.discard(id(end))
+        if not ends:
             if context is shared.common:
                 shared.common = None
+            context.term()
+            del shared.contexts[context]
         if not shared.contexts:
             _stop_reaper()
 

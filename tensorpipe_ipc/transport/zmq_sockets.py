@@ -11,8 +11,8 @@ nothing waits in ZeroMQ beyond them.
 * A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
-* Memory of the caller is lent to ZeroMQ only by ``send(lend=True)``, and is back when that returns. pyzmq does this with
-  a thread of its own (zmq.utils.garbage), which runs from the first loan until this process's last end is closed.
+* Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
+  its own (zmq.utils.garbage), which runs from the first loan until this process's last end is closed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import zmq
@@ -112,7 +112,7 @@ class FrameSocket:
         self.address = address
         self.binds = bind
         self.connection = 0
-        self._lends = address.scheme != "inproc"  # there, a frame is the sender's memory until the receiver lets go
+
         self._poll_fd: PollFd | None = None
         self._fd = -1  # once there is an epoll
         self._handshake_fds: list[int] = []
@@ -137,7 +137,7 @@ class FrameSocket:
         self._is_shared = False  # whether others may put a socket where a connector looks for one
         self._is_believed = True  # whether it is known who sent the message that is being received
         self._made: os.stat_result | None = None  # the socket file of a binder
-        self._context = acquire(own=bind and security is not None)
+        self._context = acquire(self, own=bind and security is not None)
         try:
             self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
             try:
@@ -150,7 +150,7 @@ class FrameSocket:
                 self._close_sockets(0)
                 raise
         except BaseException:
-            release(self._context)
+            release(self._context, self)
             raise
 
     def _open(self, address: Address) -> None:
@@ -228,19 +228,20 @@ class FrameSocket:
                 raise Refused(f"{address.text} is in use: {error.strerror}; close its owner or use another") from None
             raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
 
-    def send(self, peer: bytes, frames: Sequence[Any], *, lend: bool = False) -> None:
-        """Send one message.
+    def send(self, peer: bytes, frames: Sequence[Any]) -> None:
+        """Send one message, which is copied.
+
+        ZeroMQ could read large frames from the caller's memory. But then an exception of a signal's handler, or another
+        thread's close, would leave it reading what the caller writes anew; and put would wait for a consumer that is stopped.
 
         Args:
             peer: its routing id.
             frames: bytes-like objects.
-            lend: let ZeroMQ read large frames from the caller's memory, and return when it has. Otherwise they are copied.
 
         Raises:
             Unreachable: the peer is not connected. Nothing was sent.
         """
-        for tracker in self.lend(peer, frames, large=lend and self._lends):
-            self._wait_until_read(tracker)
+        self.lend(peer, frames, large=False)
 
     def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False) -> list[Any]:
         """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
@@ -285,12 +286,6 @@ class FrameSocket:
             self._abort()
             raise
         return trackers
-
-    def _wait_until_read(self, tracker: Any) -> None:
-        """Wait until ZeroMQ has let go of what was lent. Slices, so that a signal's handler can run."""
-        for event in tracker.events:
-            while not event.wait(SLICE):
-                self._hear_handshakes()  # where the connection has ended, nobody will read it
 
     def send_small(self, peer: bytes, frame: bytes) -> bool:
         """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
@@ -411,7 +406,7 @@ class FrameSocket:
 
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
-        if self._lends and self._heard is not None and not self.address.is_remote:
+        if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:
             prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
 
     def has_incoming(self) -> bool:
@@ -539,15 +534,16 @@ class FrameSocket:
             self._poll_fd.show(ready)
 
     def close(self, linger: float) -> None:
-        """Close. What was sent goes on leaving for up to ``linger`` seconds."""
-        if self._poll_fd is not None:
-            self._poll_fd.close()
-        if self._made is not None:
-            unclaim(self.address.path, self._made)  # libzmq leaves the file
-        elif self.binds and self.address.scheme == "tcp":
-            self._give_port_back(linger)
-        self._close_sockets(linger)
-        release(self._context)
+        """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone."""
+        with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
+            steps.callback(release, self._context, self)
+            steps.callback(self._close_sockets, linger)
+            if self._made is not None:
+                steps.callback(unclaim, self.address.path, self._made)  # libzmq leaves the file
+            elif self.binds and self.address.scheme == "tcp":
+                steps.callback(self._give_port_back, linger)
+            if self._poll_fd is not None:
+                steps.callback(self._poll_fd.close)
 
     def _give_port_back(self, linger: float) -> None:
         """Wait until libzmq's thread has let go of the port: another program may bind it as soon as this end is closed.
@@ -567,11 +563,12 @@ class FrameSocket:
                 self._socket.disable_monitor()
 
     def _close_sockets(self, linger: float) -> None:
-        if self._handshakes is not None:
-            self._handshakes.close()
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=int(linger * 1000))
+        with ExitStack() as steps:
+            steps.callback(self._socket.close, linger=int(linger * 1000))
+            if self._gate is not None:
+                steps.callback(self._gate.close)
+            if self._handshakes is not None:
+                steps.callback(self._handshakes.close)
 
 
 def _without_surplus(frames: list[Any]) -> list[Any]:
