@@ -55,7 +55,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable
 from multiprocessing import context
 from time import monotonic, sleep
@@ -668,7 +668,7 @@ class Arena(Extents):
                     continue
                 payloads = self.numbers[(begin >> 3) + NBYTES + (busy << kind - 3)]
                 rows = (low[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
-                for row in np.unique(rows).tolist():
+                for row in set(rows.tolist()):
                     count, nbytes = found.get(row, (0, 0))
                     of_row = rows == row
                     found[row] = count + int(of_row.sum()), nbytes + int(payloads[of_row].sum())
@@ -692,10 +692,7 @@ class _Mine:
 
 def _units(lists: Iterable[list[int] | deque[int]]) -> dict[int, int]:
     """By unit, how many blocks of it are in any of these lists."""
-    found, counts = np.unique(
-        np.array([block for blocks in lists for block in blocks.copy()], np.int64) >> 20, return_counts=True
-    )
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    return Counter(block >> 20 for blocks in lists for block in blocks.copy())
 
 
 def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int]:
