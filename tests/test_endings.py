@@ -177,8 +177,7 @@ def test_the_next_binder_is_there_before_the_last_ones_connection_ends(
     binds, connects = (tp.Consumer, tp.Producer) if role == "producer" else (tp.Producer, tp.Consumer)
     first = binds("ending", bind=True)
     with connects("ending", bind=False) as connector, contextlib.ExitStack() as stack:
-        ends = (connector, first) if role == "producer" else (first, connector)
-        _met(*ends)  # type: ignore[arg-type]
+        wait_until(lambda: connector._link.socket.is_connected())
         socket_of_first: Any = first._link.socket
         close_sockets, following = socket_of_first._close_sockets, list[Any]()
 

@@ -143,6 +143,8 @@ class Meeting(Role):
 
     def meet_by_file(self) -> None:
         """Meet the binder by its file, if there is a good one."""
+        if self.socket.connection == self._left_on:
+            return  # this one is still with the binder that left: the next one would not hear the HELLO before the next call
         now = time.monotonic()
         if not self._may_meet or self._refusal is not None or now - self._looked_for_file < _AGAIN:
             return
