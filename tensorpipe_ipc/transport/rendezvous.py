@@ -233,7 +233,7 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         credits = _pipe(process, offer.credits)
         opened.callback(credits.close)
         undertaker.attach()
-        if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in undertaker.queues}:
+        if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(undertaker.queues)}:
             # To the kernel all ends of this process are one: who let go of it would do so for both.
             raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
         record, life = QueueRecord.reach(undertaker.arena, offer.number)
