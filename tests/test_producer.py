@@ -159,7 +159,7 @@ def test_statistics_count_what_happened(child: Child) -> None:
         assert (before.messages, before.bytes, before.in_flight) == (3, 400 + (4 << 16), 2)
         assert (before.lost, before.rejected, before.last_rejection) == (0, 0, "")
         assert before.waits >= 1
-        assert 0 < before.seconds_waited < 2 * PATIENCE  # less than the timeout, where it passed before there was a wait
+        assert 0 < before.seconds_waited < 2 * PATIENCE  # on a busy machine part of the timeout has passed before
         assert [f"pid {child.pid} " in peer for peer in before.peers] == [True]
         assert before.transport == "shared memory"
         child.call(children.take_and_check, (), 1)
