@@ -10,9 +10,9 @@ PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(P
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
 
-# Two at a time: most of what tests do is to wait for processes that import torch.
+# Three at a time, also on two cores: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 3
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -n 2 -m kills $(TESTS)
