@@ -762,6 +762,7 @@ def test_close_keeps_to_its_linger() -> None:
         child.begin(children.take, 1)
         producer.put("met", PATIENCE)
         assert child.result() == ["met"]
+        producer.flush(PATIENCE)
         child.signal(signal.SIGSTOP)
         producer.put(torch.zeros(1 << 24, dtype=torch.uint8), PATIENCE)
         started = time.monotonic()

@@ -639,6 +639,9 @@ def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
 @pytest.mark.limit(110)
 def test_forks_and_kills_at_random_harm_nobodys_tensors() -> None:
     """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""
-    done = ran("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", "3")
-    assert done.status == 0, done.err
-    assert re.search(r"about [1-9]\d* forks of helpers", done.out), done.out
+    for seed in ("3", "4", "5"):  # chance has it whether any consumer forks before the kills are done
+        done = ran("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", seed)
+        assert done.status == 0, done.err
+        if re.search(r"about [1-9]\d* forks of helpers", done.out):
+            return
+    raise AssertionError(done.out)

@@ -99,8 +99,9 @@ def test_a_peak_between_two_samples_is_seen_without_a_thread() -> None:
     threads = threading.active_count()
     with tp.MemoryTracker(None, children=False) as tracked:
         assert threading.active_count() == threads
-        held = b"x" * (96 * MIB)
-        del held
+        held = mmap.mmap(-1, 96 * MIB)  # and not malloc's, which may have as much lying ready
+        held.write(b"x" * len(held))
+        held.close()
     assert tracked.peak.rss - tracked.samples[0].rss > 90 * MIB
     assert (tracked.growth.rss or 0) < 30 * MIB
     assert len(tracked.samples) == 2
