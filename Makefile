@@ -10,6 +10,9 @@ PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(P
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
 
+# Where the shell forbids bytecode, each process that a test starts would compile the package anew, and pytest all tests.
+test kills: export PYTHONDONTWRITEBYTECODE :=
+
 # Three at a time, also on two cores: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
 	$(PY) -m pytest -n 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -10,13 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, util
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND = 100.0  # seconds: five processes that import torch at once on a busy machine need twenty
+_number = itertools.count()
 PATIENCE = 10.0  # seconds for what a program has started to end after it
 
 
@@ -57,39 +61,90 @@ def started(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.
             stream.close()
 
 
-def ran_in_fork(path: Path, folder: Path) -> Done:
-    """Run a program in a process that has imported torch already, which spares it the larger part of its time.
+@contextlib.contextmanager
+def started_in_fork(*arguments: str, folder: Path) -> Iterator[Callable[[], Done]]:
+    """A program that runs meanwhile, in a process that has torch imported already: most of a short program's time.
 
-    Processes that it spawns begin from nothing, as they always do.
+    The processes that it spawns have it, too; else they begin as spawned ones do. A program whose own start or end is
+    what a test looks at is for ``started``.
 
     Args:
-        path: the program.
+        arguments: what stands after ``python``: a file, ``-m`` and a module, or ``-c`` and code; and its arguments.
         folder: where what it says may stand meanwhile.
+
+    Returns:
+        What waits for its end.
     """
-    out, err = folder / "out", folder / "err"
-    process = multiprocessing.get_context("forkserver").Process(target=_be_program, args=(path, out, err))
+    out, err = (folder / f"{next(_number)}.{name}" for name in ("out", "err"))
+    process = multiprocessing.get_context("forkserver").Process(target=_be_program, args=(arguments, out, err))
     process.start()
-    process.join(BOUND)
-    status = process.exitcode
-    if status is None:
+
+    def end() -> Done:
+        process.join(BOUND)
+        status = process.exitcode
+        assert status is not None, f"{arguments} does not end; it said {err.read_text()!r}"
+        return Done(status, out.read_text(), _own_words(err.read_text()))
+
+    try:
+        yield end
+    finally:
+        assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # which is not in its group yet if it has only begun
         process.join()
-    process.close()
-    assert status is not None, f"{path} does not end; it said {err.read_text()!r}"
-    return Done(status, out.read_text(), _own_words(err.read_text()))
+        process.close()
 
 
-def _be_program(path: Path, out: Path, err: Path) -> None:
+def ran_in_fork(*arguments: str, folder: Path) -> Done:
+    """Run a Python program as ``started_in_fork`` does."""
+    with started_in_fork(*arguments, folder=folder) as end:
+        return end()
+
+
+def _be_program(arguments: Sequence[str], out: Path, err: Path) -> None:
     os.setsid()
     for number, file in ((1, out), (2, err)):
         with open(file, "wb") as opened:
             os.dup2(opened.fileno(), number)
     os.environ["PYTHONPATH"] = str(ROOT)
+    os.chdir(ROOT)
+    _spawn_from_here()
     warnings.resetwarnings()
     warnings.simplefilter("default")
-    sys.argv = [str(path)]
-    runpy.run_path(str(path), run_name="__main__")
+    how, *rest = arguments
+    if how == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    elif how == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(how, run_name="__main__")
+
+
+def _spawn_from_here() -> None:
+    """Have what this process spawns forked from what it is now: multiprocessing's fork server, itself by fork."""
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined, misc]  # not the one that this process is of
+    forkserver.set_forkserver_preload([])
+    start, util.spawnv_passfds = util.spawnv_passfds, _fork_and_do  # type: ignore[attr-defined]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start  # type: ignore[attr-defined]
+    popen_spawn_posix.Popen = popen_forkserver.Popen  # type: ignore[misc, assignment]
+
+
+def _fork_and_do(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Do what multiprocessing starts an interpreter for (``arguments`` end with the code) in a fork of this one."""
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            exec(arguments[-1])
+        os._exit(0)
+    return pid
 
 
 def ended(program: subprocess.Popen[str]) -> Done:

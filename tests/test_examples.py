@@ -8,7 +8,7 @@ from pathlib import Path
 
 import networks
 import pytest
-from programs import ROOT, ended, ran, ran_in_fork, started
+from programs import ROOT, Done, ended, ran, ran_in_fork, started, started_in_fork
 
 from tensorpipe_ipc.cli import main
 
@@ -31,9 +31,6 @@ PROMISED = {
     "train_digits.py": r"2 epochs of 1438 digits: [6-9]\d% of 359 others read right\n"
     r"stock loader \d+\.\d\d s, ours \d+\.\d\d s; the same weights, bit for bit: True\n",
 }
-# Those that spawn a process, which imports the file and all that it needs anew, have torch imported for them themselves.
-IN_FORK = {"fan_in.py", "fan_out.py", "forward_without_copy.py", "loan.py", "onnx_worker.py"}
-IN_FORK |= {"own_serializer.py", "survive_a_kill.py"}
 SMALL = {"train_digits.py": ["2"]}  # the size at which it is tested
 PAIR = ("across_unrelated_programs/producer.py", "across_unrelated_programs/consumer.py")
 TWO = ("two_programs/reader.py", "two_programs/writer.py")
@@ -52,28 +49,32 @@ def test_every_example_is_listed() -> None:
         assert 'if __name__ == "__main__":' in text, name
 
 
-@pytest.mark.limit(110)
-@pytest.mark.parametrize("name", PROMISED)
-def test_example(name: str, tmp_path: Path) -> None:
-    """An example ends well, and all that it prints is what it proves."""
-    if name in IN_FORK:
-        done = ran_in_fork(EXAMPLES / name, tmp_path)
-    else:
-        done = ran(str(EXAMPLES / name), *SMALL.get(name, []))
+def _check(name: str, done: Done) -> None:
     assert (done.status, done.err) == (0, "")
     assert re.fullmatch(PROMISED[name], done.out)
 
 
 @pytest.mark.limit(110)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "quickstart.py" else pytest.mark.kills) for name in PROMISED]
+)
+def test_example(name: str) -> None:
+    """An example ends well, and all that it prints is what it proves. So does one that begins as a user's does."""
+    _check(name, ran(str(EXAMPLES / name), *SMALL.get(name, [])))
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_example_with_torch_at_hand(name: str, tmp_path: Path) -> None:
+    """An example ends well, and all that it prints is what it proves, where no process of it has torch to import."""
+    _check(name, ran_in_fork(str(EXAMPLES / name), *SMALL.get(name, []), folder=tmp_path))
+
+
 @pytest.mark.parametrize(("first", "scheme"), [(PAIR[0], "name"), (PAIR[1], "ipc")])
 def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> None:
     """Two programs that share nothing but the endpoint find each other, whichever starts first."""
     endpoint = [] if scheme == "name" else [f"ipc://{tmp_path}/x"]
     (second,) = set(PAIR) - {first}
-    with started(str(EXAMPLES / first), *endpoint) as one, started(str(EXAMPLES / second), *endpoint) as other:
-        done = [ended(one), ended(other)]
-    assert [(each.status, each.err) for each in done] == [(0, "")] * 2
-    said = "".join(sorted(each.out for each in done))
+    said = "".join(sorted(_both([first, *endpoint], [second, *endpoint], tmp_path)))
     assert re.fullmatch(
         r"consumer \(pid \d+\): 20 tensors taken, every sum as it was sent\n"
         r"producer \(pid \d+\): 20 tensors put, and all taken\n",
@@ -81,23 +82,22 @@ def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> N
     )
 
 
-def _both(one: list[str], other: list[str], prefixes: tuple[list[str], list[str]] = ([], [])) -> str:
-    """What two programs print that run at one time, the first one's first."""
+def _both(one: list[str], other: list[str], folder: Path) -> list[str]:
+    """What each of two programs prints that run at one time."""
     with (
-        started(str(EXAMPLES / one[0]), *one[1:], prefix=prefixes[0]) as first,
-        started(str(EXAMPLES / other[0]), *other[1:], prefix=prefixes[1]) as second,
+        started_in_fork(str(EXAMPLES / one[0]), *one[1:], folder=folder) as first,
+        started_in_fork(str(EXAMPLES / other[0]), *other[1:], folder=folder) as second,
     ):
-        done = [ended(first), ended(second)]
+        done = [first(), second()]
     assert [(each.status, each.err) for each in done] == [(0, "")] * 2
-    return done[0].out + done[1].out
+    return [each.out for each in done]
 
 
-@pytest.mark.limit(110)
-def test_two_programs() -> None:
+def test_two_programs(tmp_path: Path) -> None:
     """They find shared memory by themselves, and say so."""
-    reader, writer = _both([TWO[0]], [TWO[1]]).splitlines()
-    assert reader == "reader: 40,000,000 bytes in 10 messages, by way of shared memory"
-    assert writer == "writer: 40,000,000 bytes in 10 messages, by way of shared memory"
+    reader, writer = _both([TWO[0]], [TWO[1]], tmp_path)
+    assert reader == "reader: 40,000,000 bytes in 10 messages, by way of shared memory\n"
+    assert writer == "writer: 40,000,000 bytes in 10 messages, by way of shared memory\n"
 
 
 def _keys(folder: Path) -> tuple[list[str], list[str]]:
@@ -121,25 +121,20 @@ def test_across_hosts(apart: str, tmp_path: Path, free_port: int) -> None:
         if apart == "two networks":
             one, other = stack.enter_context(networks.two_hosts())
             address, prefixes = one.address, (one.prefix, other.prefix)
-        said = _both(
-            [HOSTS[0], f"tcp://*:{free_port}", *gpu],
-            [HOSTS[1], f"tcp://{address}:{free_port}", *data],
-            prefixes,
-        )
-        assert said == (
-            "gpu host: 20 tensors taken, every sum as it was sent; turned away: 0\n"
-            "data host: 20 tensors put, and all taken\n"
-        )
+        with (
+            started(str(EXAMPLES / HOSTS[0]), f"tcp://*:{free_port}", *gpu, prefix=prefixes[0]) as first,
+            started(str(EXAMPLES / HOSTS[1]), f"tcp://{address}:{free_port}", *data, prefix=prefixes[1]) as second,
+        ):
+            done = [ended(first), ended(second)]
+        assert [(each.status, each.err) for each in done] == [(0, "")] * 2
+        assert done[0].out == "gpu host: 20 tensors taken, every sum as it was sent; turned away: 0\n"
+        assert done[1].out == "data host: 20 tensors put, and all taken\n"
         if apart == "two networks":
             assert one.received() > 20 * 400_000
 
 
-@pytest.mark.limit(110)
-def test_camera_to_model() -> None:
+def test_camera_to_model(tmp_path: Path) -> None:
     """Every frame comes, as it was filled."""
-    said = _both([CAMERA[0]], [CAMERA[1], "30"])
-    assert re.fullmatch(
-        r"model: 29 frames of 6.2 MB, from taken to had: p50 [\d.]+ ms, p99 [\d.]+ ms\n"
-        r"camera: 30 frames at 60 Hz, by way of shared memory\n",
-        said,
-    ), said
+    model, camera = _both([CAMERA[0]], [CAMERA[1], "30"], tmp_path)
+    assert re.fullmatch(r"model: 29 frames of 6.2 MB, from taken to had: p50 [\d.]+ ms, p99 [\d.]+ ms\n", model)
+    assert camera == "camera: 30 frames at 60 Hz, by way of shared memory\n"

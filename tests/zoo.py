@@ -24,7 +24,7 @@ LARGE = 1 << 18  # bytes: over the size from which a payload is a frame of its o
 
 
 @tp.register_type
-class Sample(NamedTuple):
+class Animal(NamedTuple):
     image: Any
     label: Any
 
@@ -205,8 +205,8 @@ TREES: dict[str, Callable[[], Any]] = {
     "hundred small": lambda: {f"leaf {index}": bits(torch.float32, 11, seed=index) for index in range(100)},
     "keys of all kinds": lambda: {"a": 1, 2: "b", 3.5: None, True: (), None: [], b"k": {}, (1, ("x", 2)): 0.5},
     "mixed": lambda: {"step": 7, "xs": (torch.ones(2), [np.arange(3), "text", None]), "lr": 1e-3, "z": 1j},
-    "NamedTuple": lambda: Sample(bits(torch.uint8, 3, 4, 4), 7),
-    "dataclass": lambda: Batch([Sample(torch.ones(2), 1), Sample(torch.zeros(2), 0)], 0.5),
+    "NamedTuple": lambda: Animal(bits(torch.uint8, 3, 4, 4), 7),
+    "dataclass": lambda: Batch([Animal(torch.ones(2), 1), Animal(torch.zeros(2), 0)], 0.5),
     "ordered dict": lambda: OrderedDict(b=torch.ones(2), a=[1, np.float32(0.1)]),
     "state_dict": _state_dict,
     "class of one's own": lambda: [Pose(torch.eye(3), "map"), Pose({"q": np.ones(4)}, "")],

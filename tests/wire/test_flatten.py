@@ -120,7 +120,7 @@ def test_what_cannot_travel_is_named(leaf: Any, says: str) -> None:
 def test_paths_go_through_every_container() -> None:
     """The path is what one would write in Python, through dicts, lists, tuples, NamedTuples and dataclasses."""
     with pytest.raises(UnsupportedLeaf) as raised:
-        sent({"a": [(zoo.Sample(None, zoo.Batch({(1, "x"): object()}, 0.5)),)]})
+        sent({"a": [(zoo.Animal(None, zoo.Batch({(1, "x"): object()}, 0.5)),)]})
     assert raised.value.path == "['a'][0][0].label.samples[(1, 'x')]"
 
 
@@ -210,5 +210,5 @@ def test_flatten_copies_nothing() -> None:
 
 def test_leaf_paths_are_in_the_order_of_flatten() -> None:
     """``leaf_path`` finds the path of each leaf by its number."""
-    tree = {"a": [torch.ones(1), None, np.ones(1)], "b": zoo.Sample(b"x", torch.ones(1).untyped_storage())}
+    tree = {"a": [torch.ones(1), None, np.ones(1)], "b": zoo.Animal(b"x", torch.ones(1).untyped_storage())}
     assert [leaf_path(tree, index) for index in range(5)] == ["['a'][0]", "['a'][2]", "['b'].image", "['b'].label", ""]

@@ -99,7 +99,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         st.lists(inner, max_size=5),
         st.lists(inner, max_size=5).map(tuple),
         st.dictionaries(keys, inner, max_size=5),
-        st.builds(zoo.Sample, inner, inner),
+        st.builds(zoo.Animal, inner, inner),
         st.builds(zoo.Batch, inner, st.floats(allow_nan=False)),
     )
 

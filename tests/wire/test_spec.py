@@ -57,8 +57,8 @@ GOLDEN: dict[str, tuple[Any, bytes, list[Any]]] = {
         [],
     ),
     "NAMEDTUPLE": (
-        zoo.Sample(None, 1),
-        join(["23 0600", b"Sample", "02000000", "0500", b"image", "0500", b"label", "00 01"]),
+        zoo.Animal(None, 1),
+        join(["23 0600", b"Animal", "02000000", "0500", b"image", "0500", b"label", "00 01"]),
         [1],
     ),
     "DATACLASS": (
@@ -185,7 +185,7 @@ def test_what_is_registered_anew_is_what_arrives_from_then_on(registry: None) ->
         (join(["25 22 00000000 22 01000000 0600 a5", b"items", "01"]), [5], "hide its own"),
         (join(["25 22 00000000 22 01000000 0100 05 01"]), [5], "hide its own"),
         (join(["26 0400", b"Pose", "01"]), [5], "does not fit"),
-        (join(["26 0600", b"Sample", "01"]), [5], "from_= on one end only"),
+        (join(["26 0600", b"Animal", "01"]), [5], "from_= on one end only"),
         (join(["23 0400", b"Pose", "00000000"]), [], "from_= on one end only"),
     ],
 )
@@ -227,9 +227,9 @@ def test_no_code_of_the_class_runs_on_arrival(registry: None) -> None:
     ("spec", "says"),
     [
         (join(["23 0400", b"Nope", "01000000 0100", b"a", "00"]), "'Nope', which is not registered here"),
-        (join(["23 0600", b"Sample", "01000000 0500", b"image", "00"]), "'Sample' has 1 fields"),
-        (join(["24 0600", b"Sample", "02000000 0500", b"image", "0500", b"label", "0000"]), "'Sample' has 2 fields"),
-        (join(["23 0600", b"Sample", "02000000 0500", b"label", "0500", b"image", "0000"]), "in the place of 'image'"),
+        (join(["23 0600", b"Animal", "01000000 0500", b"image", "00"]), "'Animal' has 1 fields"),
+        (join(["24 0600", b"Animal", "02000000 0500", b"image", "0500", b"label", "0000"]), "'Animal' has 2 fields"),
+        (join(["23 0600", b"Animal", "02000000 0500", b"label", "0500", b"image", "0000"]), "in the place of 'image'"),
     ],
 )
 def test_types_that_differ_are_refused(spec: bytes, says: str) -> None:
