@@ -51,6 +51,11 @@ def _with_read_only_dev_shm() -> None:
     _done(_libc.mount(b"none", b"/dev/shm", b"tmpfs", _READ_ONLY, None))
 
 
+def _with_small_dev_shm() -> None:
+    _own_mounts()
+    _done(_libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size=64k"))
+
+
 def _in_other_pids() -> None:
     """As a container: pid 1 of its own numbers, and a /proc that shows those."""
     _own_mounts(_NEW_PIDS)
@@ -145,8 +150,10 @@ def _without_pipes() -> None:
 
 CLOSED, OPEN, WITHOUT_PIPES = OF_ONE_USER = "closed to others", "of that user", "without pipes"
 APART = "another network"  # no way to an end on loopback from there
+SMALL = "/dev/shm of 64 KiB"
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
+    SMALL: _with_small_dev_shm,
     CLOSED: _closed_to_others,
     WITHOUT_PIPES: _without_pipes,
     OPEN: lambda: None if os.geteuid() else _of_one_user(),
@@ -157,6 +164,11 @@ _ALL: dict[str, Callable[[], None]] = {
     "another clock": _with_another_clock,
     "hidden processes": _where_processes_are_hidden,
 }
+
+
+def enter(way: str) -> None:
+    """Go there. There is no way back."""
+    _ALL[way]()
 
 
 def run_there(way: str, action: Callable[[], Any]) -> int:
@@ -189,5 +201,6 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if way not in (APART, *OF_ONE_USER) and _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (APART, SMALL, *OF_ONE_USER) and _is_allowed(way)]
 HAS_NETWORKS = _is_allowed(APART)
+HAS_SMALL = _is_allowed(SMALL)

@@ -13,10 +13,13 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix, util
 from pathlib import Path
 from typing import NamedTuple
+
+import containers
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND = 100.0  # seconds: five processes that import torch at once on a busy machine need twenty
@@ -61,45 +64,76 @@ def started(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[subprocess.
             stream.close()
 
 
-@contextlib.contextmanager
-def started_in_fork(*arguments: str, folder: Path) -> Iterator[Callable[[], Done]]:
+class InFork:
     """A program that runs meanwhile, in a process that has torch imported already: most of a short program's time.
 
     The processes that it spawns have it, too; else they begin as spawned ones do. A program whose own start or end is
-    what a test looks at is for ``started``.
+    what a test looks at is for ``started``. At the end of a ``with``, whatever is left of its process group is killed.
 
     Args:
         arguments: what stands after ``python``: a file, ``-m`` and a module, or ``-c`` and code; and its arguments.
         folder: where what it says may stand meanwhile.
-
-    Returns:
-        What waits for its end.
     """
-    out, err = (folder / f"{next(_number)}.{name}" for name in ("out", "err"))
-    process = multiprocessing.get_context("forkserver").Process(target=_be_program, args=(arguments, out, err))
-    process.start()
 
-    def end() -> Done:
-        process.join(BOUND)
-        status = process.exitcode
-        assert status is not None, f"{arguments} does not end; it said {err.read_text()!r}"
-        return Done(status, out.read_text(), _own_words(err.read_text()))
+    def __init__(self, *arguments: str, folder: Path) -> None:
+        self._what, self._lines = arguments, 0
+        self._out, self._err = (folder / f"{next(_number)}.{name}" for name in ("out", "err"))
+        self._out.touch()
+        context = multiprocessing.get_context("forkserver")
+        self._process = context.Process(target=_be_program, args=(arguments, self._out, self._err))
+        self._process.start()
+        self.pid = self._process.pid or 0
 
-    try:
-        yield end
-    finally:
-        assert process.pid is not None
+    def line(self) -> str:
+        """Wait for the next line that it prints."""
+        deadline = time.monotonic() + BOUND
+        while len(lines := self._out.read_text().splitlines(keepends=True)) <= self._lines or lines[-1][-1] != "\n":
+            assert self._process.exitcode is None, f"{self._what} has ended; it said {self._err.read_text()!r}"
+            assert time.monotonic() < deadline, f"{self._what} says nothing"
+            time.sleep(0.001)
+        self._lines += 1
+        return lines[self._lines - 1]
+
+    def end(self) -> Done:
+        """Wait for its end."""
+        self._process.join(BOUND)
+        status = self._process.exitcode
+        assert status is not None, f"{self._what} does not end; it said {self._err.read_text()!r}"
+        return Done(status, self._out.read_text(), _own_words(self._err.read_text()))
+
+    def __enter__(self) -> InFork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # which is not in its group yet if it has only begun
-        process.join()
-        process.close()
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()  # which is not in its group yet if it has only begun
+        self._process.join()
+        self._process.close()
 
 
 def ran_in_fork(*arguments: str, folder: Path) -> Done:
-    """Run a Python program as ``started_in_fork`` does."""
-    with started_in_fork(*arguments, folder=folder) as end:
-        return end()
+    """Run a Python program as ``InFork`` does."""
+    with InFork(*arguments, folder=folder) as program:
+        return program.end()
+
+
+def ran_with_small_dev_shm(code: str, folder: Path) -> Done:
+    """Run code where /dev/shm has 64 KiB, as in a container."""
+    if not containers.HAS_SMALL:
+        pytest.skip("no mount namespace may be made here")
+    enter = f"import containers; containers.enter({containers.SMALL!r})\n"
+    return ran_in_fork("-c", enter + code, folder=folder)
+
+
+@contextlib.contextmanager
+def spawning_by_fork() -> Iterator[None]:
+    """What this process spawns meanwhile is forked from the tests' fork server, and has torch imported."""
+    before, popen_spawn_posix.Popen = popen_spawn_posix.Popen, popen_forkserver.Popen  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        popen_spawn_posix.Popen = before  # type: ignore[misc]
 
 
 def _be_program(arguments: Sequence[str], out: Path, err: Path) -> None:

@@ -25,6 +25,7 @@ import msgspec
 import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
+from programs import InFork
 from raw_ends import RawEnd, hello, hello_of, map_with, refusal_of
 from secured import connectors, make_keys
 
@@ -463,7 +464,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 security = tp.Curve(keys + "/binder.key_secret", clients=[keys + "/friend.key"])
 with tp.Consumer("tcp://127.0.0.1:0", security=security) as consumer:
     print(consumer.endpoint, flush=True)
-    for _ in range(20):
+    for _ in range(5):
         try:
             consumer.get(0.1)
         except tp.Empty:
@@ -477,19 +478,17 @@ def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Pa
     """A binder with keys has none left for whoever comes: get waits, and raises nothing else. Later a friend gets in."""
     folder = make_keys(tmp_path)
     with (
-        subprocess.Popen([sys.executable, "-c", _KEYED, str(folder)], stdout=subprocess.PIPE, text=True) as process,
+        InFork("-c", _KEYED, str(folder), folder=tmp_path) as program,
         contextlib.ExitStack() as stack,
     ):
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        endpoint = process.stdout.readline().strip()
+        endpoint = program.line().strip()
         address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
         for _ in range(120):
             stranger = stack.enter_context(contextlib.closing(socket.socket()))
             stranger.connect(address)
-        assert process.stdout.readline() == "still there\n"
+        assert program.line() == "still there\n"
         with tp.Producer(endpoint, security=connectors(folder)) as producer:
             producer.put("word", PATIENCE)
-            assert process.stdout.readline() == "word\n"
+            assert program.line() == "word\n"
             producer.flush(PATIENCE)
-        assert process.wait(PATIENCE) == 0
+        assert program.end().status == 0

@@ -190,7 +190,7 @@ def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up():
     vars(ctx).clear()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
 def test_an_echoing_child_of_each_method(method):
     ctx = tp.get_context(method)
     there, back = ctx.Queue(), ctx.Queue()

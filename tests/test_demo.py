@@ -12,7 +12,7 @@ import pytest
 import torch
 from guard import runtime_folder
 from PIL import Image
-from programs import ended, left_of, ran, started
+from programs import ended, left_of, ran_in_fork, spawning_by_fork, started
 from zoo import bits
 
 import tensorpipe_ipc as tp
@@ -38,10 +38,9 @@ def _check(out: str, items: int) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.limit(110)
-def test_the_demo_shows_a_message_and_that_all_results_are_right() -> None:
+def test_the_demo_shows_a_message_and_that_all_results_are_right(tmp_path: Path) -> None:
     """As ``make demo`` runs it, and with ``--wire``, which shows the frames of a message, with what each part means."""
-    done = ran(*DEMO, "--items", "2", "--wire")
+    done = ran_in_fork(*DEMO, "--items", "2", "--wire", folder=tmp_path)
     assert (done.status, done.err) == (0, "")
     _check(done.out, 2)
     assert "serializer raw" in done.out
@@ -78,7 +77,8 @@ def test_own_pictures_over_another_endpoint(
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "notes.txt").write_text("no picture")
     arguments = ["--serializer", serializer, "--endpoint", endpoint, "--items", "6", "--images", str(tmp_path)]
-    assert main(arguments) == 0
+    with spawning_by_fork():
+        assert main(arguments) == 0
     said = capsys.readouterr()
     assert said.err == ""
     _check(said.out, 6)
@@ -145,7 +145,7 @@ def test_a_killed_child_is_named(name: str, when: str, picture: pictures.Picture
     """A child that is killed, as it starts or in the middle, fails the demo with its name; nothing is left of the others."""
     job = Job([picture], 1_000_000, 0, "raw", "frames", "results")
     killed: list[int] = []
-    with pytest.raises(Failure) as failed:
+    with spawning_by_fork(), pytest.raises(Failure) as failed:
         _receive_and_kill(job, name, when, killed)
     assert str(failed.value).startswith(f"the {name} (pid {killed[0]}) was killed by SIGKILL; ")
 

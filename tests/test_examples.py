@@ -8,7 +8,7 @@ from pathlib import Path
 
 import networks
 import pytest
-from programs import ROOT, Done, ended, ran, ran_in_fork, started, started_in_fork
+from programs import ROOT, Done, InFork, ended, ran, ran_in_fork, started
 
 from tensorpipe_ipc.cli import main
 
@@ -85,10 +85,10 @@ def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> N
 def _both(one: list[str], other: list[str], folder: Path) -> list[str]:
     """What each of two programs prints that run at one time."""
     with (
-        started_in_fork(str(EXAMPLES / one[0]), *one[1:], folder=folder) as first,
-        started_in_fork(str(EXAMPLES / other[0]), *other[1:], folder=folder) as second,
+        InFork(str(EXAMPLES / one[0]), *one[1:], folder=folder) as first,
+        InFork(str(EXAMPLES / other[0]), *other[1:], folder=folder) as second,
     ):
-        done = [first(), second()]
+        done = [first.end(), second.end()]
     assert [(each.status, each.err) for each in done] == [(0, "")] * 2
     return [each.out for each in done]
 

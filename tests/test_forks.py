@@ -9,12 +9,12 @@ import mmap
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
-from programs import ran
+from programs import ran, ran_in_fork
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -464,12 +464,12 @@ print("child:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "held:", len(t
 
 
 @pytest.mark.parametrize("used_up", ["later", "before"])
-def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up: str) -> None:
+def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up: str, tmp_path: Path) -> None:
     """By a descriptor that was opened with the first lease; without it, the lease is kept for good, and a warning says so."""
-    done = subprocess.run([sys.executable, "-c", NO_DESCRIPTOR, used_up], capture_output=True, text=True, timeout=60)
-    assert "child: 0" in done.stdout, done.stderr
-    assert done.stderr.count("no descriptor was left by which to see when it ends") == (used_up == "before")
-    assert "Exception" not in done.stderr
+    done = ran_in_fork("-c", NO_DESCRIPTOR, used_up, folder=tmp_path)
+    assert "child: 0" in done.out, done.err
+    assert done.err.count("no descriptor was left by which to see when it ends") == (used_up == "before")
+    assert "Exception" not in done.err
 
 
 def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:
@@ -637,10 +637,12 @@ def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
 
 
 @pytest.mark.limit(110)
-def test_forks_and_kills_at_random_harm_nobodys_tensors() -> None:
+def test_forks_and_kills_at_random_harm_nobodys_tensors(tmp_path: Path) -> None:
     """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""
     for seed in ("3", "4", "5"):  # chance has it whether any consumer forks before the kills are done
-        done = ran("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", seed)
+        done = ran_in_fork(
+            "-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", seed, folder=tmp_path
+        )
         assert done.status == 0, done.err
         if re.search(r"about [1-9]\d* forks of helpers", done.out):
             return

@@ -84,7 +84,7 @@ def hold_until_exit(there, told):
 _held = None
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
 def test_it_is_released_by_the_interpreters_exit(method):
     ctx = small_context(method)
     there, told = ctx.Queue(), ctx.Queue()

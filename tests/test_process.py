@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
+import signal
 
 import msgspec
 import pytest
+from crash_points import in_child, reap
 
 from tensorpipe_ipc.process import Identity, identity, is_alive, memory
-
-_SAY = "from tensorpipe_ipc.process import identity; import msgspec; print(msgspec.json.encode(identity()).decode())"
-
-
-def _child() -> tuple[subprocess.Popen[str], Identity]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"{_SAY}; import sys; sys.stdout.flush(); input()"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    return child, msgspec.json.decode(child.stdout.readline(), type=Identity)
 
 
 def test_an_identity_is_of_one_process() -> None:
@@ -53,14 +39,18 @@ def test_a_forked_child_has_its_own() -> None:
 
 def test_a_child_is_alive_until_it_is_killed() -> None:
     """A child of this namespace lives, is dead as a zombie, and stays dead once it was waited for."""
-    child, who = _child()
-    assert who.pid == child.pid
+    reader, writer = os.pipe()
+    pid = in_child(lambda: (os.write(writer, msgspec.json.encode(identity())), signal.pause()))
+    who = msgspec.json.decode(os.read(reader, 1000), type=Identity)
+    os.close(reader)
+    os.close(writer)
+    assert who.pid == pid
     assert who.same_namespace(identity())
     assert is_alive(who)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert not is_alive(who)
-    child.communicate()
+    assert reap(pid) == -signal.SIGKILL
     assert not is_alive(who)
 
 

@@ -6,10 +6,7 @@ import contextlib
 import gc
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 import torch
 from crash_points import in_child, reap
 from guard import others
-from programs import ran, started
+from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory import headroom
@@ -91,9 +88,9 @@ print(len(held), leases, after[0] - before[0], after[1] - before[1] < 50)
 
 
 @pytest.mark.kills
-def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors() -> None:
+def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors(tmp_path: Path) -> None:
     """What is held costs no descriptor and no mapping."""
-    done = ran("-c", FEW_DESCRIPTORS)
+    done = ran_in_fork("-c", FEW_DESCRIPTORS, folder=tmp_path)
     assert (done.status, done.out) == (0, "103000 3000 0 True\n"), done.err
 
 
@@ -133,9 +130,9 @@ print("few enough")
 """
 
 
-def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process() -> None:
+def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process(tmp_path: Path) -> None:
     """multiprocessing's costs 2; a limit of 1,024 is what a process usually has."""
-    done = ran("-c", MANY_QUEUES)
+    done = ran_in_fork("-c", MANY_QUEUES, folder=tmp_path)
     assert (done.status, done.out) == (0, "few enough\n"), done.err
 
 
@@ -166,26 +163,16 @@ print("nobody waited")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user's budget of pipes is used up, which takes root")
-def test_a_user_who_has_used_up_his_pipes_waits_for_nothing() -> None:
+def test_a_user_who_has_used_up_his_pipes_waits_for_nothing(tmp_path: Path) -> None:
     """The kernel gives him pipes of one or two pages: what they cannot hold at once lies beside them."""
-    done = ran("-c", SMALL_PIPES)
+    done = ran_in_fork("-c", SMALL_PIPES, folder=tmp_path)
     assert (done.status, done.out) == (0, "nobody waited\n"), done.err
 
 
-def test_100_mib_cross_where_dev_shm_has_64_kib() -> None:
+def test_100_mib_cross_where_dev_shm_has_64_kib(tmp_path: Path) -> None:
     """A container's small /dev/shm does not matter: nothing is put there."""
-    alone = ["unshare", "--mount", "--propagation", "private"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespace may be made here")
-    script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'
-    done = subprocess.run(
-        [*alone, "sh", "-c", script, sys.executable, TINY_SHM],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{64 << 10} {100 << 20} []\n"), done.stderr
+    done = ran_with_small_dev_shm(TINY_SHM, tmp_path)
+    assert (done.status, done.out) == (0, f"{64 << 10} {100 << 20} []\n"), done.err
 
 
 # ---- room ----

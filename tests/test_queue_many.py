@@ -463,7 +463,7 @@ def work(tasks: JoinableQueue, count: int) -> None:
         tasks.task_done()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
 def test_join_waits_for_other_processes(method: str) -> None:
     """It returns when each object was dealt with, wherever; then task_done is refused."""
     tasks = JoinableQueue(5)

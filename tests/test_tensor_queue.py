@@ -10,6 +10,7 @@ import multiprocessing.queues
 import os
 import queue
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,9 +24,9 @@ import pytest
 import torch
 import zoo
 from crash_points import in_child, reap
-from programs import ran
 
 import tensorpipe_ipc
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Closed, UnsupportedLeaf
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import Queue
@@ -62,7 +63,7 @@ class Unpicklable:
         raise AttributeError("not me")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.kills), "forkserver"])
 def test_every_animal_comes_back_from_another_process(method: str) -> None:
     """Every kind of tree crosses to another process and back, bit for bit."""
     with echoing(method) as (there, back):
@@ -307,11 +308,11 @@ def test_the_bound_is_where_programs_look_for_it() -> None:
         assert Queue(maxsize)._maxsize == ctx.Queue(maxsize)._maxsize  # type: ignore[attr-defined]
 
 
-def test_a_python_without_the_gil_is_refused_with_the_reason() -> None:
+def test_a_python_without_the_gil_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """At import, and not by what goes wrong later."""
-    done = ran("-c", "import sys; sys._is_gil_enabled = lambda: False; import tensorpipe_ipc")
-    assert done.status == 1
-    assert "ImportError: tensorpipe_ipc does not work without the GIL" in done.err
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with pytest.raises(ImportError, match="tensorpipe_ipc does not work without the GIL"):
+        runpy.run_path(str(tp.__file__))
 
 
 def test_simple_queue() -> None:

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from crash_points import in_child, reap
+from programs import ran_in_fork
 
 import tensorpipe_ipc as tp
 
@@ -244,10 +243,10 @@ assert sent.tolist() == [0, 7, 0, 0, 0], sent
 """
 
 
-def test_shared_by_name_it_needs_no_descriptor() -> None:
+def test_shared_by_name_it_needs_no_descriptor(tmp_path: Path) -> None:
     """With torch's strategy "file_system", writes are seen, too."""
-    done = subprocess.run([sys.executable, "-c", BY_NAME], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran_in_fork("-c", BY_NAME, folder=tmp_path)
+    assert done.status == 0, done.err
 
 
 def test_a_quantized_tensor_crosses() -> None:

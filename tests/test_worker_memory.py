@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import threading
 import warnings
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from arenas import left_in, small_context
+from programs import ran_with_small_dev_shm
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensorpipe_ipc.tensor_queue import Queue
@@ -285,18 +283,7 @@ print(sum(batch.nbytes for batch in found), [n for n in os.listdir("/dev/shm") i
 """
 
 
-def test_16_mib_of_batches_come_where_dev_shm_has_64_kib():
+def test_16_mib_of_batches_come_where_dev_shm_has_64_kib(tmp_path):
     """A container's small /dev/shm does not matter to a loader that has the context and nothing else of ours."""
-    alone = ["unshare", "--mount", "--propagation", "private"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespace may be made here")
-    script = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" -c "$1"'
-    done = subprocess.run(
-        [*alone, "sh", "-c", script, sys.executable, IN_A_CONTAINER],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, f"{16 << 20} []\n"), done.stderr
+    done = ran_with_small_dev_shm(IN_A_CONTAINER, tmp_path)
+    assert (done.status, done.out) == (0, f"{16 << 20} []\n"), done.err

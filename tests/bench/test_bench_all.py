@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from programs import ended, outliving, ran, started
+from programs import ended, outliving, ran_in_fork, started
 
 from bench import all as everything
 from bench.all import deaths, fans, field, held, leaves, sizes
@@ -119,7 +119,7 @@ def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(found))
     # In a process of its own: matplotlib keeps its fonts open.
     code = "import sys; from bench.page import results, write; write(results.read(sys.argv[1]), sys.argv[2])"
-    done = ran("-c", code, str(tmp_path / "run.json"), str(tmp_path))
+    done = ran_in_fork("-c", code, str(tmp_path / "run.json"), str(tmp_path), folder=tmp_path)
     assert done.status == 0, done.err
     page, text = (tmp_path / f"{name}.html").read_text(), (tmp_path / f"{name}.md").read_text()
     assert results.read(tmp_path / f"{name}.json") == json.loads(json.dumps(found))
@@ -154,7 +154,8 @@ def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     code = "import sys; from bench.page import readme, results; readme.update(results.read(sys.argv[1]), sys.argv[2])"
-    done = ran("-c", f"{code}; print(open(sys.argv[2]).read()); {code}", str(tmp_path / "run.json"), str(page))
+    code = f"{code}; print(open(sys.argv[2]).read()); {code}"
+    done = ran_in_fork("-c", code, str(tmp_path / "run.json"), str(page), folder=tmp_path)
     assert done.status == 0, done.err
     texts = [done.out.removesuffix("\n"), page.read_text()]
     assert texts[0] == texts[1]
@@ -179,7 +180,7 @@ def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
     code = (
         "import sys; from bench.page import results, write; [write(results.read(at), at[:-5]) for at in sys.argv[1:]]"
     )
-    done = ran("-c", code, *map(str, tmp_path.glob("*.json")))
+    done = ran_in_fork("-c", code, *map(str, tmp_path.glob("*.json")), folder=tmp_path)
     assert done.status == 0, done.err
     for left_out in ("one way", OURS):
         (page,) = (tmp_path / left_out).glob("*.md")

@@ -16,7 +16,7 @@ import children
 import containers
 import pytest
 from children import PATIENCE, Child, in_thread
-from programs import ran
+from programs import ran_in_fork
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
@@ -62,13 +62,13 @@ def test_on_this_machine_all_is_well(capsys: pytest.CaptureFixture[str]) -> None
     assert [words[0] for words in said if len(words) > 1 and words[1] in ("ok", "--", "NO")] == named
 
 
-def test_as_a_program_it_says_who_is_attached() -> None:
+def test_as_a_program_it_says_who_is_attached(tmp_path: Path) -> None:
     """Another process, over the command line: the binder, its peers, the way between them; status 0."""
     with tp.Consumer("looked-at") as consumer, tp.Producer("looked-at") as producer:
         putting = in_thread(lambda: producer.put(1, PATIENCE))
         consumer.get(PATIENCE)
         putting()
-        done = ran("-m", "tensorpipe_ipc", "doctor", "looked-at")
+        done = ran_in_fork("-m", "tensorpipe_ipc", "doctor", "looked-at", folder=tmp_path)
     assert (done.status, done.err) == (0, "")
     said = " ".join(done.out.rpartition("looked-at")[2].split())
     assert f"bound by ok a consumer, pid {os.getpid()} on " in said

@@ -3,11 +3,11 @@
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 
 import pytest
+from programs import ran_in_fork
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import rows as rows_module
@@ -223,7 +223,7 @@ def test_after_a_fork_the_child_has_no_row_and_is_told(rows, child):
     assert (rows.index, owner.told) == (0, False)
 
 
-def test_a_fork_while_a_thread_attaches_waits(rows):
+def test_a_fork_while_a_thread_attaches_waits(tmp_path):
     """Else the child would inherit a descriptor that nobody knows, and with it the parent's row."""
     code = (
         "import os, threading\n"
@@ -248,8 +248,8 @@ def test_a_fork_while_a_thread_attaches_waits(rows):
         "thread.join(20)\n"
         "print(forked)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert done.stdout.strip() == "[0]", done.stderr
+    done = ran_in_fork("-c", code, folder=tmp_path)
+    assert done.out == "[0]\n", done.err
 
 
 def test_what_a_dead_row_counted_goes_on(rows):

@@ -187,7 +187,7 @@ def answer(segment):
     segment.words[2000] = segment.words[1000] + 1
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
 def test_a_child_has_it(method):
     segment = Segment.create(MINIMUM_SIZE)
     segment.words[1000] = 41

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import zoo
 from arenas import left_in
 from children import PATIENCE, in_thread
 from gpu_stand_in import GPU, OTHER, Recording
+from programs import ran_in_fork
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.memory import staging
@@ -369,10 +369,10 @@ print("left alone")
 """
 
 
-def test_cuda_is_left_alone() -> None:
+def test_cuda_is_left_alone(tmp_path: Path) -> None:
     """Without a GPU's tensor or name nothing initialises CUDA."""
-    done = subprocess.run([sys.executable, "-c", _ALONE], capture_output=True, text=True, timeout=50)
-    assert done.stdout == "left alone\n", done.stderr
+    done = ran_in_fork("-c", _ALONE, folder=tmp_path)
+    assert done.out == "left alone\n", done.err
 
 
 def test_the_warning_is_no_error_elsewhere() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exchange import parts, round_trip, sent
+from programs import ran_in_fork
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.serializers import serializer_named
@@ -170,5 +169,7 @@ def test_no_payload_runs_code(tmp_path: Path) -> None:
     look for a class."""
     path = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     code = _ATTACK.format(path=path)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert done.stdout == "hook works []\n", done.stdout + done.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = ran_in_fork("-c", f"import os; os.chdir({str(empty)!r})\n{code}", folder=tmp_path)
+    assert done.out == "hook works []\n", done.out + done.err

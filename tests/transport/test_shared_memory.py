@@ -183,7 +183,7 @@ class Copied:
         place[:] = self.content
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
 def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(undertaker, payload, method):
     source, target = (SharedMemoryQueue.create(undertaker, maxsize) for maxsize in (0, 2))
     process = multiprocessing.get_context(method).Process(target=echo, args=(source, target))
