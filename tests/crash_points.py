@@ -32,14 +32,20 @@ def _instructions(code):
 
 
 class Tracer:
-    """Calls ``at_point`` at the n-th step."""
+    """Calls ``at_point`` at the n-th step.
 
-    def __init__(self, point, at_point, opcodes, before):
+    Args:
+        before: count the moments before these instructions, too, and not only those after them.
+        returns: count the moments after a function in Python has returned, where only Python 3.10 looks for signals.
+    """
+
+    def __init__(self, point, at_point, opcodes, before, returns=False):
         self.left, self.at_point, self.opcodes, self.before = point, at_point, opcodes, before
+        self.returns = returns
         self.after = {}  # frames whose last instruction was a step
 
     def __call__(self, frame, event, _):
-        if event == "call" and not self.before:
+        if event == "call" and not self.before and not self.returns:
             self.after[id(frame.f_back)] = False  # CPython does not look for signals when a Python function returns
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
@@ -64,8 +70,8 @@ class Tracer:
             self.at_point()
 
 
-def run_traced(action, point, at_point, opcodes=STORES_AND_CALLS, before=True):
-    tracer = Tracer(point, at_point, opcodes, before)
+def run_traced(action, point, at_point, opcodes=STORES_AND_CALLS, before=True, returns=False):
+    tracer = Tracer(point, at_point, opcodes, before, returns)
     sys.settrace(tracer)
     try:
         action()

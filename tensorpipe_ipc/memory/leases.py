@@ -87,7 +87,8 @@ class Leases:
             handover.empty()
         self._forget()
         rows = self.arena.rows
-        if set_apart(self.arena.segment, self._inherited, rows.witness):
+        by = -1 if rows.witness is None else rows.witness.fileno()
+        if set_apart(self.arena.segment, self._inherited, by):
             self._inherited = []  # first: mapped again by another descriptor, they would be no witness
             rows.close_witness()
 
@@ -143,7 +144,7 @@ class Leases:
         anchor.held = (self.words[block >> 3] | HOLDER) ^ HOLDER | self.arena.held
         rows = self.arena.rows
         with rows.no_fork:
-            if rows.spare < 0:
+            if rows.spare is None:
                 rows.reserve_witness()
             anchor.process, anchor.forks = self.process, rows.forks
             self._starts[start] = anchor

@@ -44,7 +44,6 @@ import contextlib
 import errno
 import functools
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -73,13 +72,13 @@ from tensorpipe_ipc.memory.row import (
     row_word,
 )
 from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.owned_fd import OwnedFd, reopened
 from tensorpipe_ipc.process import identity
 
 __all__ = ["FINISHED", "INCARNATIONS", "Rows"]
 
 INCARNATIONS = 4096 // 8  # word index
 FINISHED = 8192 // 8
-_OWN = os.O_RDWR | os.O_CLOEXEC
 _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
@@ -94,8 +93,8 @@ class Rows:
         index: of the own row; -1 while not attached.
         incarnation: how often that row has been attached to, this process included.
         forks: how many times this process has forked while it had leases.
-        spare: the descriptor of the next fork's witness; -1: not open.
-        witness: in a child that has just been forked, the descriptor of the witness for it; -1: none.
+        spare: the descriptor of the next fork's witness; None: not open.
+        witness: in a child that has just been forked, the descriptor of the witness for it; None: none.
         no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
     """
 
@@ -109,13 +108,16 @@ class Rows:
         self._after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
     def _forget(self) -> None:
-        self.spare = self.witness = -1
+        self.spare: OwnedFd | None = None
+        self.witness: OwnedFd | None = None
         self._unwitnessed = 0  # the last fork without a witness
         self._leaves_witness = False
         self.index = -1
         self.incarnation = 0
         self.forks = 0
-        self._descriptor = self._other = -1
+        self._owned: OwnedFd | None = None
+        self._descriptor = -1  # the same
+        self._other: OwnedFd | None = None
         self._mutex = threading.RLock()
         self._undertaking = threading.Lock()
         self._unused: dict[int, Iterator[int]] = {
@@ -142,22 +144,19 @@ class Rows:
             if self.index >= 0:
                 return
             _register(self)
-            self._descriptor = self._open()
             try:
+                owned = reopened(self.segment.descriptor, os.O_RDWR)
+            except OSError as failed:
+                raise SharedMemoryError(
+                    failed.errno, f"the segment could not be opened again: {failed.strerror}"
+                ) from failed
+            try:
+                self._owned, self._descriptor = owned, owned.fileno()
                 self._adopt(self._find(finish), taken)
             except BaseException:
                 if self.index < 0:  # else it would be open for ever, and a row locked
-                    os.close(self._descriptor)
-                    self._descriptor = -1
+                    self._owned, self._descriptor = None, -1
                 raise
-
-    def _open(self) -> int:
-        try:
-            return os.open(f"/proc/self/fd/{self.segment.descriptor}", _OWN)
-        except OSError as failed:
-            raise SharedMemoryError(
-                failed.errno, f"the segment could not be opened again: {failed.strerror}"
-            ) from failed
 
     def _find(self, finish: Callable[[int], bool]) -> int:
         used = self.used()
@@ -200,11 +199,9 @@ class Rows:
 
     def reserve_witness(self) -> None:
         """Open the descriptor of the next fork's witness, if one is left."""
-        if self.spare < 0 <= self._descriptor:
-            with contextlib.suppress(OSError):  # no exception of a signal's handler can come before it is known here
-                path = f"/proc/self/fd/{self.segment.descriptor}"
-                for self.spare in map(os.open, (path,), (_OWN,)):
-                    pass
+        if self.spare is None and self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self.spare = reopened(self.segment.descriptor, os.O_RDWR)
 
     def has_witness(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
@@ -230,8 +227,8 @@ class Rows:
             return
         self.reserve_witness()
         self.forks += 1  # the child's, too: forks of others wait
-        if self.spare >= 0:
-            ofd_locks.read_lock(self.spare, row_byte(self.index) + 1 + self.forks % WITNESSES)
+        if self.spare is not None:
+            ofd_locks.read_lock(self.spare.fileno(), row_byte(self.index) + 1 + self.forks % WITNESSES)
         else:
             self._unwitnessed = self.forks
             self.words[row_word(self.index) + UNWITNESSED] = 1
@@ -244,7 +241,7 @@ class Rows:
         """After a fork, in the parent."""
         if not self._leaves_witness:
             return
-        if self.spare < 0:
+        if self.spare is None:
             self._leaves_witness = False
             warnings.warn(
                 "a process was forked, and no descriptor was left by which to see when it ends (ulimit -n): shared memory "
@@ -253,14 +250,12 @@ class Rows:
                 stacklevel=2,
             )
             return
-        closing = map(os.close, (self.spare,))
-        self.spare, self._leaves_witness = -1, False
-        list(closing)  # there is no call in between
+        self.spare, self._leaves_witness = None, False
         self.reserve_witness()
 
     def _drop_in_child(self) -> None:
-        if self._leaves_witness and self.spare >= 0:
-            self.witness, self.spare = self.spare, -1
+        if self._leaves_witness and self.spare is not None:
+            self.witness, self.spare = self.spare, None
         self._close()
         witness = self.witness
         self._forget()
@@ -268,14 +263,12 @@ class Rows:
 
     def close_witness(self) -> None:
         """In a forked child: pages that are mapped by it are the witness from now on."""
-        witness, self.witness = self.witness, -1
-        if witness >= 0:
-            os.close(witness)
+        self.witness = None
 
     def _keep_witness(self) -> None:
-        witness, self.witness = self.witness, -1
-        if witness >= 0:  # nothing is mapped by it, and it may be that something should
-            weakref.finalize(self.segment.memory, os.close, witness).atexit = False
+        if self.witness is not None:  # nothing is mapped by it, and it may be that something should
+            weakref.finalize(self.segment.memory, self.witness.close).atexit = False
+            self.witness = None
 
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
@@ -284,18 +277,7 @@ class Rows:
             self._forget()
 
     def _close(self) -> None:
-        own, self._descriptor = self._descriptor, -1
-        spare, self.spare = self.spare, -1
-        other, self._other = self._other, -1
-        for descriptor in (own, spare, other):
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
-            with contextlib.suppress(AttributeError, OSError):
-                self.index = -1  # for what is collected with it, and asks for it later
-                self._close()
+        self._descriptor, self._owned, self.spare, self._other = -1, None, None, None
 
     # ---- who is dead ----
 
@@ -367,13 +349,11 @@ class Rows:
             yield False
             return
         try:
-            with _forking, contextlib.suppress(SharedMemoryError):  # a child that did not know it would keep the lock
-                self._other = self._open()
-            yield self._other >= 0 and ofd_locks.lock(self._other, byte, 1)
+            with _forking, contextlib.suppress(OSError):  # a child that did not know it would keep the lock
+                self._other = reopened(self.segment.descriptor, os.O_RDWR)
+            yield self._other is not None and ofd_locks.lock(self._other.fileno(), byte, 1)
         finally:
-            other, self._other = self._other, -1
-            if other >= 0:
-                os.close(other)
+            self._other = None
 
     def _try_lock(self, row: int) -> bool:
         return self.try_lock(row_byte(row), 1)

@@ -25,7 +25,6 @@ carries its row's lock, belongs to memory/rows.py.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -33,13 +32,13 @@ import os
 import struct
 import sys
 import weakref
-from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any
 
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
 __all__ = [
     "CAPACITY",
@@ -85,26 +84,21 @@ class Segment:
 
     page = PAGE
 
-    __slots__ = ("__weakref__", "descriptor", "memory", "octets", "size", "words")
+    __slots__ = ("__weakref__", "_owned", "descriptor", "memory", "octets", "size", "words")
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        """Takes over ``descriptor``, which must be a segment of ``size`` bytes.
+    def __init__(self, owned: OwnedFd, size: int) -> None:
+        """
+        Args:
+            owned: a segment of ``size`` bytes, which becomes this one's.
 
         Raises:
-            SharedMemoryError: it is something else, or does not fit into this process's address space. The descriptor
-                has been closed then.
+            SharedMemoryError: it is something else, or does not fit into this process's address space.
         """
-        self.descriptor = descriptor
-        self.size = size
-        try:
-            self.memory = _map(descriptor, size)
-        except BaseException:
-            self.descriptor = -1
-            os.close(descriptor)
-            raise
+        self._owned, self.descriptor, self.size = owned, owned.fileno(), size
+        self.memory = _map(self.descriptor, size)
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.octets = np.frombuffer(self.memory, np.uint8)
-        _mapped.setdefault(_identity(descriptor), self)
+        _mapped.setdefault(_identity(self.descriptor), self)
 
     @classmethod
     def create(cls, size: int = DEFAULT_SIZE) -> Segment:
@@ -127,13 +121,12 @@ class Segment:
 
     @classmethod
     def _create(cls, size: int) -> Segment:
-        descriptor = _sealed_memfd(size)
+        owned = _sealed_memfd(size)
         try:
-            os.pwrite(descriptor, _HEAD.pack(MAGIC, VERSION, size), 0)
+            os.pwrite(owned.fileno(), _HEAD.pack(MAGIC, VERSION, size), 0)
         except OSError as failed:
-            os.close(descriptor)
             raise _refused("could not be written to", size, failed) from failed
-        return cls(descriptor, size)
+        return cls(owned, size)
 
     @classmethod
     def attach(cls, descriptor: int) -> Segment:
@@ -143,7 +136,7 @@ class Segment:
             SharedMemoryError: it is no segment, is of another version, lacks a seal, or cannot be mapped.
         """
         size = os.fstat(descriptor).st_size
-        return cls(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0), size)
+        return cls(owned(fcntl.fcntl, descriptor, fcntl.F_DUPFD_CLOEXEC, 0), size)
 
     @classmethod
     def known(cls, descriptor: int) -> Segment:
@@ -187,12 +180,6 @@ class Segment:
         context.assert_spawning(self)
         return _rebuild, (reduction.DupFd(self.descriptor), self.size)
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
-            with contextlib.suppress(AttributeError, OSError):
-                if self.descriptor >= 0:
-                    os.close(self.descriptor)
-
     def __repr__(self) -> str:
         return f"<Segment {self.size >> 20} MiB of addresses, {self.resident() >> 10} KiB resident>"
 
@@ -223,28 +210,20 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 def _rebuild(duplicate: Any, size: int) -> Segment:
     """The segment as this process has it already, if it does: pickled twice, it is mapped once."""
-    descriptor = duplicate.detach()
-    found = _mapped.get(_identity(descriptor))
-    if found is None:
-        return Segment(descriptor, size)
-    os.close(descriptor)
-    return found
+    received = owned(duplicate.detach)
+    return _mapped.get(_identity(received.fileno())) or Segment(received, size)
 
 
-def _sealed_memfd(size: int) -> int:
+def _sealed_memfd(size: int) -> OwnedFd:
     try:
-        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        made = owned(os.memfd_create, NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(made.fileno(), size)
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, _SEALS)
     except AttributeError as missing:
         raise SharedMemoryError(errno.ENOSYS, "this system has no memfd_create (it is Linux's)") from missing
     except OSError as failed:
         raise _refused("could not be created", size, failed) from failed
-    try:
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as failed:
-        os.close(descriptor)
-        raise _refused("could not be created", size, failed) from failed
-    return descriptor
+    return made
 
 
 def _map(descriptor: int, size: int) -> mmap.mmap:

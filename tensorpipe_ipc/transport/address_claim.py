@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, runtime_folder
 
 __all__ = ["bound", "owner_of", "private_to_us", "unclaim"]
@@ -79,30 +80,29 @@ def private_to_us(path: str) -> Iterator[None]:
         Refused: one of them does not come to an end.
     """
     folder = _folder_for_lock(path)
-    if folder < 0:
+    if folder is None:
         yield
         return
-    try:
+    with folder:
         deadline = time.monotonic() + _PATIENCE
-        while not _locked(folder):
+        while not _locked(folder.fileno()):
             if time.monotonic() > deadline:
-                raise Refused(f"{path}: {_holder(folder)} keeps the lock for {_PATIENCE:.0f} s: is it stopped?")
+                raise Refused(
+                    f"{path}: {_holder(folder.fileno())} keeps the lock for {_PATIENCE:.0f} s: is it stopped?"
+                )
             time.sleep(0.002)
         yield
-    finally:
-        os.close(folder)
 
 
-def _folder_for_lock(path: str) -> int:
-    """A descriptor of a folder that only this user can open; -1 if there is none."""
+def _folder_for_lock(path: str) -> OwnedFd | None:
+    """Open a folder that only this user can open, if there is one."""
     for folder in (os.path.dirname(path), runtime_folder()):
         with suppress(OSError):
-            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            found = os.fstat(opened)
+            opened = owned(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            found = os.fstat(opened.fileno())
             if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
                 return opened
-            os.close(opened)
-    return -1
+    return None
 
 
 def _locked(folder: int) -> bool:

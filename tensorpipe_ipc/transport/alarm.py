@@ -7,6 +7,8 @@ import os
 import struct
 from contextlib import suppress
 
+from tensorpipe_ipc.owned_fd import owned
+
 __all__ = ["Alarm"]
 
 _MONOTONIC = 1
@@ -24,7 +26,8 @@ class Alarm:
         self.fd = -1
         with suppress(AttributeError, OSError):
             self._libc = ctypes.CDLL(None, use_errno=True)
-            self.fd = int(self._libc.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+            self._owned = owned(self._libc.timerfd_create, _MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+            self.fd = self._owned.fileno()
 
     def set(self, seconds: float) -> None:
         """Be silent now, and readable after so many seconds; 0: never."""
@@ -35,6 +38,6 @@ class Alarm:
 
     def close(self) -> None:
         """Close it."""
-        descriptor, self.fd = self.fd, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        if self.fd >= 0:
+            self._owned.close()
+            self.fd = -1

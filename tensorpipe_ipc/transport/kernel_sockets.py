@@ -28,8 +28,11 @@ import os
 import socket
 import stat
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
+from itertools import starmap
 
+from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.transport.addresses import Address
 
 __all__ = ["is_to_itself", "listener", "prepare_for_bulk", "uid_behind"]
@@ -46,7 +49,7 @@ def is_to_itself(fd: int) -> bool:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
     """
     with suppress(OSError):
-        with socket.socket(fileno=_duplicate(fd)) as connection:  # by which Python sees whether it is IPv6
+        with closing(_duplicate(fd)) as connection:  # by which Python sees whether it is IPv6
             name = connection.getsockname()
             if isinstance(name, tuple) and name == connection.getpeername():
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -81,19 +84,25 @@ def uid_behind(fd: int, path: str) -> int | None:
         path: what it was connected to.
     """
     with suppress(OSError):
-        with socket.socket(fileno=_duplicate(fd)) as connection:
+        with closing(_duplicate(fd)) as connection:
             if connection.family == socket.AF_UNIX and connection.getpeername() == path:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 return int(_CREDENTIALS.unpack(credentials)[1])
     return None
 
 
-def _duplicate(fd: int) -> int:
-    duplicate = os.dup(fd)
-    if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-        os.close(duplicate)
-        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
-    return duplicate
+def _duplicate(fd: int) -> socket.SocketType:
+    """The socket of a descriptor, which may be another's by now: so it is duplicated first, and then looked at.
+
+    Raises:
+        OSError: it is no socket.
+    """
+    with owned(os.dup, fd) as duplicate:
+        if not stat.S_ISSOCK(os.fstat(duplicate.fileno()).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+        # The type in C, as in ``owned``: ``socket.socket`` begins in Python, when the descriptor is open.
+        opened = starmap(os.dup, [(duplicate.fileno(),)])
+        return next(map(partial(socket.SocketType, -1, -1, -1), opened))
 
 
 def prepare_for_bulk(fd: int, address: Address) -> None:
@@ -104,9 +113,7 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
         address: of one of its two ends. A number is used again: so is seen that it is that connection's still.
     """
     with suppress(OSError):
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return
-        with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        with closing(_duplicate(fd)) as connection:
             ends = connection.getsockname(), connection.getpeername()
             if address.path:
                 if address.path in ends:

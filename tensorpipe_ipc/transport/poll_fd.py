@@ -6,6 +6,8 @@ import os
 import select
 from contextlib import suppress
 
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
+
 __all__ = ["PollFd"]
 
 
@@ -26,7 +28,7 @@ class PollFd:
         """
         self._epoll = select.epoll()
         self._watched: set[int] = set()
-        self._own = -1
+        self._own: OwnedFd | None = None
         self._shown = False
         for zmq_fd in zmq_fds:
             self._epoll.register(zmq_fd, select.EPOLLIN)
@@ -54,17 +56,16 @@ class PollFd:
     def show(self, ready: bool) -> None:
         """Be readable, or not, as far as ours is concerned."""
         if ready and not self._shown:
-            if self._own < 0:
-                self._own = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._epoll.register(self._own, select.EPOLLIN)
-            os.eventfd_write(self._own, 1)
-        elif self._shown and not ready:
-            os.eventfd_read(self._own)
+            if self._own is None:
+                own = owned(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._epoll.register(own, select.EPOLLIN)
+                self._own = own
+            os.eventfd_write(self._own.fileno(), 1)
+        elif self._shown and not ready and self._own is not None:
+            os.eventfd_read(self._own.fileno())
         self._shown = ready
 
     def close(self) -> None:
         """Close it, and ours."""
         self._epoll.close()
-        own, self._own = self._own, -1
-        if own >= 0:
-            os.close(own)
+        self._own = None

@@ -22,6 +22,7 @@ it open. So it learns at once that the end is gone, whatever became of the conne
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import stat
@@ -32,6 +33,7 @@ import msgspec
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.memory.ofd_locks import is_locked, lock
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.addresses import check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import Ending
@@ -73,7 +75,7 @@ class Presence:
         self.folder = 0
         self.why_not = ""
         self._path = ""
-        self._descriptor = -1
+        self._file: OwnedFd | None = None
         self._posted = b""
         try:
             self._open(runtime_folder())
@@ -81,7 +83,7 @@ class Presence:
             self.close(None)
             self._path, self.folder, self.why_not = "", 0, str(failed)
             with contextlib.suppress(AttributeError, OSError), _forking:  # for what there is to tell people
-                self._descriptor = os.memfd_create(f"tensorpipe_ipc{SUFFIX}", os.MFD_CLOEXEC)
+                self._file = owned(os.memfd_create, f"tensorpipe_ipc{SUFFIX}", os.MFD_CLOEXEC)
                 _open_here.add(self)
 
     def _open(self, folder: str) -> None:
@@ -97,41 +99,37 @@ class Presence:
     def _make(self, folder: str) -> bool:
         """Make and lock the file. Return False where it was taken for a killed end's before it was locked."""
         self._path = os.path.join(folder, _name_of(self.token))
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        os.fchmod(self._descriptor, 0o600)  # whatever the umask took from it
-        if lock(self._descriptor, 0, 1) and os.fstat(self._descriptor).st_nlink:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = file = owned(os.open, self._path, flags, 0o600)
+        os.fchmod(file.fileno(), 0o600)  # whatever the umask took from it
+        if lock(file.fileno(), 0, 1) and os.fstat(file.fileno()).st_nlink:
             return True
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._file = None
         return False
 
     def post(self, text: bytes) -> None:
         """Have the file say something, in the place of what it said, until the end closes."""
-        if text != self._posted and self._descriptor >= 0:
+        if text != self._posted and self._file is not None:
             with contextlib.suppress(OSError):  # no room for it: it is no reason to fail
-                os.pwrite(self._descriptor, text, 0)
+                os.pwrite(self._file.fileno(), text, 0)
                 self._posted = text
 
     def close(self, last_words: LastWords | None) -> None:
         """Write how the end ended, remove the file and drop the lock. Again: nothing."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
+        file, self._file = self._file, None
+        if file is None:
             return
-        try:
+        with file:
             with contextlib.suppress(OSError):  # no room for it: then it looks like a killed end's
-                os.ftruncate(descriptor, 0)
+                os.ftruncate(file.fileno(), 0)
                 if last_words is not None:
-                    os.pwrite(descriptor, msgspec.msgpack.encode(last_words), 0)
-            _remove(self._path, descriptor)
-        finally:
-            os.close(descriptor)
+                    os.pwrite(file.fileno(), msgspec.msgpack.encode(last_words), 0)
+            _remove(self._path, file.fileno())
         sweep()
 
     def drop_in_child(self) -> None:
         """Let go of the lock's copy in a forked child."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file = None
 
 
 class Sight:
@@ -141,7 +139,7 @@ class Sight:
         why_not: why the peer is out of sight; "" if it is not.
     """
 
-    __slots__ = ("_descriptor", "_is_gone", "why_not")
+    __slots__ = ("_file", "_is_gone", "why_not")
 
     def __init__(self, token: int = 0, folder: int = 0, why_not: str = "it is in this very process") -> None:
         """
@@ -150,7 +148,7 @@ class Sight:
             folder: the mark that it told; 0 where it has no file.
             why_not: why it has none, if it has none.
         """
-        self._descriptor = -1
+        self._file: OwnedFd | None = None
         self._is_gone = False
         self.why_not = "" if folder else why_not
         if folder:
@@ -160,30 +158,27 @@ class Sight:
                 self.why_not = f"its file cannot be looked for: {failed.strerror}"
 
     def _look_for(self, token: int, mark: int) -> None:
-        folder = os.open(runtime_folder(), _READ_ONLY | os.O_DIRECTORY)
-        try:
-            found = os.fstat(folder)
+        with owned(os.open, runtime_folder(), _READ_ONLY | os.O_DIRECTORY) as folder:
+            found = os.fstat(folder.fileno())
             if _mark_of(found) != mark or not _is_ours(found):
                 self.why_not = "it has another runtime folder"
                 return
             wanted = _name_of(token)
-            for name in os.listdir(folder):
-                if name == wanted:
-                    self._open(name, folder)
-                    return
+            try:
+                for name in os.listdir(folder.fileno()):
+                    if name == wanted:
+                        self._open(name, folder.fileno())
+                        return
+            except FileNotFoundError:  # removed since it was listed
+                pass
             self._is_gone = True
-        except FileNotFoundError:  # removed since it was listed
-            self._is_gone = True
-        finally:
-            os.close(folder)
 
     def _open(self, name: str, folder: int) -> None:
-        file = os.open(name, _READ_ONLY | os.O_NONBLOCK, dir_fd=folder)
-        found = os.fstat(file)
+        file = owned(functools.partial(os.open, dir_fd=folder), name, _READ_ONLY | os.O_NONBLOCK)
+        found = os.fstat(file.fileno())
         if stat.S_ISREG(found.st_mode) and _is_ours(found):
-            self._descriptor = file
+            self._file = file
         else:
-            os.close(file)
             self.why_not = "its file is not this user's alone"
 
     @property
@@ -193,22 +188,20 @@ class Sight:
 
     def is_gone(self) -> bool:
         """Whether the peer is known to have closed, or to be dead."""
-        if not self._is_gone and self._descriptor >= 0:
-            self._is_gone = not is_locked(self._descriptor, 0)
+        if not self._is_gone and self._file is not None:
+            self._is_gone = not is_locked(self._file.fileno(), 0)
         return self._is_gone
 
     def last_words(self) -> LastWords | None:
         """Return how a peer that is gone ended; None if it was killed, or its file was not seen in time."""
-        if self._descriptor >= 0 and self.is_gone():
+        if self._file is not None and self.is_gone():
             with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-                return _decode(os.pread(self._descriptor, _LONGEST, 0))
+                return _decode(os.pread(self._file.fileno(), _LONGEST, 0))
         return None
 
     def close(self) -> None:
         """Look no more. What was found out stays."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self._file = None
 
 
 def sweep() -> None:
@@ -222,13 +215,10 @@ def sweep() -> None:
 
 def _sweep(path: str) -> None:
     with contextlib.suppress(OSError):
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(file)
-            if stat.S_ISREG(found.st_mode) and _is_ours(found) and lock(file, 0, 1):
-                _remove(path, file)
-        finally:
-            os.close(file)
+        with owned(os.open, path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC) as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISREG(found.st_mode) and _is_ours(found) and lock(file.fileno(), 0, 1):
+                _remove(path, file.fileno())
 
 
 def _remove(path: str, descriptor: int) -> None:

@@ -50,6 +50,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena
 from tensorpipe_ipc.memory.ofd_locks import read_lock
 from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
 __all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "RowLife", "facts_of", "number_of"]
 
@@ -62,10 +63,10 @@ FACTS = 8 * _LAPS
 class Life:
     """The descriptor that keeps a queue: inherited by fork, pickled to a child that is being spawned."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("_owned",)
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, owned: OwnedFd | None) -> None:
+        self._owned = owned
 
     @classmethod
     def begin(cls, arena: Arena, block: int) -> Life | None:
@@ -74,23 +75,23 @@ class Life:
         Raises:
             SharedMemoryError: no descriptor is left.
         """
-        life = cls(_open(arena.segment.descriptor))
-        return life if read_lock(life.descriptor, block) else None
+        try:
+            owned = reopened(arena.segment.descriptor, os.O_RDWR)
+        except OSError as failed:
+            raise SharedMemoryError(
+                failed.errno, f"the segment could not be opened again: {failed.strerror}"
+            ) from failed
+        return cls(owned) if read_lock(owned.fileno(), block) else None
 
     def close(self) -> None:
         """This process has the queue no more."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
-            with contextlib.suppress(OSError, AttributeError):
-                self.close()
+        if self._owned is not None:
+            self._owned.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return _rebuild, (reduction.DupFd(self.descriptor),)
+        assert self._owned is not None
+        return _rebuild, (reduction.DupFd(self._owned.fileno()),)
 
 
 class RowLife(Life):
@@ -99,23 +100,29 @@ class RowLife(Life):
     __slots__ = ("_block", "_rows")
 
     def __init__(self, rows: Rows, block: int) -> None:
-        super().__init__(-1)
+        super().__init__(None)
         self._rows, self._block = rows, block
 
     @classmethod
     def begin(cls, arena: Arena, block: int) -> RowLife | None:
         """See Life."""
-        return cls(arena.rows, block) if arena.rows.share_lock(block) else None
+        life = cls(arena.rows, block)  # first: it lets go of the lock, whatever comes
+        return life if arena.rows.share_lock(block) else None
 
     def close(self) -> None:
         """See Life. The lock of who claimed it (the second byte) goes, too."""
-        block, self._block = self._block, 0
-        if block:
-            self._rows.unlock(block, 2)
+        if self._block:
+            self._rows.unlock(self._block, 2)
+            self._block = 0
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(OSError, AttributeError):
+                self.close()
 
 
 def _rebuild(duplicate: Any) -> Life:
-    return Life(duplicate.detach())
+    return Life(owned(duplicate.detach))
 
 
 class QueueRecord:
@@ -231,10 +238,3 @@ def _block_and_life(arena: Arena, nbytes: int, kept_by: type[Life]) -> tuple[int
     finally:
         for block in refused:
             arena.discard(block)
-
-
-def _open(descriptor: int) -> int:
-    try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as failed:
-        raise SharedMemoryError(failed.errno, f"the segment could not be opened again: {failed.strerror}") from failed

@@ -19,8 +19,8 @@ queue outlives either end: what a binder had put before it was killed is there t
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import functools
 import os
 import stat
 import weakref
@@ -30,6 +30,7 @@ from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.transport.get_end import LEASE_FROM, Decode
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
@@ -43,6 +44,7 @@ from tensorpipe_ipc.wire.header import Hello
 __all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
 
 WISHES = ("auto", "off", "require")
+_STAT = 1 << 12  # bytes; more than /proc/PID/stat has
 _SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binders, and has 128 TiB
 
 
@@ -220,64 +222,49 @@ def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
 
 
 def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
-    with contextlib.ExitStack() as opened:
-        process = os.open(f"/proc/{binder.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        opened.callback(os.close, process)
-        if _started(process) != binder.started:
+    with owned(os.open, f"/proc/{binder.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as process:
+        if _started(process.fileno()) != binder.started:
             raise SharedMemoryError(errno.EINVAL, f"{binder} is gone, and its number is another's")
-        memory = _opened(process, offer.segment, os.O_RDWR, stat.S_ISREG)
-        opened.callback(os.close, memory)
-        undertaker = undertaker_of(Segment.known(memory))
-        tickets = _pipe(process, offer.tickets)
-        opened.callback(tickets.close)
-        credits = _pipe(process, offer.credits)
-        opened.callback(credits.close)
-        undertaker.attach()
-        if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(undertaker.queues)}:
-            # To the kernel all ends of this process are one: who let go of it would do so for both.
-            raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
-        record, life = QueueRecord.reach(undertaker.arena, offer.number)
-        if undertaker.arena.words[record.pair] != offer.token:
-            raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
-        if not record.maxsize == offer.maxsize == maxsize:
-            raise SharedMemoryError(
-                errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
-            )
-        queue = PairQueue(undertaker, offer.number, tickets, credits, life)
-        queue.offer = offer
-        opened.pop_all()
-        os.close(memory)
-        os.close(process)
-        return queue
+        with _opened(process.fileno(), offer.segment, os.O_RDWR, stat.S_ISREG) as memory:
+            undertaker = undertaker_of(Segment.known(memory.fileno()))
+        tickets, credits = (
+            _opened(process.fileno(), each, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
+            for each in (offer.tickets, offer.credits)
+        )
+    undertaker.attach()
+    if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(undertaker.queues)}:
+        # To the kernel all ends of this process are one: who let go of it would do so for both.
+        raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
+    record, life = QueueRecord.reach(undertaker.arena, offer.number)
+    if undertaker.arena.words[record.pair] != offer.token:
+        raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
+    if not record.maxsize == offer.maxsize == maxsize:
+        raise SharedMemoryError(
+            errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
+        )
+    pipes = TokenPipe.reach(tickets, blocking=False), TokenPipe.reach(credits, blocking=False)
+    queue = PairQueue(undertaker, offer.number, *pipes, life)
+    queue.offer = offer
+    return queue
 
 
-def _pipe(process: int, offered: tuple[int, int]) -> TokenPipe:
-    found = _opened(process, offered, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
-    try:
-        return TokenPipe.reach(found, blocking=False)
-    except BaseException:
-        os.close(found)
-        raise
-
-
-def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) -> int:
+def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) -> OwnedFd:
     """A descriptor of another process, opened anew, if it is what was offered."""
     descriptor, inode = offered
     name = f"fd/{descriptor}"
-    if not is_kind(os.stat(name, dir_fd=process).st_mode):
-        raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
-    found = os.open(name, flags | os.O_CLOEXEC, dir_fd=process)
-    status = os.fstat(found)
-    if not is_kind(status.st_mode) or status.st_ino != inode:
-        os.close(found)
-        raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
-    return found
+    if is_kind(os.stat(name, dir_fd=process).st_mode):
+        found = owned(functools.partial(os.open, dir_fd=process), name, flags | os.O_CLOEXEC)
+        status = os.fstat(found.fileno())
+        if is_kind(status.st_mode) and status.st_ino == inode:
+            return found
+        found.close()  # whoever keeps the error keeps what it knows of
+    raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
 
 
 def _started(process: int) -> float:
     """When the process of a /proc directory started."""
-    with open(os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process), encoding="utf-8", errors="replace") as file:
-        return float(file.read().rpartition(")")[2].split()[19])
+    with owned(functools.partial(os.open, dir_fd=process), "stat", os.O_RDONLY | os.O_CLOEXEC) as file:
+        return float(os.pread(file.fileno(), _STAT, 0).rpartition(b")")[2].split()[19])
 
 
 def _own_undertaker() -> Undertaker:

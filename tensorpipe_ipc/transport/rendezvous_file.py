@@ -20,6 +20,7 @@ each other, and use frames where there is still none then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import struct
@@ -29,6 +30,7 @@ from typing import Annotated
 import msgspec
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.process import Identity, identity, is_alive
 from tensorpipe_ipc.transport.address_claim import private_to_us
 from tensorpipe_ipc.transport.addresses import Address, check_folder, runtime_folder
@@ -109,13 +111,13 @@ class RendezvousFile:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)  # the address is ours, so nobody else's file is of any use
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(self._path, flags, 0o600)
             try:
-                os.fchmod(self._descriptor, 0o600)  # whatever the umask took from it
+                self._owned = owned(os.open, self._path, flags, 0o600)
+                os.fchmod(self._owned.fileno(), 0o600)  # whatever the umask took from it
                 self.write(hello, ())  # while nobody sweeps: so what they find empty is a dead one's
             except BaseException:
-                os.unlink(self._path)
-                os.close(self._descriptor)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path)
                 raise
 
     def write(self, hello: Hello, offers: tuple[QueueOffer, ...]) -> None:
@@ -124,17 +126,16 @@ class RendezvousFile:
         Raises:
             OSError: there is no room for it.
         """
-        os.pwrite(self._descriptor, packed(Rendezvous(self._place, hello, offers)), 0)
+        os.pwrite(self._owned.fileno(), packed(Rendezvous(self._place, hello, offers)), 0)
 
     def close(self) -> None:
         """Take it away."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
+        if self._owned.closed:
             return
         with contextlib.suppress(OSError, Refused), private_to_us(self._path):
-            if os.path.samestat(os.lstat(self._path), os.fstat(descriptor)):
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._owned.fileno())):
                 os.unlink(self._path)
-        os.close(descriptor)
+        self._owned.close()
 
 
 def path_of(address: Address) -> str:
@@ -227,17 +228,12 @@ def unpacked(data: bytes) -> Rendezvous | None:
 def _text(path: str) -> bytes:
     """A file's bytes, if it and its folder are ours alone, and not more of them than there may be; else nothing."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder = os.open(os.path.dirname(path), flags | os.O_DIRECTORY)
-    try:
-        if not _is_ours(os.fstat(folder)):
+    with owned(os.open, os.path.dirname(path), flags | os.O_DIRECTORY) as folder:
+        if not _is_ours(os.fstat(folder.fileno())):
             return b""
-        file = os.open(os.path.basename(path), flags | os.O_NONBLOCK, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
-        return os.pread(file, LIMIT + 1, 0) if _is_ours(os.fstat(file)) else b""
-    finally:
-        os.close(file)
+        opens = functools.partial(os.open, dir_fd=folder.fileno())
+        with owned(opens, os.path.basename(path), flags | os.O_NONBLOCK) as file:
+            return os.pread(file.fileno(), LIMIT + 1, 0) if _is_ours(os.fstat(file.fileno())) else b""
 
 
 def _is_ours(found: os.stat_result) -> bool:

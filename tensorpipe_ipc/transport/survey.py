@@ -54,6 +54,7 @@ from tensorpipe_ipc.memory.row import (
 )
 from tensorpipe_ipc.memory.rows import FINISHED, INCARNATIONS
 from tensorpipe_ipc.memory.segment import NAME, read_head
+from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.process import identity, memfds
 from tensorpipe_ipc.transport.queue_record import FACTS, facts_of
 
@@ -170,13 +171,10 @@ def survey(pids: Iterable[int] | None = None) -> list[SegmentView]:
 def _look(inode: int, pids: tuple[int, ...], links: list[str]) -> SegmentView | None:
     for link in links:
         with contextlib.suppress(OSError):  # its process is gone; another may have it
-            descriptor = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                size, capacity = read_head(descriptor)
-                if size and os.fstat(descriptor).st_ino == inode:
-                    return _Reader(descriptor, size).view(inode, pids, capacity)
-            finally:
-                os.close(descriptor)
+            with owned(os.open, link, os.O_RDONLY | os.O_CLOEXEC) as segment:
+                size, capacity = read_head(segment.fileno())
+                if size and os.fstat(segment.fileno()).st_ino == inode:
+                    return _Reader(segment.fileno(), size).view(inode, pids, capacity)
     return None
 
 

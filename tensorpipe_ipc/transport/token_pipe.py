@@ -70,7 +70,9 @@ from collections.abc import Callable
 from multiprocessing import context, reduction
 from typing import Any, Protocol
 
+from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
 __all__ = ["BELL", "BELLS", "CAPACITY", "DROP", "LAST_BELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
 
@@ -112,9 +114,10 @@ class TokenPipe:
         turn: of those who take from the log; None: nobody minds their order.
     """
 
-    def __init__(self, fd: int, log: int = -1, read_end: int = -1) -> None:
-        self.fd, self._log, self.read_end = fd, log, read_end
-        self.spills = log >= 0
+    def __init__(self, fd: OwnedFd, log: OwnedFd | None = None, read_end: OwnedFd | None = None) -> None:
+        self._owned = fd, log, read_end
+        self.fd, self._log, self.read_end = (-1 if each is None else each.fileno() for each in self._owned)
+        self.spills = log is not None
         self.turn: Turn | None = None
         self._punched = 0
         self._epolls: _Epolls | None = None
@@ -130,36 +133,24 @@ class TokenPipe:
         Raises:
             SharedMemoryError: no descriptor is left.
         """
-        opened: list[int] = []
         try:
-            opened += os.pipe2(os.O_CLOEXEC)
-            # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
-            if fcntl.fcntl(opened[1], _F_GETPIPE_SZ) != _PAGES * mmap.PAGESIZE:
-                with contextlib.suppress(OSError):
-                    fcntl.fcntl(opened[1], _F_SETPIPE_SZ, _PAGES * mmap.PAGESIZE)
-            opened.append(_open_own(opened[1], os.O_RDWR | os.O_NONBLOCK))
-            if tokens is None or tokens > _capacity(opened[1]):
-                log = os.memfd_create("tensorpipe_ipc spill log", os.MFD_CLOEXEC)
-                try:
-                    # Opened anew: only a description made by open() has a locked file offset.
-                    opened.append(_open_own(log, os.O_RDWR))
-                finally:
-                    os.close(log)
-            ends, opened = opened, []  # from here on they are the pipe's, whatever happens
-            pipe = cls(ends[2], *ends[3:])
-            os.close(ends[1])
-            if blocking:
-                pipe.read_end = ends[0]
-            else:
-                os.close(ends[0])
-            return pipe
+            read_end, write_end = owned_fd.pipe()
+            with write_end:
+                # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
+                if fcntl.fcntl(write_end, _F_GETPIPE_SZ) != _PAGES * mmap.PAGESIZE:
+                    with contextlib.suppress(OSError):
+                        fcntl.fcntl(write_end, _F_SETPIPE_SZ, _PAGES * mmap.PAGESIZE)
+                fd, log = reopened(write_end.fileno(), os.O_RDWR | os.O_NONBLOCK), None
+                if tokens is None or tokens > _capacity(fd.fileno()):
+                    with owned(os.memfd_create, "tensorpipe_ipc spill log", os.MFD_CLOEXEC) as memory:
+                        # Opened anew: only a description made by open() has a locked file offset.
+                        log = reopened(memory.fileno(), os.O_RDWR)
+            return cls(fd, log, read_end if blocking else None)
         except OSError as failed:
-            for each in opened:
-                os.close(each)
             raise SharedMemoryError(failed.errno, f"no pipe for a queue: {failed.strerror}") from failed
 
     @classmethod
-    def reach(cls, fd: int, *, blocking: bool = True) -> TokenPipe:
+    def reach(cls, fd: OwnedFd, *, blocking: bool = True) -> TokenPipe:
         """That of another process, which has no log.
 
         Args:
@@ -167,9 +158,9 @@ class TokenPipe:
             blocking: whether takers wait in a plain blocking ``readv``.
 
         Raises:
-            OSError: no descriptor is left. ``fd`` stays the caller's.
+            OSError: no descriptor is left.
         """
-        return cls(fd, read_end=_open_own(fd, os.O_RDONLY) if blocking else -1)
+        return cls(fd, read_end=reopened(fd.fileno(), os.O_RDONLY) if blocking else None)
 
     # ---- taking ----
 
@@ -379,16 +370,10 @@ class TokenPipe:
 
         ``tee`` copies the pipe's content under its mutex, if the scratch pipe has as many pages.
         """
-        # The pipe's descriptors are in ``scratch`` before a signal's handler can raise, and both are closed in one call.
-        scratch: list[int] = []
-        closing = map(os.close, scratch)
         try:
-            try:
-                for ends in map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,)):
-                    scratch.extend(ends)
-                content = self._copied(*scratch)
-            finally:
-                list(closing)
+            reader, writer = owned_fd.pipe(os.O_NONBLOCK)
+            with reader, writer:
+                content = self._copied(reader.fileno(), writer.fileno())
         except OSError:
             return None
         return frozenset(memoryview(content + self._spilled_content()).cast("Q"))
@@ -422,16 +407,10 @@ class TokenPipe:
     def close(self) -> None:
         """Close this process's descriptors."""
         self._epolls = None
-        for name in ("fd", "read_end", "_log"):
-            descriptor = getattr(self, name, -1)
-            setattr(self, name, -1)
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
-            with contextlib.suppress(OSError, AttributeError):
-                self.close()
+        self.fd = self.read_end = self._log = -1
+        for each in self._owned:
+            if each is not None:
+                each.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
@@ -440,7 +419,9 @@ class TokenPipe:
 
 
 def _rebuild(*duplicates: Any) -> TokenPipe:
-    return TokenPipe(*(-1 if each is None else each.detach() for each in duplicates))
+    fd, *others = (None if each is None else owned(each.detach) for each in duplicates)
+    assert fd is not None
+    return TokenPipe(fd, *others)
 
 
 def _capacity(descriptor: int) -> int:
@@ -491,10 +472,6 @@ class _Epolls:
 
 
 _epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary()  # by process
-
-
-def _open_own(descriptor: int, flags: int) -> int:
-    return os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 def _tee(source: int, target: int, size: int) -> int:

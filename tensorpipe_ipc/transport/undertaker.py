@@ -101,7 +101,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from multiprocessing import context
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import (
@@ -134,12 +134,13 @@ _PATIENCE = 0.5  # seconds
 _LATE = 0.03  # seconds for which a get may outlast its timeout
 
 
-class Ends(NamedTuple):
-    """What it takes to judge a queue's tokens."""
+class Ends:
+    """What it takes to judge a queue's tokens. It goes with the queue."""
 
-    tickets: TokenPipe
-    credits: TokenPipe | None
-    record: QueueRecord
+    __slots__ = ("__weakref__", "credits", "record", "tickets")
+
+    def __init__(self, tickets: TokenPipe, credits: TokenPipe | None, record: QueueRecord) -> None:
+        self.tickets, self.credits, self.record = tickets, credits, record
 
 
 class InDoubt(Exception):
@@ -156,7 +157,7 @@ class Undertaker:
     def __init__(self, arena: Arena) -> None:
         self.arena, self.words, self.rows = arena, arena.words, arena.rows
         self.leases = Leases(arena)
-        self.queues: dict[int, Ends] = {}
+        self.queues: weakref.WeakValueDictionary[int, Ends] = weakref.WeakValueDictionary()
         self.rows.after_fork(self._forget)
         self._forget()
         _known.setdefault(id(arena.segment), self)

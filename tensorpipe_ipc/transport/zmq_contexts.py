@@ -17,6 +17,7 @@ import zmq
 from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
 __all__ = ["acquire", "has_descriptors", "hold_reaper", "release"]
 
@@ -65,10 +66,10 @@ def has_descriptors() -> bool:
 
 
 def _check_descriptors() -> None:
-    taken: list[int] = []
+    taken: list[OwnedFd] = []
     try:
         while len(taken) < _DESCRIPTORS:
-            taken += os.pipe2(os.O_CLOEXEC)
+            taken += pipe()
     except OSError as failed:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise Refused(
@@ -76,8 +77,7 @@ def _check_descriptors() -> None:
             "close some, or raise the limit (ulimit -n)"
         ) from None
     finally:
-        for descriptor in taken:
-            os.close(descriptor)
+        taken.clear()
 
 
 def release(context: zmq.Context[Any], end: object) -> None:
