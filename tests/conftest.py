@@ -15,12 +15,13 @@ from pathlib import Path
 
 import children
 import pytest
-from guard import left, snapshot, time_limit
+from guard import hang_limit, left, snapshot, time_limit
 
 import tensorpipe_ipc as tp
 
 pytest_plugins = ["pytester", "arenas"]
-LIMIT = 60.0  # seconds for a test without a ``limit`` marker
+LIMIT = 60.0  # seconds for each of setting up a test without a ``limit`` marker, the test, and tearing it down
+GRACE = 15.0  # seconds after all three until a test that hangs in C takes the whole run with it
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,6 +53,13 @@ def leaves_nothing_behind(request: pytest.FixtureRequest, own_runtime_folder: Pa
     yield
     found = left(before, folders)
     assert not found, "left behind:\n  " + "\n  ".join(found)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Bound the whole, once for its three parts: this costs a thread."""
+    with hang_limit(3 * _limit(item) + GRACE):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

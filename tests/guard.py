@@ -1,7 +1,7 @@
 """The guard around every test: what a test may leave behind (nothing), and how long it may take.
 
-``snapshot`` before, ``left`` after: what is there now and was not. ``time_limit`` bounds what runs under it. The
-fixtures and hooks that put them around each test stand in ``conftest``.
+``snapshot`` before, ``left`` after: what is there now and was not. ``time_limit`` and ``hang_limit`` bound what runs
+under them. The fixtures and hooks that put them around each test stand in ``conftest``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ICEORYX2 = "iox2_"  # how the names of iceoryx2's files begin, which stay for th
 PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
 _OTHERS: set[tuple[int, int]] = set()  # device and inode of what was seen to be another program's
 _MAPPED = re.compile(r" ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ")
-_SHARED = re.compile(r"^\S+ .([w-]).s \S+ \S+ \d+ *(.*)$", re.MULTILINE)  # a mapping that others may have too
-GRACE = 15.0  # seconds after the limit until a test that hangs in C takes the whole run with it
+_SHARED = re.compile(
+    rb"s [0-9a-f]{8,} \S+ \d+ *(.*)"
+)  # a mapping that others may have too; before it, how it is accessed
 
 
 class Residue(NamedTuple):
@@ -79,19 +80,27 @@ def runtime_folder() -> Path:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Fail what runs under it after so many seconds. If it does not listen, because it hangs in C, end the process."""
+    """Fail what runs under it after so many seconds, unless it hangs in C (``hang_limit``)."""
 
     def expire(number: int, frame: FrameType | None) -> None:
         pytest.fail(f"{what} took over {seconds:g} s")
 
     before: Callable[[int, FrameType | None], Any] | int | None = signal.signal(signal.SIGALRM, expire)
-    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def hang_limit(seconds: float) -> Iterator[None]:
+    """End the process, and say where, if what runs under it hangs in C, where ``time_limit`` is not heard."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -205,7 +214,9 @@ def _files(folders: Iterable[Path]) -> set[str]:
 
 def _mappings() -> Counter[str]:
     found: Counter[str] = Counter()
-    for access, name in _SHARED.findall(Path("/proc/self/maps").read_text(errors="replace")):
-        if access == "w" or name.startswith(("/memfd:", "/dev/shm/")):
+    maps = Path("/proc/self/maps").read_bytes()
+    for match in _SHARED.finditer(maps):
+        name = match[1].decode(errors="replace")
+        if maps[match.start() - 2] == ord("w") or name.startswith(("/memfd:", "/dev/shm/")):
             found[name or "anonymous"] += 1
     return found

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import tensorpipe_ipc
 
 HOUSE = Path(tensorpipe_ipc.__file__).parent
@@ -111,15 +109,15 @@ def _room(file: str) -> str:
     return file.split("/")[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_point_down(file: str) -> None:
+def test_imports_point_down() -> None:
     """A file imports its own room and lower floors only; the rooms of one floor do not know each other."""
-    room = _room(file)
-    assert room in FLOORS, f"{file} stands on no floor: give {room!r} one in FLOORS"
-    for other in _own_imports(file):
-        assert _room(other) == room or FLOORS[_room(other)] < FLOORS[room], (
-            f"{file} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[_room(other)]})"
-        )
+    for file in FILES:
+        room = _room(file)
+        assert room in FLOORS, f"{file} stands on no floor: give {room!r} one in FLOORS"
+        for other in _own_imports(file):
+            assert _room(other) == room or FLOORS[_room(other)] < FLOORS[room], (
+                f"{file} (floor {FLOORS[room]}) imports {other} (floor {FLOORS[_room(other)]})"
+            )
 
 
 def test_has_no_cycles() -> None:
@@ -137,27 +135,27 @@ def test_has_no_cycles() -> None:
         visit(file, ())
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_each_library_has_one_door(file: str) -> None:
+def test_each_library_has_one_door() -> None:
     """A foreign library is imported behind its door only, and what unpickles only where it is listed."""
-    for name in _imports(file):
-        for library, doors in [*DOORS.items(), *((pickle, PICKLE_DOORS) for pickle in sorted(PICKLES))]:
-            if name == library or name.startswith(f"{library}."):
-                assert any(file == door or (door.endswith("/") and file.startswith(door)) for door in doors), (
-                    f"{file} imports {name}; its door is {sorted(doors) or 'nowhere'}"
-                )
-        assert name.split(".")[0] not in ("bench", "examples", "tests"), f"{file} imports {name}"
+    for file in FILES:
+        for name in _imports(file):
+            for library, doors in [*DOORS.items(), *((pickle, PICKLE_DOORS) for pickle in sorted(PICKLES))]:
+                if name == library or name.startswith(f"{library}."):
+                    assert any(file == door or (door.endswith("/") and file.startswith(door)) for door in doors), (
+                        f"{file} imports {name}; its door is {sorted(doors) or 'nowhere'}"
+                    )
+            assert name.split(".")[0] not in ("bench", "examples", "tests"), f"{file} imports {name}"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_each_dangerous_call_has_one_door(file: str) -> None:
+def test_each_dangerous_call_has_one_door() -> None:
     """torch.load stands in its serializer only, and torch.cuda in the two files that copy GPU tensors."""
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            if node.attr == "load":
-                assert file == "serializers/torch_save.py", f"{file}:{node.lineno} calls torch.load"
-            if node.attr == "cuda":
-                assert file in DOORS["torch.cuda"], f"{file}:{node.lineno} uses torch.cuda"
+    for file in FILES:
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+                if node.attr == "load":
+                    assert file == "serializers/torch_save.py", f"{file}:{node.lineno} calls torch.load"
+                if node.attr == "cuda":
+                    assert file in DOORS["torch.cuda"], f"{file}:{node.lineno} uses torch.cuda"
 
 
 def _public(body: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -165,51 +163,53 @@ def _public(body: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.A
     return [node for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_public_names_are_documented(file: str) -> None:
+def test_public_names_are_documented() -> None:
     """Every file, public class, public function and public method says what it is for."""
-    tree = _tree(file)
-    assert ast.get_docstring(tree) or not tree.body, f"{file} has no docstring"
-    for node in _public(tree.body):
-        assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
-        if isinstance(node, ast.ClassDef):
-            for method in _public(node.body):
-                accessor = any(isinstance(mark, ast.Attribute) for mark in method.decorator_list)  # @name.setter
-                assert ast.get_docstring(method) or accessor, f"{file}:{method.lineno}: {node.name}.{method.name}"
+    for file in FILES:
+        tree = _tree(file)
+        assert ast.get_docstring(tree) or not tree.body, f"{file} has no docstring"
+        for node in _public(tree.body):
+            assert ast.get_docstring(node), f"{file}:{node.lineno}: {node.name} has no docstring"
+            if isinstance(node, ast.ClassDef):
+                for method in _public(node.body):
+                    accessor = any(isinstance(mark, ast.Attribute) for mark in method.decorator_list)  # @name.setter
+                    assert ast.get_docstring(method) or accessor, f"{file}:{method.lineno}: {node.name}.{method.name}"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_all_names_what_is_public(file: str) -> None:
+def test_all_names_what_is_public() -> None:
     """Each name in ``__all__`` is there, once, and no public class or function of the file is missing."""
-    tree = _tree(file)
-    assigned: dict[str, ast.expr | None] = {}
-    names = {node.name for node in tree.body if hasattr(node, "name")}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                assigned |= {name.id: node.value for name in ast.walk(target) if isinstance(name, ast.Name)}
-    public = {node.name for node in _public(tree.body)}
-    if "__all__" not in assigned:
-        assert not public, f"{file} has no __all__, and defines {sorted(public)}"
-        return
-    listed = ast.literal_eval(assigned["__all__"] or ast.List([]))
-    assert len(listed) == len(set(listed)), f"{file}: __all__ names something twice"
-    assert public <= set(listed), f"{file}: {sorted(public - set(listed))} are public and not in __all__"
-    assert set(listed) <= names | set(assigned), f"{file}: {sorted(set(listed) - names - set(assigned))} are not there"
+    for file in FILES:
+        tree = _tree(file)
+        assigned: dict[str, ast.expr | None] = {}
+        names = {node.name for node in tree.body if hasattr(node, "name")}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    assigned |= {name.id: node.value for name in ast.walk(target) if isinstance(name, ast.Name)}
+        public = {node.name for node in _public(tree.body)}
+        if "__all__" not in assigned:
+            assert not public, f"{file} has no __all__, and defines {sorted(public)}"
+            continue
+        listed = ast.literal_eval(assigned["__all__"] or ast.List([]))
+        assert len(listed) == len(set(listed)), f"{file}: __all__ names something twice"
+        assert public <= set(listed), f"{file}: {sorted(public - set(listed))} are public and not in __all__"
+        assert set(listed) <= names | set(assigned), (
+            f"{file}: {sorted(set(listed) - names - set(assigned))} are not there"
+        )
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_decoders_are_made_at_import(file: str) -> None:
+def test_decoders_are_made_at_import() -> None:
     """Where two threads were the first to decode a type, msgspec's process ended: it shows one what the other just makes."""
-    calls = [
-        node
-        for node in ast.walk(_tree(file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec")
-    ]
-    lazy = [ast.unparse(call) for call in calls if any(keyword.arg == "type" for keyword in call.keywords)]
-    assert not lazy, f"{file}: {lazy}: call a module's own msgspec.msgpack.Decoder(type).decode"
+    for file in FILES:
+        calls = [
+            node
+            for node in ast.walk(_tree(file))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec")
+        ]
+        lazy = [ast.unparse(call) for call in calls if any(keyword.arg == "type" for keyword in call.keywords)]
+        assert not lazy, f"{file}: {lazy}: call a module's own msgspec.msgpack.Decoder(type).decode"
 
 
 def test_the_package_exports_what_it_says() -> None:

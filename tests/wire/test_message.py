@@ -26,17 +26,19 @@ def _frames(tree: Any, serializer: str = "raw") -> tuple[message.Outgoing, list[
     return outgoing, outgoing.frames(1)
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
 @pytest.mark.parametrize("serializer", SERIALIZERS)
-def test_every_animal_comes_back(serializer: str, name: str) -> None:
+def test_every_animal_comes_back(serializer: str) -> None:
     """Every kind of tree arrives bit for bit, whether its memory is its own or its frame's, or is refused by nature."""
-    if zoo.refused_by(serializer, name):
-        with pytest.raises(UnsupportedLeaf, match="NumPy has no"):
-            sent(zoo.make(name), serializer)
-        return
-    frames = sent(zoo.make(name), serializer)
-    for own in (0, OWN, HUGE):
-        zoo.same(zoo.make(name), received(frames, own), strides=serializer != "numpy")
+    for name in zoo.ZOO:
+        try:
+            frames = sent(zoo.make(name), serializer)
+        except UnsupportedLeaf as error:
+            assert zoo.refused_by(serializer, name), f"{name}: {error}"
+            assert "NumPy has no" in str(error), name
+            continue
+        assert not zoo.refused_by(serializer, name), name
+        for own in (0, OWN, HUGE):
+            zoo.same(zoo.make(name), received(frames, own), name, strides=serializer != "numpy")
 
 
 @pytest.mark.parametrize("own", [0, HUGE])
