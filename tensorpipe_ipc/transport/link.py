@@ -588,7 +588,7 @@ class Link(Meeting):
         gone = peer.sight.is_gone()
         if not self.socket.binds:
             connected = self.socket.is_connected()
-        elif gone or again or peer.gone_at:  # repeats what may have got lost, and tells whether it can be said
+        elif gone or again:  # repeats what may have got lost, and tells whether it can be said
             connected = self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
         else:
             connected = True
@@ -598,18 +598,7 @@ class Link(Meeting):
             if self.socket.has_incoming() and since < _NOISE:
                 return False
             return not connected or since >= self._silence_of(peer)
-        if connected:
-            peer.gone_at = 0.0
-        elif self._comes_again(peer):
-            return False
         return not connected and not self.socket.has_incoming() and not self.waits_for(peer)
-
-    def _comes_again(self, peer: Peer) -> bool:
-        """Whether a peer that is seen to be there lost its connection just now: it may be on its way by another one."""
-        if not self.socket.binds or self.keeps or peer.sight.is_out_of_sight:
-            return False
-        peer.gone_at = peer.gone_at or time.monotonic()
-        return time.monotonic() - peer.gone_at < 2 * REPEAT
 
     def _silence_of(self, peer: Peer) -> float:
         """How long nothing must come from one that is gone, and whose connection has not ended.
@@ -627,9 +616,14 @@ class Link(Meeting):
         return last_words.positions.get(self.presence.token, 0) if self.presence is not None else 0
 
     def waits_for(self, peer: Peer) -> bool:
-        """Whether a peer whose connection has ended is away, and not gone. Of one that was found by its file, and has not said
-        WELCOME, there may have been none yet: the connection was with the binder before it."""
-        return (self.keeps or peer.by_file) and peer.settled and peer.may_return(self.peer_timeout)
+        """Return whether a peer whose connection has ended is away, and not gone.
+
+        Over ipc a connector makes its connection anew when the binder before this one has left, and may do so after it met
+        this one: that ends nothing between two that see each other, but for a connector's frames, which are lost.
+        """
+        if not peer.settled or not (self.keeps or self.socket.binds or peer.queue is not None):
+            return False
+        return peer.may_return(self.peer_timeout if self.keeps or peer.by_file else 0.0)
 
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.

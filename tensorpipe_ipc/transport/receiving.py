@@ -382,6 +382,8 @@ class ReceiveLink(Link):
     def parted(self, peer: Peer) -> None:
         """See Link."""
         assert peer.left is not None
+        if self.socket.binds and peer.left is How.LOST and not peer.settled:
+            return  # it said HELLO to the consumer that was here before, or was not answered: it put nothing here
         self.left[peer.left] += 1
         self.met_any = self.met_any or peer.left is not How.REFUSED
         if peer.left in (How.GOODBYE, How.FAILED, How.LOST):

@@ -95,8 +95,12 @@ class PairQueue(SharedMemoryQueue):
         """The process whose connector has taken it; 0 as long as none has."""
         return self.words[self.record.claimed]
 
+    def let_go(self) -> None:
+        """Have an end of this process let go of it. To the kernel a binder here and its connector are one."""
+        vars(self).pop("_claimant", None)
+
     def is_deserted(self) -> bool:
-        """Whether the connector that took it has closed it, or is dead."""
+        """Whether the connector that took it has let go of it, or is dead."""
         here = "_claimant" in vars(self)
         return self.claimant > 0 and not here and not self.rows.is_locked(self.record.block + 1)
 

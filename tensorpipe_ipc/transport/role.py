@@ -28,7 +28,9 @@ class Role:
 
     def unshare(self, peer: Peer) -> None:
         """The end of that, if they had one. May be called again."""
-        peer.queue = None
+        if peer.queue is not None:
+            peer.queue.let_go()
+            peer.queue = None
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """A HELLO or WELCOME said which message the peer last sent, or took."""

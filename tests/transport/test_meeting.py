@@ -23,7 +23,9 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import link, rendezvous, rendezvous_file
+from tensorpipe_ipc.transport import spares as spares_module
 from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.transport.presence import Presence
 from tensorpipe_ipc.transport.spares import Spares
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, unpack
@@ -178,6 +180,63 @@ def test_who_was_killed_before_its_hello_had_left() -> None:
         assert [consumer.get(PATIENCE) for _ in range(5)] == list(range(5))
         with pytest.raises(tp.PeerLost, match=f"pid {child.pid} "):
             consumer.get(PATIENCE)
+
+
+def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it put is there, and the stream ends: that its process lives on is no reason to wait for its HELLO."""
+    monkeypatch.setattr(spares_module, "_PATIENCE", 0.05)
+    with tp.Consumer("busy") as consumer:
+        producer = tp.Producer("busy", linger=0)
+        monkeypatch.setattr(producer._link, "_say", lambda peer, frame: True)  # it went to the last binder
+        producer.put("early", PATIENCE)
+        with pytest.warns(RuntimeWarning, match="closed with 1 messages"):
+            producer.close()
+        assert consumer.get(PATIENCE) == "early"
+        with pytest.raises(tp.PeerLost):
+            consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come by a connection that was made anew, when who said it has closed: it put nothing here, and ends no stream."""
+    monkeypatch.setattr(link, "REPEAT", 0.05)
+    with tp.Consumer(endpoint) as consumer:
+        gone = Presence()
+        gone.close(None)
+        terms = SharedMemoryTerms("auto", os.geteuid(), attached=12345)
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", shared_memory=terms, end=gone.token, folder=gone.folder))
+            wait_until(lambda: _gets_nothing(consumer) and consumer.statistics().peers)
+        wait_until(lambda: _gets_nothing(consumer) and not consumer.statistics().peers)
+        assert consumer.statistics().vanished == 0
+
+
+def _gets_nothing(consumer: tp.Consumer) -> bool:
+    with pytest.raises(tp.Empty):
+        consumer.get(0.02)
+    return True
+
+
+def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer may learn that its last binder's connection has ended when the next one has answered it; then it computes."""
+    monkeypatch.setattr(link, "REPEAT", 0.05)
+    with tp.Consumer("busy") as consumer, tp.Producer("busy") as producer:
+        producer.put(0, PATIENCE)
+        assert consumer.get(PATIENCE) == 0
+        wait_until(lambda: "met by its file" not in producer.statistics().peers[0])
+        producer.put(1)
+        handshakes = producer._link.socket._handshakes
+        assert handshakes is not None
+        handshakes.connect_anew()
+        producer._link.look_around(at_once=True)  # as a put does that waits
+        assert producer.statistics().lost == 0
+        assert consumer.get(PATIENCE) == 1
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            _gets_nothing(consumer)
+        producer.put(2, PATIENCE)
+        assert consumer.get(PATIENCE) == 2
+        assert consumer.statistics().vanished == 0
 
 
 def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:

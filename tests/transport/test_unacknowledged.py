@@ -440,7 +440,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How) -> None:
     left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
-    left.taken, left.left = 10 * end, how
+    left.taken, left.settled, left.left = 10 * end, True, how
     link.parted(left)
 
 
