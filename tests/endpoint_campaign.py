@@ -223,7 +223,8 @@ class End:
         self.began, self.gone_at = time.monotonic(), 0.0  # gone: it has closed, or is dead
         self.how = ""  # it was made to end; a key of KINDS
         self.allowed: set[int] = set()  # how that may be told
-        self.since = stream.clock  # when it was made, or made to end
+        self.since = stream.clock  # when it was made, or made to end; at the earliest when it was seen to be open
+        self.seen = False
         self.read = 0  # entries
         self.met: dict[int, int] = {}  # by producer: its last message here
         self.pending: set[int] = set()  # producers met whose end was not told
@@ -318,6 +319,8 @@ class End:
         assert open_ones, f"{told}: none did"
         if self.stream.kind.counts:  # one that it has met, and nothing of whose came, counts too: others go on then
             self.pending &= set(ended)
+            if not set(open_ones) <= set(self.met):  # and of whom of the others this tells nobody knows
+                self.pending &= set(named)
         pending = [ended.get(who) for who in self.pending]
         assert None not in pending, f"{told}: of {self.pending} one is still there"
         if kind == GOODBYE:
@@ -400,7 +403,10 @@ class Stream:
 
     def see(self, end: End) -> None:
         """Where an end is."""
-        state, waited = end.words[STATE], self.clock - end.since
+        state = end.words[STATE]
+        if state and not end.seen:
+            end.seen, end.since = True, self.clock
+        waited = self.clock - end.since
         assert state != FAILED, f"{self.kind.name}: {end} failed, after {self.all[-8:]}"
         if end.gone_at or state == ENDED:
             assert end.how, f"{self.kind.name}: {end} ended by itself"
