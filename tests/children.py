@@ -407,6 +407,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
+        time.sleep(0.0005)  # the one who makes it so may need this processor
 
 
 def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:

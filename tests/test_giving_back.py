@@ -409,7 +409,7 @@ def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx):
     assert there.get() == 1
 
 
-@pytest.mark.parametrize("page", [16 << 10, 64 << 10])
+@pytest.mark.parametrize("page", [pytest.param(16 << 10, marks=pytest.mark.kills), 64 << 10])
 def test_pages_may_be_larger(page, monkeypatch):
     """As on arm64: what is given back are whole pages of that size, and nothing else is lost."""
     monkeypatch.setattr(Segment, "page", page)

@@ -148,10 +148,7 @@ def same_graph(one: Any, other: Any) -> None:
             todo += zip(mine, theirs, strict=True)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(graph=graphs(), history=st.sampled_from(HISTORIES))
-def test_any_graph_of_objects_arrives_as_pickle_makes_it(graph: Any, history: list[Any]) -> None:
-    """Types, values and identities are those of a pickle round trip, after any history, and twice over."""
+def _arrives_as_pickle_makes_it(graph: Any, history: list[Any]) -> None:
     there = _one_queue()
     expected = pickle.loads(pickle.dumps(graph, 5))  # noqa: S301 - our own
     for before in history:
@@ -163,6 +160,15 @@ def test_any_graph_of_objects_arrives_as_pickle_makes_it(graph: Any, history: li
     there.put_many([graph, graph])
     for got in there.get_many(2, timeout=LIMIT):
         same_graph(expected, got)
+
+
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.kills)])
+def test_any_graph_of_objects_arrives_as_pickle_makes_it(examples: int) -> None:
+    """Types, values and identities are those of a pickle round trip, after any history, and twice over."""
+    some = settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+    )
+    some(given(graph=graphs(), history=st.sampled_from(HISTORIES))(_arrives_as_pickle_makes_it))()
 
 
 _queues: list[tp.Queue] = []

@@ -245,7 +245,7 @@ def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
 def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch):
     """Its one thread sends calls and reads results: it does not wait for memory that only results can give back."""
     monkeypatch.setattr("tensorpipe_ipc.call_queue.PATIENCE", 10 * LIMIT)
-    count, size = 30, 5_000_000  # of float32: 20 MB each, through 64 MB
+    count, size = 12, 5_000_000  # of float32: 20 MB each, through 64 MB
     with context_of("fork") as ctx, ProcessPoolExecutor(2, mp_context=ctx) as executor:
         futures = [executor.submit(double, torch.full((size,), float(i))) for i in range(count)]
         for i in range(count):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
-from wholeness import points, stride
+from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
@@ -62,8 +62,15 @@ def waiters(there: Queue, actions: list[Callable[[], object]]) -> Iterator[list[
                     os.waitpid(pid, 0)
 
 
-@pytest.mark.parametrize("immediate", [False, True])
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("end", "immediate"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGSTOP, True),
+        pytest.param(signal.SIGKILL, True, marks=pytest.mark.kills),
+        pytest.param(signal.SIGSTOP, False, marks=pytest.mark.kills),
+    ],
+)
 @pytest.mark.parametrize("wait", GETS)
 def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
     wait: str, end: signal.Signals, immediate: bool
@@ -81,7 +88,8 @@ def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
         assert [reap(pid) for number, pid in enumerate(pids) if number % 4] == [0] * 6
 
 
-def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits() -> None:
+@strides(29, 97)
+def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(step: int) -> None:
     """Also where nobody does anything with the queue any more."""
     ended, tell = os.pipe()
     begun = 0
@@ -105,7 +113,7 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits() 
         os.read(ended, len(pids))
         return was_killed
 
-    for _ in points(killed, stride=stride(29)):
+    for _ in points(killed, stride=step):
         pass
     assert begun
     os.close(ended)

@@ -46,6 +46,11 @@ def stride(usual):
     return int(os.environ.get("TENSORPIPE_IPC_STRIDE", usual))
 
 
+def strides(fine, coarse):
+    """Parametrize a test by its ``step``: a coarse one in ``make test``, and the fine one with ``make kills``."""
+    return pytest.mark.parametrize("step", [coarse, pytest.param(stride(fine), marks=pytest.mark.kills)])
+
+
 def points(action_dies, first=1, stride=1, limit=20_000):
     """Numbers of steps, up to the one at which the action was complete."""
     for point in range(first, limit, stride):

@@ -243,6 +243,10 @@ def content(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
+def _octets(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
 def same(sent: Any, got: Any, path: str = "tree", strides: bool = True) -> None:
     """Raise AssertionError, with the path, unless ``got`` is bit for bit what was sent."""
     assert type(got) is type(sent), f"{path}: {type(got)} for {type(sent)}"
@@ -256,7 +260,7 @@ def same(sent: Any, got: Any, path: str = "tree", strides: bool = True) -> None:
         assert (got.dtype, got.shape, got.tobytes()) == (sent.dtype, sent.shape, sent.tobytes()), path
         assert got.flags.writeable, path
     elif isinstance(sent, torch.UntypedStorage):
-        assert bytes(got.tolist()) == bytes(sent.tolist()), path
+        assert content(_octets(got)) == content(_octets(sent)), path
     elif isinstance(sent, torch.storage.TypedStorage):
         assert got.dtype is sent.dtype, path
         same(sent._untyped_storage, got._untyped_storage, path, strides)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tensorpipe_ipc import cli
+from tensorpipe_ipc.transport.survey import survey
 
 PATIENCE = 20.0
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -59,6 +60,12 @@ class Terminal:
                     continue
             break
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@pytest.fixture(autouse=True)
+def _ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs' queues do not take the terminal's lines, nor come and go between two looks."""
+    monkeypatch.setattr("tensorpipe_ipc.cli.top.survey", lambda of=os.getpid(): survey([of]))
 
 
 @pytest.fixture

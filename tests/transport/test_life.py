@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from crash_points import dies_at, in_child, reap
-from wholeness import points, stride
+from wholeness import points, strides
 
 from tensorpipe_ipc.memory.arena import HOLDER
 from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
@@ -85,8 +85,9 @@ def test_a_queue_of_which_all_died_is_buried_by_whoever_next_looks(undertaker, p
     assert used(undertaker) == 0
 
 
+@strides(11, 97)
 @pytest.mark.parametrize("end", ["put", "get"])
-def test_a_row_whose_queue_is_gone_is_finished_all_the_same(undertaker, payload, end):
+def test_a_row_whose_queue_is_gone_is_finished_all_the_same(undertaker, payload, end, step):
     """The words of a process that died half-way name a queue that nobody has: they are cleared, its blocks are freed."""
 
     def half():
@@ -97,7 +98,7 @@ def test_a_row_whose_queue_is_gone_is_finished_all_the_same(undertaker, payload,
         else:
             queue.get(0)
 
-    for _ in points(lambda point: dies_at(point, half, undertaker.attach), stride=stride(11)):
+    for _ in points(lambda point: dies_at(point, half, undertaker.attach), stride=step):
         undertaker.look()
         undertaker.bury_all()
         undertaker.look()
@@ -109,8 +110,9 @@ def test_a_row_whose_queue_is_gone_is_finished_all_the_same(undertaker, payload,
     undertaker.bury_all()
 
 
+@strides(7, 31)
 @pytest.mark.parametrize("maxsize", [0, 3])
-def test_who_buries_may_die_at_any_step(undertaker, payload, maxsize):
+def test_who_buries_may_die_at_any_step(undertaker, payload, maxsize, step):
     def leave():
         queue = SharedMemoryQueue.create(undertaker, maxsize)
         queue.put(payload(bytes(400)))
@@ -121,7 +123,7 @@ def test_who_buries_may_die_at_any_step(undertaker, payload, maxsize):
         assert reap(in_child(leave)) == 0
         return dies_at(point, undertaker.bury_all, undertaker.attach)
 
-    for _ in points(dies, stride=stride(7)):
+    for _ in points(dies, stride=step):
         undertaker.look()
         undertaker.bury_all()
         assert used(undertaker) == 0

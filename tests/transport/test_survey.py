@@ -121,8 +121,9 @@ def test_rates_are_what_was_done_in_between(ctx) -> None:
     assert list(top.rates([], now, 1.0).values())[0].put == 11
 
 
-def test_top_once(ctx, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_once(ctx, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """``top --once`` prints tables, with ``--json`` everything, about this process too."""
+    monkeypatch.setattr(top, "survey", lambda: survey([os.getpid()]))  # and not other programs' queues
     queue = ctx.Queue(7)
     queue.put(torch.ones(1 << 18))
     assert cli.main(["top", "--once", "--json", "--interval", "0.05"]) == 0

@@ -27,7 +27,7 @@ from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
 
 MARGIN = 1 << 16
-MANY = 16_000  # a list of so many has 128 kB: what is made for each of them is over the margin
+MANY = 9_000  # a list of so many has 72 kB: what is made for each of them is over the margin
 
 
 def u32(*numbers: int) -> bytes:
@@ -141,7 +141,7 @@ def test_a_tensor_asks_for_no_more_than_arrived(serializer: str) -> None:
 
 
 def test_a_valid_tree_costs_its_own_objects() -> None:
-    """A list of 16,000 None: its list, and as much again for the plan of it, which is kept: 8 bytes a node each.
+    """A list of 9,000 None: its list, and as much again for the plan of it, which is kept: 8 bytes a node each.
 
     More than n + 64 KiB, for a valid tree of one byte a node cannot be had for less.
     """
@@ -166,7 +166,7 @@ SMALL: dict[str, Callable[[int], list[bytes]]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_the_smallest_nodes_cost_a_bounded_number_of_bytes_each(name: str) -> None:
     """A tree of nothing but nodes: 1,200 bytes of Python objects each, plan and tree together, and not more."""
-    count = 2500
+    count = 1000
     frames = SMALL[name](count)
     most, raised = peak(frames)
     assert raised is None
