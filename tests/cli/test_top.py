@@ -65,7 +65,8 @@ class Terminal:
 @pytest.fixture(autouse=True)
 def _ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs' queues do not take the terminal's lines, nor come and go between two looks."""
-    monkeypatch.setattr("tensorpipe_ipc.cli.top.survey", lambda of=os.getpid(): survey([of]))
+    pids = [os.getpid()]  # and not the pid of the process on the terminal
+    monkeypatch.setattr("tensorpipe_ipc.cli.top.survey", lambda: survey(pids))
 
 
 @pytest.fixture
