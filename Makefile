@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
 PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
 
-.PHONY: demo test kills lint bench bench-details clean
+.PHONY: demo test kills lint docs bench bench-details clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
@@ -24,6 +24,10 @@ lint: $(VENV)/.lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# The site, in site/. A link that leads nowhere, or a docstring that cannot be read, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # Within a quarter of an hour: all peers in one run, and how ours grows. The pages are in bench/results.
 bench: $(VENV)/.bench
@@ -57,4 +61,4 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.lint: $(VENV)/.test
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -139,6 +139,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.
 
+        Every error of ours has an attribute ``put``: how many objects, from the first on, are in the queue. An exception that a
+        signal's handler raises meanwhile has none, as that is not known.
+
         Args:
             objs: what ``put`` takes, each an object of its own to ``get``. Of an iterable that is no list or tuple, each is
                 read before the next is asked for: a generator may fill the same memory again.
@@ -146,9 +149,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
         Raises:
             Full: there was not room for all in time. The others stay with the caller.
-            As ``put`` does: then those before the error's object are in the queue, where they found room.
-            Every error of ours has an attribute ``put``: how many, from the first on, are in the queue. What a signal's handler
-            raises meanwhile has none, as that is not known.
+            Exception: as ``put`` does. Then those before the error's object are in the queue, where they found room.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -279,8 +280,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
         Raises:
             ValueError: ``max_items`` is not positive.
-            As ``get`` does: then all that were taken come with the next gets, those before the one at fault as they were
-                asked for here.
+            Exception: as ``get`` does. Then all that were taken come with the next gets, those before the one at fault as they
+                were asked for here.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")

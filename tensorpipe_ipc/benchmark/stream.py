@@ -74,7 +74,7 @@ def throughput(
         seconds: as ``latency`` has it: until the median rate is known to 5 %.
 
     Raises:
-        As ``latency``.
+        Exception: as ``latency`` does.
     """
     plan = plan_of(
         pipeline,
