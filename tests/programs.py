@@ -73,14 +73,15 @@ class InFork:
     Args:
         arguments: what stands after ``python``: a file, ``-m`` and a module, or ``-c`` and code; and its arguments.
         folder: where what it says may stand meanwhile.
+        place: the folder in which it runs.
     """
 
-    def __init__(self, *arguments: str, folder: Path) -> None:
+    def __init__(self, *arguments: str, folder: Path, place: Path = ROOT) -> None:
         self._what, self._lines = arguments, 0
         self._out, self._err = (folder / f"{next(_number)}.{name}" for name in ("out", "err"))
         self._out.touch()
         context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_be_program, args=(arguments, self._out, self._err))
+        self._process = context.Process(target=_be_program, args=(arguments, place, self._out, self._err))
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -94,9 +95,9 @@ class InFork:
         self._lines += 1
         return lines[self._lines - 1]
 
-    def end(self) -> Done:
-        """Wait for its end."""
-        self._process.join(BOUND)
+    def end(self, bound: float = BOUND) -> Done:
+        """Wait for its end, for so many seconds."""
+        self._process.join(bound)
         status = self._process.exitcode
         assert status is not None, f"{self._what} does not end; it said {self._err.read_text()!r}"
         return Done(status, self._out.read_text(), _own_words(self._err.read_text()))
@@ -136,16 +137,21 @@ def spawning_by_fork() -> Iterator[None]:
         popen_spawn_posix.Popen = before  # type: ignore[misc]
 
 
-def _be_program(arguments: Sequence[str], out: Path, err: Path) -> None:
+def _be_program(arguments: Sequence[str], place: Path, out: Path, err: Path) -> None:
     os.setsid()
     for number, file in ((1, out), (2, err)):
         with open(file, "wb") as opened:
             os.dup2(opened.fileno(), number)
     os.environ["PYTHONPATH"] = str(ROOT)
-    os.chdir(ROOT)
+    os.chdir(place)
     _spawn_from_here()
     warnings.resetwarnings()
     warnings.simplefilter("default")
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork.*", DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", "This DataLoader will create", UserWarning
+    )  # more workers than there are cores here
+    multiprocessing.set_start_method(None, force=True)  # what a program begins with, and not what this process is of
     how, *rest = arguments
     if how == "-c":
         sys.argv = ["-c", *rest[1:]]

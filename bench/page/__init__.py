@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="results, as bench/results/*.json are")
     parser.add_argument("--folder", default="bench/results", help="where the page goes")
     parser.add_argument(
-        "--readme", metavar="FILE", help="put the table there, between its marks, and the pictures beside it"
+        "--readme",
+        metavar="FILE",
+        help="put five rows there, between its marks, and all of it into docs/performance.md beside it",
     )
 
 

@@ -1,4 +1,7 @@
-"""What the README shows of a run of ``bench all``: a table and two pictures, between two marks, made from the results' file."""
+"""What the documents show of a run of ``bench all``, between two marks, made from the results' file.
+
+The README has a table of five rows and a picture. ``docs/performance.md`` beside it has the whole table and all pictures.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +9,62 @@ from pathlib import Path
 
 from bench.page import pictures, tables
 from bench.page.results import Results
-from bench.page.words import STOCK, headline
+from bench.page.words import STOCK
 
-__all__ = ["BEGIN", "END", "PICTURES", "update"]
+__all__ = ["BEGIN", "END", "FOLDER", "PAGE", "PICTURES", "update"]
 
 BEGIN, END = "<!-- bench all: from here -->", "<!-- bench all: to here -->"
 PICTURES = {"one way": "One way by size", "stream": "Throughput by size"}
-FOLDER = "docs/benchmarks"  # beside the README
+PAGE = "docs/performance.md"  # beside the README
+FOLDER = "docs/benchmarks"
 
 
 def update(results: Results, readme: str | Path) -> None:
-    """Replace what stands between the marks, and the pictures in ``docs/benchmarks`` beside it.
+    """Replace what stands between the marks of the README and of the page, and the pictures in ``docs/benchmarks``.
 
     Raises:
         ValueError: the marks are not there.
     """
     readme = Path(readme)
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    page = readme.parent / PAGE
+    texts = {readme: _with(readme, _short(results))}
+    if page.exists():
+        texts[page] = _with(page, _long(results))
+    _draw(results, readme.parent / FOLDER)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+
+
+def _with(path: Path, text: str) -> str:
+    """A document with another text between its marks."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"{readme} has no lines {BEGIN!r} and {END!r}, between which the table would stand")
-    _draw(results, readme.parent / FOLDER)
-    readme.write_text(f"{before}{begin}\n{_text(results)}\n{end}{after}", encoding="utf-8")
+        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r}, between which the table would stand")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
-def _text(results: Results) -> str:
+def _short(results: Results) -> str:
+    shown = f"![{PICTURES['one way']}]({FOLDER}/{_file('one way')})" if "one way" in _drawn(results) else ""
+    return "\n\n".join((tables.markdown(tables.short(results)), f"{tables.LEGEND} {_where(results)}", shown))
+
+
+def _long(results: Results) -> str:
     """Of each family of peers the fastest, and torch's default."""
     quickest = {peer for peer, _, _ in pictures.fastest(results, "one way", "nbytes")} | {STOCK}
+    folder = Path(FOLDER).name
     shown = "\n".join(
-        f"![{title}]({FOLDER}/{_file(name)})" for name, title in PICTURES.items() if name in _drawn(results)
+        f"![{title}]({folder}/{_file(name)})" for name, title in PICTURES.items() if name in _drawn(results)
     )
-    return "\n\n".join(
-        (
-            headline(results),
-            tables.markdown(tables.headline(results, quickest)),
-            f"Of each family of peers the fastest; the page has all. {tables.LEGEND} `{results['command']}`, "
-            f"{results['date']}, {results['machine']['processor']}, {results['machine']['cores']} cores, load "
-            f"{results.get('load', 0):.1f} when it began.",
-            shown,
-        )
+    legend = f"Of each family of peers the fastest. {tables.LEGEND} {_where(results)}"
+    return "\n\n".join((tables.markdown(tables.headline(results, quickest)), legend, shown))
+
+
+def _where(results: Results) -> str:
+    machine = results["machine"]
+    return (
+        f"`{results['command']}`, {results['date']}, {machine['processor']}, {machine['cores']} cores, load "
+        f"{results.get('load', 0):.1f} when it began."
     )
 
 

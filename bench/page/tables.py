@@ -16,6 +16,7 @@ __all__ = [
     "markdown",
     "one_way",
     "peers",
+    "short",
     "short_time",
     "size",
     "stream",
@@ -25,6 +26,12 @@ __all__ = [
 LEGEND = "In brackets: as a multiple of ours, in the same rounds."
 DEATHS = ("a consumer is killed while it waits", "a producer is killed while it puts")
 FLOORS = {"pipe, 8 bytes": "floor: one wake-up", "one memcpy": "floor: one memcpy"}
+SHORT = {
+    "ours": "tensorpipe_ipc.Queue",
+    "torch Queue, fd": "torch.multiprocessing.Queue",
+    "mp.Queue, NumPy": "multiprocessing.Queue, NumPy",
+    "pyzmq, copy=False": "pyzmq, copy=False",
+}
 
 
 class Table(NamedTuple):
@@ -58,6 +65,30 @@ def headline(results: Results, only: Collection[str] | None = None) -> Table:
         lines.append(_set_off([*cells, *([killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"])]))
     headings = [f"{size(nbytes)}, one way" for nbytes in chosen]
     return Table(["", *headings, "dict of 100 tensors, one way", "400 B, a second", *DEATHS], lines)
+
+
+def short(results: Results) -> Table:
+    """Five rows: ours, what people have, and the least that the machine allows: a wake-up and one memcpy, together."""
+    sizes = sorted({row["nbytes"] for row in rows(results, "one way")})
+    chosen = [nbytes for nbytes in sizes if nbytes in (400, 4_000_000) or nbytes == sizes[-1]]
+    lines = []
+    for peer, name in SHORT.items():
+        cells = [name, *(_figure(results, "one way", peer, nbytes=nbytes) for nbytes in chosen)]
+        cells += [_figure(results, "trees", peer, leaves=100), _figure(results, "stream", peer, nbytes=400)]
+        lines.append(cells)
+    floors = [_floor(results, nbytes) for nbytes in chosen]
+    lines.append(["the machine's floor", *floors, "-", "-"])
+    lines[0] = [f"*{cell}" for cell in lines[0]]
+    return Table(
+        ["", *(f"{size(nbytes)}, one way" for nbytes in chosen), "dict of 100 tensors, one way", "400 B, a second"],
+        lines,
+    )
+
+
+def _floor(results: Results, nbytes: int) -> str:
+    """One wake-up and one memcpy of so many bytes."""
+    found = [row for peer in FLOORS for row in rows(results, "one way", peer=peer, nbytes=nbytes)]
+    return short_time(sum(row["us"]["median"] for row in found)) if len(found) == len(FLOORS) else "-"
 
 
 def _figure(results: Results, item: str, peer: str, **what: int) -> str:

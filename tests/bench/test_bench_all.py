@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -148,27 +149,51 @@ def test_the_page(tmp_path: Path) -> None:
         results.read(tmp_path / "other.json")
 
 
-def test_the_readme_has_its_table_between_two_marks(tmp_path: Path) -> None:
+def test_the_documents_have_their_tables_between_two_marks(tmp_path: Path) -> None:
     """What stands between the marks is replaced, and only that; a second time changes nothing."""
     (tmp_path / "run.json").write_text(json.dumps(_recorded()))
-    page = tmp_path / "README.md"
-    page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    pages = [tmp_path / "README.md", tmp_path / readme.PAGE]
+    pages[1].parent.mkdir()
+    for page in pages:
+        page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     code = "import sys; from bench.page import readme, results; readme.update(results.read(sys.argv[1]), sys.argv[2])"
-    code = f"{code}; print(open(sys.argv[2]).read()); {code}"
-    done = ran_in_fork("-c", code, str(tmp_path / "run.json"), str(page), folder=tmp_path)
+    code = f"{code}; [print(open(at).read()) for at in sys.argv[2:]]; {code}"
+    done = ran_in_fork("-c", code, str(tmp_path / "run.json"), *map(str, pages), folder=tmp_path)
     assert done.status == 0, done.err
-    texts = [done.out.removesuffix("\n"), page.read_text()]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith(f"# before\n{readme.BEGIN}\n")
-    assert texts[0].endswith(f"\n{readme.END}\nafter\n")
-    assert "old" not in texts[0]
-    assert "`python -m bench all`" in texts[0]
+    short, long = (page.read_text() for page in pages)
+    assert done.out == f"{short}\n{long}\n"
+    for text in (short, long):
+        assert text.startswith(f"# before\n{readme.BEGIN}\n")
+        assert text.endswith(f"\n{readme.END}\nafter\n")
+        assert "old" not in text
+        assert "`python -m bench all`" in text
+    assert len(re.findall("^[|]", short, re.MULTILINE)) == 7  # five rows
+    assert "| **tensorpipe_ipc.Queue** | **160 µs** | **160 µs** | **160 µs** |" in short
+    assert "| multiprocessing.Queue, NumPy | 320 µs (2×) | 320 µs (2×) | 320 µs (2×) |" in short
+    assert "| pyzmq, copy=False | - | - | - | - |" in short  # it took no part
+    assert "| the machine's floor | - | - | - | - |" in short  # a wake-up alone is none
+    assert "torch Queue, fd" in long
     pictures = sorted((tmp_path / readme.FOLDER).iterdir())
-    assert [f"({readme.FOLDER}/{picture.name})" in texts[0] for picture in pictures] == [True, True]
+    assert [picture.name in long for picture in pictures] == [True, True]
+    assert f"({readme.FOLDER}/one-way.svg)" in short
     assert max(picture.stat().st_size for picture in pictures) < 150_000
-    page.write_text("no marks")
+    pages[1].write_text("no marks")
     with pytest.raises(ValueError, match="has no lines"):
-        readme.update(_recorded(), page)
+        readme.update(_recorded(), pages[0])
+    assert pages[0].read_text() == short
+
+
+def test_the_floor_is_a_wake_up_and_a_memcpy() -> None:
+    """One row tells the least that the machine takes: both together."""
+    found = _recorded()
+    more = {
+        "item": "one way",
+        "peer": "one memcpy",
+        "nbytes": 400,
+        "us": {"median": 5.0, "lowest": 5.0, "highest": 5.0},
+    }
+    table = tables.short({**found, "rows": [*found["rows"], more]})
+    assert list(table.rows[-1])[:3] == ["the machine's floor", "85 µs", "-"]
 
 
 def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
@@ -190,13 +215,14 @@ def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
         assert "| torch Queue, fd |" in text
 
 
-def test_the_projects_readme_has_the_marks() -> None:
-    """So `bench page --readme README.md` finds its place, and the pictures are there."""
-    text = (ROOT / "README.md").read_text()
-    assert text.index(readme.BEGIN) < text.index(readme.END)
-    for name in ("one-way.svg", "stream.svg"):
-        assert f"({readme.FOLDER}/{name})" in text
-        assert (ROOT / readme.FOLDER / name).is_file()
+def test_the_projects_documents_have_the_marks() -> None:
+    """So `bench page --readme README.md` finds its places, and the pictures are there."""
+    for page, pictures in (("README.md", ["one-way.svg"]), (readme.PAGE, ["one-way.svg", "stream.svg"])):
+        text = (ROOT / page).read_text()
+        between = text[text.index(readme.BEGIN) : text.index(readme.END)]
+        for name in pictures:
+            assert f"{Path(readme.FOLDER).name}/{name})" in between
+            assert (ROOT / readme.FOLDER / name).is_file()
 
 
 def test_why_a_peer_is_not_installed() -> None:
