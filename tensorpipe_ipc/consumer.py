@@ -24,14 +24,14 @@ from tensorpipe_ipc.errors import (
     UnsupportedLeaf,
 )
 from tensorpipe_ipc.guard import Guard, postponed, undisturbed
-from tensorpipe_ipc.limits import check_bool, check_count, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.get_end import is_a_signals
-from tensorpipe_ipc.transport.link import PEER_TIMEOUT
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.peer import How, Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.role import how_to_accept
@@ -154,15 +154,10 @@ class Consumer:
         self._arrival = arrival_of(restore, as_numpy, device)
         with undisturbed():
             self._link = ReceiveLink(
-                endpoint,
-                bind=check_bool(bind, "bind"),
-                window=check_count(maxsize, "maxsize"),
+                Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
                 accept=names,
-                shared_memory=shared_memory,
-                security=security,
                 restores=restore and copy is not True and self._arrival.unstage is None,
                 producers=_number_of(producers),
-                peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
             )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0

@@ -15,7 +15,7 @@ import torch
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.guard import Guard, postponed, undisturbed
-from tensorpipe_ipc.limits import check_bool, check_count, check_seconds, check_timeout, deadline_of, remaining
+from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
@@ -23,7 +23,7 @@ from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport.link import PEER_TIMEOUT
+from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.on_device import Lender
 from tensorpipe_ipc.transport.peer import Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.rendezvous import PairQueue
@@ -140,16 +140,9 @@ class Producer:
         self._serializer = serializer_named(serializer)
         self._narrowing = narrowing(self._serializer, wire_dtype)
         linger = check_seconds(linger, "linger")
+        opening = Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout)
         with undisturbed():
-            self._link = SendLink(
-                endpoint,
-                bind=check_bool(bind, "bind"),
-                window=check_count(maxsize, "maxsize"),
-                serializer=serializer,
-                shared_memory=shared_memory,
-                security=security,
-                peer_timeout=check_timeout(peer_timeout, "peer_timeout"),
-            )
+            self._link = SendLink(opening, serializer)
         self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()

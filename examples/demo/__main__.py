@@ -2,14 +2,13 @@
 
 A reader decodes pictures, a worker convolves them, this process receives and compares each result with one of its own,
 made from the same file in another way. Exit status 0 means that all were equal, 1 that something failed, which one line
-says; 2 is wrong usage, and 130 Ctrl-C.
+says; 2 is wrong usage, or something that is not installed, and 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import re
 import sys
@@ -24,13 +23,14 @@ from examples.demo.ledger import Ledger
 from examples.demo.pictures import Picture, in_folder, shipped
 from examples.demo.pipeline import WINDOW, Job, Pipeline, frame_of
 from tensorpipe_ipc.cli.ending import ended_by_sigterm
-from tensorpipe_ipc.cli.failure import Failure
+from tensorpipe_ipc.cli.failure import Failure, status_of
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.wire.message import encode
 
 __all__ = ["main"]
 
+LIBRARIES = ("rich", "PIL", "sklearn")  # the last for the pictures that it brings
 ITEMS = 120
 PACED = 40  # items that go one at a time, after the stream
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}")
@@ -45,18 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    logging.getLogger("tensorpipe_ipc").addHandler(logging.NullHandler())  # the demo knows whom it waits for
-    try:
-        _run(_parser().parse_args(argv))
-        return 0
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells count
-    except ModuleNotFoundError as missing:
-        sentence = f"this needs {missing.name}: make demo installs it, as does pip install 'tensorpipe-ipc[demo]'"
-    except (Failure, tp.TensorPipeError) as error:
-        sentence = str(error)
-    print(f"demo: {sentence}", file=sys.stderr)
-    return 1
+    remedies = dict.fromkeys(LIBRARIES, "make demo installs it, as does pip install 'tensorpipe-ipc[demo]'")
+    return status_of("demo", lambda: _run(_parser().parse_args(argv)), remedies)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> int:
     """Run the pipeline and report.
 
     Raises:
@@ -82,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> None:
     """
     serializer_named(arguments.serializer)
     with ended_by_sigterm(), _endpoints(arguments.endpoint) as (frames, results):
-        for library in ("rich", "PIL", *(() if arguments.images else ("sklearn",))):
+        for library in LIBRARIES[: 2 if arguments.images else 3]:
             importlib.import_module(library)  # here, where its absence can be told, and not in a child
         from examples.demo.report import Report
 
@@ -92,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.wire:
             report.wire(anatomy.parts(encode(frame_of(job, 0), serializer_named(job.serializer)).frames(1)))
         _stream(job, report)
+    return 0
 
 
 def _stream(job: Job, report: Any) -> None:

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import logging
-import sys
 from collections.abc import Sequence
 
 from tensorpipe_ipc.cli import doctor, keygen, latency, serializers, throughput, top
-from tensorpipe_ipc.cli.failure import Failure
-from tensorpipe_ipc.errors import TensorPipeError
+from tensorpipe_ipc.cli.failure import status_of
 
 __all__ = ["main"]
 
@@ -25,7 +22,7 @@ COMMANDS = {
     "throughput": throughput,
     "top": top,
 }
-EXTRAS = {"rich": "cli", "matplotlib": "plot"}  # which extra brings a library
+REMEDIES = {"rich": "pip install 'tensorpipe-ipc[cli]'", "matplotlib": "pip install 'tensorpipe-ipc[plot]'"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,20 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    logging.getLogger("tensorpipe_ipc").addHandler(logging.NullHandler())  # a command knows whom it waits for
-    try:
-        chosen = _parser().parse_args(argv)
-        status: int = chosen.run(chosen)
-        return status
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells count
-    except ModuleNotFoundError as missing:
-        library = str(missing.name).partition(".")[0]
-        if library not in EXTRAS:
-            raise
-        return _fail(f"this needs {library}: pip install 'tensorpipe-ipc[{EXTRAS[library]}]'", 2)
-    except (Failure, TensorPipeError) as error:
-        return _fail(str(error), 1)
+    return status_of("tensorpipe-ipc", lambda: _run(_parser().parse_args(argv)), REMEDIES)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    status: int = chosen.run(chosen)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,8 +59,3 @@ def _version() -> str:
         return importlib.metadata.version("tensorpipe-ipc")
     except importlib.metadata.PackageNotFoundError:
         return "(run from a checkout that is not installed)"
-
-
-def _fail(sentence: str, status: int) -> int:
-    print(f"tensorpipe-ipc: {sentence}", file=sys.stderr)
-    return status

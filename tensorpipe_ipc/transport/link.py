@@ -49,9 +49,10 @@ import contextlib
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
+from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous, whereabouts
@@ -79,7 +80,7 @@ from tensorpipe_ipc.wire.header import (
     unpack_control,
 )
 
-__all__ = ["PEER_TIMEOUT", "Link", "log"]
+__all__ = ["PEER_TIMEOUT", "Link", "Opening", "log"]
 
 log = logging.getLogger("tensorpipe_ipc")
 
@@ -98,6 +99,29 @@ MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked 
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 
+class Opening(NamedTuple):
+    """How an end of either kind is opened."""
+
+    endpoint: str
+    bind: bool
+    window: int
+    shared_memory: str
+    security: Curve | None
+    peer_timeout: float
+
+    @classmethod
+    def checked(
+        cls, endpoint: str, bind: bool, maxsize: int, shared_memory: str, security: Curve | None, peer_timeout: float
+    ) -> Opening:
+        """Take what a user gave. The endpoint, the shared memory and the keys are looked at where the end is opened.
+
+        Raises:
+            TypeError, ValueError: ``bind`` is no bool, ``maxsize`` no count, or ``peer_timeout`` no number of seconds.
+        """
+        window, patience = check_count(maxsize, "maxsize"), check_timeout(peer_timeout, "peer_timeout")
+        return cls(endpoint, check_bool(bind, "bind"), window, shared_memory, security, patience)
+
+
 class Link(Meeting):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
@@ -113,27 +137,19 @@ class Link(Meeting):
         last_rejection: which rule; "" as long as none was.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        bind: bool,
-        window: int,
-        shared_memory: str = "auto",
-        security: Curve | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         super().__init__()
+        bind, security = opening.bind, opening.security
         if security is not None and not isinstance(security, Curve):
             raise TypeError(
                 f"security={security!r} is a {type(security).__name__}; give a tensorpipe_ipc.Curve, or None"
             )
         self.has_keys = security is not None
-        address = parse(endpoint, has_keys=self.has_keys)
-        self.arrangement = Arrangement(address, shared_memory, self.role, binds=bind)
-        self.window = window
+        address = parse(opening.endpoint, has_keys=self.has_keys)
+        self.arrangement = Arrangement(address, opening.shared_memory, self.role, binds=bind)
+        self.window = opening.window
         self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
-        self.peer_timeout = peer_timeout
+        self.peer_timeout = opening.peer_timeout
         self.ending = Ending()
         self._alone_since = 0.0
         self._has_complained = False
@@ -166,6 +182,11 @@ class Link(Meeting):
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
         self.folder = self.presence.folder if self.presence is not None else 0
         self._post()
+        try:
+            self.expect()
+        except BaseException:
+            self.disconnect(0)
+            raise
 
     @property
     def endpoint(self) -> str:

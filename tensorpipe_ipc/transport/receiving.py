@@ -8,12 +8,11 @@ from typing import Any
 
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.transport.alarm import Alarm
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.get_end import Decode
-from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Link, log
+from tensorpipe_ipc.transport.link import Link, Opening, log
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, pack_control, piece_of
 
@@ -44,17 +43,7 @@ class ReceiveLink(Link):
     role = "consumer"
 
     def __init__(
-        self,
-        endpoint: str,
-        *,
-        bind: bool,
-        window: int,
-        accept: tuple[str, ...] | None,
-        shared_memory: str = "auto",
-        security: Curve | None = None,
-        restores: bool = True,
-        producers: int | None = 0,
-        peer_timeout: float = PEER_TIMEOUT,
+        self, opening: Opening, *, accept: tuple[str, ...] | None, restores: bool = True, producers: int | None = 0
     ) -> None:
         self._accept, self._restores = accept, restores
         size = names_size(self._accepted())
@@ -80,19 +69,7 @@ class ReceiveLink(Link):
         self._alarm: Alarm | None = None
         self._due = 0.0  # when it is
         self.kept: deque[Any] = deque()
-        super().__init__(
-            endpoint,
-            bind=bind,
-            window=window,
-            shared_memory=shared_memory,
-            security=security,
-            peer_timeout=peer_timeout,
-        )
-        try:
-            self.expect()
-        except BaseException:
-            self.disconnect(0)
-            raise
+        super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""

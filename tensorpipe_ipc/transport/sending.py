@@ -9,8 +9,7 @@ from typing import Any
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Link
+from tensorpipe_ipc.transport.link import Link, Opening
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
@@ -49,14 +48,8 @@ class SendLink(Link):
 
     def __init__(
         self,
-        endpoint: str,
-        *,
-        bind: bool,
-        window: int,
+        opening: Opening,
         serializer: str,
-        shared_memory: str = "auto",
-        security: Curve | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
     ) -> None:
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
@@ -71,19 +64,7 @@ class SendLink(Link):
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
-        super().__init__(
-            endpoint,
-            bind=bind,
-            window=window,
-            shared_memory=shared_memory,
-            security=security,
-            peer_timeout=peer_timeout,
-        )
-        try:
-            self.expect()
-        except BaseException:
-            self.disconnect(0)
-            raise
+        super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
         """See Link."""
