@@ -140,6 +140,15 @@ class Child:
             assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
 
 
+def consumer_of(child: Child, endpoint: str, *, bind: bool) -> tp.Consumer:
+    """Open a consumer here, and the child's producer for it. One of them has the endpoint."""
+    if not bind:
+        return tp.Consumer(child.call(open_producer, endpoint, bind=True), bind=False)
+    consumer = tp.Consumer(endpoint)
+    child.call(open_producer, consumer.endpoint)
+    return consumer
+
+
 def _where(pid: int) -> str:
     """The kernel function that a process sleeps in, "0" if it runs."""
     with open(f"/proc/{pid}/wchan", encoding="ascii") as file:

@@ -84,6 +84,15 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Interrupt(Exception):
+    """What a signal's handler raises."""
+
+
+def raise_interrupt(*_):
+    """Be the handler of a signal, that raises."""
+    raise Interrupt
+
+
 def in_child(action, code=0, alarm=LIMIT):
     """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised."""
     sys.stdout.flush()
@@ -108,6 +117,25 @@ def in_child(action, code=0, alarm=LIMIT):
 def reap(pid):
     """Its exit status as os.waitstatus_to_exitcode gives it. Bounded by the child's own alarm."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def told_by_child(action):
+    """What ``action`` returns in a forked child, or the exception that it raises, as text."""
+    reader, writer = os.pipe()
+
+    def tell():
+        try:
+            told = str(action())
+        except Exception as error:
+            told = f"{type(error).__name__} {error}"
+        os.write(writer, told.encode())
+
+    pid = in_child(tell)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        told = file.read()
+    assert reap(pid) == 0
+    return told
 
 
 def dies_at(point, action, first=None):

@@ -7,67 +7,63 @@ from pathlib import Path
 
 import campaign
 import pytest
-from programs import Done, ran
+from programs import ran_in_fork
 
 from tests.endpoint_campaign import Fate
 
 
-def numbers(done: Done, *whats: str) -> list[int]:
-    """How many of these a campaign says that there were, in its last line."""
+def campaign_of(options: str, *least: tuple[int, str], folder: Path) -> str:
+    """Run a campaign. Of each of these there were at least so many, as its last line says, which is returned."""
+    done = ran_in_fork("-m", "tests.campaign", *options.split(), folder=folder)
     assert done.status == 0, done.err
     last = done.out.splitlines()[-1]
-    return [int(re.search(rf"([\d,]+) {what}", last)[1].replace(",", "")) for what in whats]
+    for count, what in least:
+        assert number(last, what) >= count
+    return last
 
 
-def test_a_short_campaign() -> None:
+def number(line: str, what: str) -> int:
+    """How many of these there were."""
+    found = re.search(rf"([\d,]+) {what}", line)
+    assert found, line
+    return int(found[1].replace(",", ""))
+
+
+def test_a_short_campaign(tmp_path: Path) -> None:
     """Small and large messages in 64 MiB, idle producers, some kills, every kind of queue."""
-    done = ran("-m", "tests.campaign", "--kills", "15", "--messages", "3000", "--seed", "1")
-    kills, put = numbers(done, "kills", "messages put")
-    assert kills >= 15
-    assert put >= 3000
+    campaign_of("--kills 15 --messages 3000 --seed 1", (15, "kills"), (3000, "messages put"), folder=tmp_path)
 
 
 @pytest.mark.kills
 @pytest.mark.limit(110)
-def test_a_short_campaign_of_endpoints() -> None:
-    """Several ends in each program close, fail and are killed, and every stream ends as it must."""
-    done = ran(
-        "-m", "tests.campaign", "--endpoints", "--kills", "2", "--closes", "12", "--messages", "500", "--seed", "1"
-    )
-    kills, closes, put = numbers(done, "kills", "closes", "messages put")
-    assert kills >= 2
-    assert closes >= 12
-    assert put >= 500
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ("--kills 2 --closes 12 --messages 500 --seed 1", [(2, "kills"), (12, "closes"), (500, "messages put")]),
+        ("--kills 15 --closes 60 --part 5 --seed 3", [(15, "kills"), (60, "closes")]),
+    ],
+    ids=["short", "every kind of stream"],
+)
+def test_a_campaign_of_endpoints(options: str, least: list[tuple[int, str]], tmp_path: Path) -> None:
+    """Several ends in each program close, fail and are killed while peers are stopped, and every stream ends as it must."""
+    campaign_of(f"--endpoints {options}", *least, folder=tmp_path)
 
 
 @pytest.mark.kills
 @pytest.mark.limit(110)
-def test_random_kills_lose_nothing_that_was_promised() -> None:
+def test_random_kills_lose_nothing_that_was_promised(tmp_path: Path) -> None:
     """200 SIGKILLs and 100,000 messages, and everything that the contract says of them holds."""
-    done = ran("-m", "tests.campaign", "--kills", "200", "--messages", "100000", "--part", "200")
-    kills, put = numbers(done, "kills", "messages put")
-    assert kills >= 200
-    assert put >= 100_000
+    least = (200, "kills"), (100_000, "messages put")
+    campaign_of("--kills 200 --messages 100000 --part 200", *least, folder=tmp_path)
 
 
 @pytest.mark.kills
 @pytest.mark.limit(110)
-def test_without_deaths_every_message_comes_exactly_once() -> None:
+def test_without_deaths_every_message_comes_exactly_once(tmp_path: Path) -> None:
     """Eight processes, three kinds of queue, nobody killed: nothing is missing, nothing counted as lost."""
-    done = ran("-m", "tests.campaign", "--kills", "0", "--messages", "20000")
-    put, got, missing, lost = numbers(done, "messages put", "got", "missing", "counted as lost")
-    assert put == got
-    assert (missing, lost) == (0, 0)
-
-
-@pytest.mark.kills
-@pytest.mark.limit(110)
-def test_every_stream_ends_as_its_producers_did() -> None:
-    """All kinds of streams: ends close, fail and are killed, while their peers are stopped or cut off."""
-    done = ran("-m", "tests.campaign", "--endpoints", "--kills", "15", "--closes", "60", "--part", "5", "--seed", "3")
-    kills, closes = numbers(done, "kills", "closes")
-    assert kills >= 15
-    assert closes >= 60
+    last = campaign_of("--kills 0 --messages 20000", folder=tmp_path)
+    assert number(last, "messages put") == number(last, "got")
+    assert number(last, "missing") == number(last, "counted as lost") == 0
 
 
 @pytest.mark.parametrize(

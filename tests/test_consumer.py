@@ -265,18 +265,12 @@ def test_the_descriptor_tells_of_every_message(
 ) -> None:
     """Whoever waits on the descriptor alone sees every message and the end of the stream."""
     endpoint = "watched" if scheme == "ipc" else "tcp://127.0.0.1:0"
-    with Child() as child:
-        if bind:
-            consumer = tp.Consumer(endpoint)
-            child.call(children.open_producer, consumer.endpoint)
-        else:
-            consumer = tp.Consumer(child.call(children.open_producer, endpoint, bind=True), bind=False)
-        with consumer:
-            child.begin(children.put_numbers_and_close, "", 200)
-            got: list[Any] = []
-            with pytest.raises(tp.EndOfStream):
-                watch(consumer, got)
-            child.result()
+    with Child() as child, children.consumer_of(child, endpoint, bind=bind) as consumer:
+        child.begin(children.put_numbers_and_close, "", 200)
+        got: list[Any] = []
+        with pytest.raises(tp.EndOfStream):
+            watch(consumer, got)
+        child.result()
         assert got == [("", number) for number in range(200)]
 
 

@@ -605,26 +605,20 @@ def test_waiting_for_consumers() -> None:
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
 def test_the_descriptor_tells_that_a_producer_was_killed(endpoint: str, bind: bool) -> None:
     """Waiting on the descriptor alone is enough, whoever binds; and it is not readable for ever after."""
-    with Child() as child:
-        if bind:
-            consumer = tp.Consumer(endpoint)
-            child.call(children.open_producer, consumer.endpoint)
-        else:
-            consumer = tp.Consumer(child.call(children.open_producer, endpoint, bind=True), bind=False)
-        with consumer:
-            child.begin(children.put, "met")
-            assert consumer.get(PATIENCE) == "met"
-            child.result()
-            consumer.fileno()
-            child.kill()
-            started = time.monotonic()
-            with pytest.raises(tp.PeerLost):
-                _get_when_readable(consumer)
-            assert time.monotonic() - started < 1 + MARGIN
-            while select.select([consumer], [], [], 0.3)[0]:
-                with pytest.raises(tp.Empty):
-                    consumer.get_nowait()
-            bound = consumer.endpoint
+    with Child() as child, children.consumer_of(child, endpoint, bind=bind) as consumer:
+        child.begin(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        consumer.fileno()
+        child.kill()
+        started = time.monotonic()
+        with pytest.raises(tp.PeerLost):
+            _get_when_readable(consumer)
+        assert time.monotonic() - started < 1 + MARGIN
+        while select.select([consumer], [], [], 0.3)[0]:
+            with pytest.raises(tp.Empty):
+                consumer.get_nowait()
+        bound = consumer.endpoint
     tp.Consumer(bound).close()  # clears away what a killed binder left
 
 

@@ -9,6 +9,7 @@ import resource
 import sys
 
 import pytest
+from crash_points import told_by_child
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, VERSION, Segment, read_head, segment_at
@@ -134,21 +135,12 @@ def test_something_else_is_not_attached(descriptor, words):
 
 def limited(limit, nbytes):
     """What a process with that limit says of a new segment."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            resource.setrlimit(getattr(resource, limit), (nbytes, nbytes))
-            said = str(Segment.create().size)
-        except BaseException as refused:
-            said = f"{type(refused).__name__} {refused}"
-        os.write(writer, said.encode())
-        os._exit(0)
-    os.close(writer)
-    with open(reader, encoding="utf-8") as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    return said
+
+    def make():
+        resource.setrlimit(getattr(resource, limit), (nbytes, nbytes))
+        return Segment.create().size
+
+    return told_by_child(make)
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])

@@ -1,6 +1,9 @@
 """Fixtures of the shared-memory tests."""
 
+import signal
+
 import pytest
+from crash_points import raise_interrupt
 
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.segment import Segment
@@ -25,6 +28,14 @@ def undertaker():
     made.attach()
     yield made
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
+
+
+@pytest.fixture
+def handler():
+    """It is one, so what it raises says nothing of the message that it interrupts. It is called where a signal might come."""
+    before = signal.signal(signal.SIGUSR2, raise_interrupt)
+    yield
+    signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Many messages with one system call: in order, whole, and none lost wherever a process dies or an exception comes."""
 
-import signal
-
 import pytest
-from crash_points import SIGNAL_CHECKS, dies_at, run_traced
+from crash_points import SIGNAL_CHECKS, Interrupt, dies_at, raise_interrupt, run_traced
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -130,22 +128,6 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(undertaker, pa
         check_whole(undertaker, queue, payload)
     assert {(3, 0), (1, 2)} <= seen
     drain(queue)
-
-
-class Interrupt(Exception):
-    """What a signal handler raises."""
-
-
-def raise_interrupt(*_):
-    raise Interrupt
-
-
-@pytest.fixture
-def handler():
-    """It is one, so what it raises says nothing of the message that it interrupts. It is called where a signal might come."""
-    before = signal.signal(signal.SIGUSR2, raise_interrupt)
-    yield
-    signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.usefixtures("handler")

@@ -17,6 +17,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
+from crash_points import told_by_child
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -108,26 +109,6 @@ def _try_to_reach(offer: Any, maxsize: int = 3, who: Any = HERE) -> str:
     with pytest.raises(SharedMemoryError) as raised:
         rendezvous._reach(who, offer, maxsize)
     return str(raised.value)
-
-
-def _in_a_child(body: Any) -> str:
-    """What a body returns, or fails by, in a forked child."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        said = "it failed"
-        try:
-            said = str(body())
-        except SharedMemoryError as failed:
-            said = str(failed)
-        finally:
-            os.write(writer, said.encode())
-            os._exit(0)
-    os.close(writer)
-    with open(reader, encoding="utf-8") as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    return said
 
 
 def test_what_was_offered_is_opened_by_another_process(queue: rendezvous.PairQueue) -> None:
@@ -230,7 +211,7 @@ def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous
         lock = os.open(f"/proc/{os.getppid()}/fd/{queue.offer.segment[0]}", os.O_RDWR)
         return f"{said}, {ofd_locks.is_locked(lock, queue.record.block + 1)}"
 
-    assert _in_a_child(take_twice).endswith("another end of this process has it, True")
+    assert told_by_child(take_twice).endswith("another end of this process has it, True")
     assert bytes(queue.get(0).payload) == b"mine"
 
 
@@ -270,10 +251,10 @@ def test_pipes_that_are_too_small(which: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.PairQueue) -> None:
     """Another maxsize, another number, or one that is gone."""
-    assert "maxsize 3 was offered, 4" in _in_a_child(lambda: rendezvous.reach(HERE, queue.offer, 4))
+    assert "maxsize 3 was offered, 4" in told_by_child(lambda: rendezvous.reach(HERE, queue.offer, 4))
     for number in (queue.number + (1 << 32), queue.number + 1, (1 << 56) - 1, 1 << 60, 1):
         wrong = msgspec.structs.replace(queue.offer, number=number)
-        said = _in_a_child(lambda wrong=wrong: rendezvous.reach(HERE, wrong, 3))
+        said = told_by_child(lambda wrong=wrong: rendezvous.reach(HERE, wrong, 3))
         assert "is gone" in said or "no queue's number" in said
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from crash_points import LIMIT, PACKAGE, SIGNAL_CHECKS, in_child, reap, run_traced
+from crash_points import LIMIT, PACKAGE, SIGNAL_CHECKS, Interrupt, in_child, raise_interrupt, reap, run_traced
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import Arena
@@ -353,22 +353,6 @@ def test_threads_use_both_ends_at_once(undertaker, payload):
     for thread in threads:
         thread.join(LIMIT)
     assert sorted(got) == list(range(3 * count))
-
-
-class Interrupt(Exception):
-    """What a signal handler raises."""
-
-
-def raise_interrupt(*_):
-    raise Interrupt
-
-
-@pytest.fixture
-def handler():
-    """It is one, so what it raises says nothing of the message that it interrupts. It is called where a signal might come."""
-    before = signal.signal(signal.SIGUSR2, raise_interrupt)
-    yield
-    signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.usefixtures("handler")
