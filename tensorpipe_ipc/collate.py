@@ -20,7 +20,7 @@ from torch.utils.data._utils import collate as torchs
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Leases
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
 from tensorpipe_ipc.transport.undertaker import Undertaker
 
@@ -115,12 +115,11 @@ def _placed(specs: list[TensorSpec], stacks: list[Any], undertaker: Undertaker) 
     if leases.offered:
         return False
     try:
-        block = undertaker.allocate(block_bytes(specs))
+        places = made(specs, leases, undertaker.allocate, offered=True)
     except SharedMemoryError:
         return False  # put waits for room, and says who holds it
-    for place, (_, _, stack) in zip(made(specs, leases, block), stacks, strict=True):
+    for place, (_, _, stack) in zip(places, stacks, strict=True):
         stack.set_(place)
-    leases.offer(block)
     return True
 
 

@@ -20,7 +20,7 @@ import torch
 
 from tensorpipe_ipc.collate import CollateMap, collate
 from tensorpipe_ipc.memory.arena import Arena
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
@@ -89,12 +89,9 @@ class _WithOurQueues(context.BaseContext):
         Raises:
             SharedMemoryError: there is no room. The text says who holds what.
         """
-        spec, undertaker = (
-            TensorSpec((shape,) if isinstance(shape, int) else shape, dtype),
-            self.tensorpipe_undertaker(),
-        )
-        nbytes = block_bytes([spec])
-        (tensor,) = made([spec], undertaker.leases, undertaker.allocate(nbytes) if nbytes else 0)
+        spec = TensorSpec((shape,) if isinstance(shape, int) else shape, dtype)
+        undertaker = self.tensorpipe_undertaker()
+        (tensor,) = made([spec], undertaker.leases, undertaker.allocate)
         return tensor
 
     def trim(self) -> int:

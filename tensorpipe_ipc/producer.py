@@ -18,7 +18,7 @@ from tensorpipe_ipc.guard import Guard, postponed, undisturbed
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import serializer_named
@@ -219,19 +219,19 @@ class Producer:
 
     def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
         """What ``loan`` does on entering: tensors in one block where that is possible, not initialised."""
-        nbytes, deadline = block_bytes(specs), deadline_of(timeout)
+        deadline = deadline_of(timeout)
         with self._guard:
-            while nbytes:
+            while any(spec.nbytes for spec in specs):
                 queue, left = self._place(deadline), remaining(deadline)
                 if queue is None:
                     break
                 try:
-                    return made(specs, queue.leases, queue.block_for(nbytes, min(left, SLICE)))
+                    return made(specs, queue.leases, functools.partial(queue.block_for, min(left, SLICE)))
                 except Full:  # who keeps the memory may have died, and its death is seen to here
                     if left < SLICE:
                         raise
                 self._link.look_around()
-        return made(specs, None, 0)
+        return made(specs)
 
     def put_nowait(self, tree: Any) -> None:
         """``put(tree, timeout=0)``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import context, queues
@@ -17,7 +18,7 @@ from tensorpipe_ipc.codec import Apart, Codec, Payload
 from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown, TensorPipeError
 from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.reader import Reader, Writer
 from tensorpipe_ipc.serializers import serializer_named
@@ -98,7 +99,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         What the program itself put into torch's shared memory (``share_memory_()``) stays shared: what either side writes, the
         other sees. torch's own handle is sent, which needs a descriptor for each storage, and this process until the
         object was taken: when it ends in order it waits a second at most for that. What is one object in ``obj`` is one
-        object in what ``get`` returns, as pickle keeps it.
+        object in what ``get`` returns, as pickle keeps it. Strings and numbers have no identity: they are only equal.
 
         Args:
             obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.
@@ -220,8 +221,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             timeout: seconds to wait; None: for ever.
             copy: True: all tensors lie in memory of their own. False: they lie in shared memory, however small, as a
                 *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
-                from 32 KiB on, as long as this process has not too much under lease. Tensors without items, and
-                messages without tensors, have no memory and are the same in any case. A lease below a page costs a page.
+                from 32 KiB on, as long as this process has at most half of the queue's memory under lease, and no more is
+                in use than its capacity. Tensors without items, and messages without tensors, have no memory and are the
+                same in any case. A lease below a page costs a page.
                 What a child, forked while they are alive, writes to them stays its own. What *this* process writes later the
                 child may see, in pages that it has not written itself: what it is to keep as it is, it clones.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
@@ -241,9 +243,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
                 takes; after eight tries it is dropped.
             Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``).
             ShutDown: the queue was shut down, and is empty.
-            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory).
-                The message is the next that a get in this process takes. Or, ``cuda_ipc``: this process cannot read the GPU
-                memory that the object lay in. It is dropped.
+            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory),
+                or more memory is in use than the queue's capacity. The message is the next that a get in this process takes.
+                Or, ``cuda_ipc``: this process cannot read the GPU memory that the object lay in. It is dropped.
             PeerLost: the process that put the object is gone, and with it GPU memory (``cuda_ipc``), or a handle of torch's
                 shared memory. The object is dropped.
         """
@@ -309,6 +311,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
         On leaving the block they are put as ``put(..., move=True)`` does: no alias of them should be left (else they are
         copied), and they are empty then. On an exception they are not put; their memory is free when they are gone.
+        Where there is no room, and nothing in the queue whose taking may make some, they lie in memory of the process's
+        own, and are copied when they are put.
         Where there is no room in time, Full is raised, and they stay the caller's, with all that was written to
         them: they may be put with ``move=True`` later.
 
@@ -324,9 +328,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         """What ``loan`` does on entering: tensors in one block of shared memory, not initialised."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        nbytes = block_bytes(specs)
-        block = self._queue.block_for(nbytes, _seconds(True, timeout)) if nbytes else 0
-        return made(specs, self._queue.leases, block)
+        return made(specs, self._queue.leases, functools.partial(self._queue.block_for, _seconds(True, timeout)))
 
     def trim(self) -> int:
         """Give back all memory that this queue and those that share it with it hold ready, but nobody needs, whichever process

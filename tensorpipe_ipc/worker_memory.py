@@ -21,7 +21,7 @@ from torch.utils.data import get_worker_info
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Held
-from tensorpipe_ipc.memory.loans import TensorSpec, block_bytes, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.tensor_queue import Queue
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
@@ -98,13 +98,11 @@ class _BatchMemory:
         leases, undertaker = self._queues[0].leases, self._queues[0].undertaker
         spec = TensorSpec((max(nbytes, self._before if self._block is None else 0),), torch.uint8)
         try:
-            block = undertaker.allocate(block_bytes([spec]))
+            (whole,) = made([spec], leases, undertaker.allocate, offered=True)
         except SharedMemoryError:
             return None  # put waits for room, and says who holds it
-        (whole,) = made([spec], leases, block)
         held = leases.find(whole.data_ptr())
         assert held is not None
-        leases.offer(block)
         self._block = _Block(held)
         return self._block.take(nbytes)
 

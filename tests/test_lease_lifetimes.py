@@ -224,6 +224,47 @@ def test_copy_false_of_what_has_no_memory_holds_none(ctx, obj):
     assert type(got) is type(obj)
 
 
+def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx):
+    there, told, large = ctx.Queue(), ctx.Queue(), torch.ones(CAPACITY // 2 - (2 << 20), dtype=torch.uint8)
+    resident = ctx.tensorpipe_undertaker().arena.segment.resident
+
+    def hold():
+        held = there.get(timeout=LIMIT)
+        told.put(held[0].item())
+        signal.pause()
+
+    pids = [in_child(hold) for _ in range(4)]
+    try:  # two of them hold leases, and two hold copies
+        for _ in pids:
+            there.put(large, timeout=LIMIT)
+            assert told.get(timeout=LIMIT) == 1
+        assert resident() <= CAPACITY
+        there.put(large, timeout=LIMIT)  # one more than there is room for
+        with pytest.raises(SharedMemoryError, match=f"all memory in use is to be {CAPACITY} bytes at most"):
+            there.get(copy=False)
+        assert there.get().sum() == len(large)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            reap(pid)
+    there.put(large)
+    assert there.get(copy=False).sum() == len(large)
+
+
+def test_loans_pin_no_more_than_the_capacity(ctx):
+    there, large = ctx.Queue(), (CAPACITY // 2 - (2 << 20),)
+    loans = [there.loan(large, torch.uint8) for _ in range(4)]
+    for number, each in enumerate([loan.__enter__() for loan in loans]):
+        each.fill_(number)
+        del each
+    assert ctx.tensorpipe_undertaker().arena.segment.resident() <= CAPACITY
+    for number, loan in enumerate(loans):
+        loan.__exit__(None, None, None)
+        got = there.get(copy=True)
+        assert got.min() == got.max() == number
+    assert blocks_in_use(ctx) == {}
+
+
 def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):
     there = ctx.Queue(3)
     leases = ctx.tensorpipe_undertaker().leases

@@ -82,6 +82,7 @@ __all__ = [
     "UNIT",
     "WRITING",
     "Arena",
+    "Taker",
     "kind_of",
     "payload_at",
 ]
@@ -109,6 +110,19 @@ QUICK = 16  # kind up to which a free block is taken without a look at those tha
 IDLE = 3.0  # seconds for which an extent must have lain free and unused to be given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 _KINDS = 48
+
+
+class Taker:
+    """What knows of a block from the moment on at which it is WRITING, until another word or state says what is to be done.
+
+    Attributes:
+        block: its offset; 0: none.
+    """
+
+    __slots__ = ("block",)
+
+    def __init__(self) -> None:
+        self.block = 0
 
 
 class Arena(Extents):
@@ -185,7 +199,7 @@ class Arena(Extents):
 
     # ---- allocation ----
 
-    def allocate(self, nbytes: int, *, force: bool = False, taker: Operation | None = None) -> int:
+    def allocate(self, nbytes: int, *, force: bool = False, taker: Operation | Taker | None = None) -> int:
         """A block for ``nbytes`` of metadata and payload. Its state is WRITING.
 
         Args:
@@ -219,7 +233,7 @@ class Arena(Extents):
                 "send it in parts",
             )
 
-    def _allocate(self, kind: int, growth: int, force: bool, taker: Operation | None) -> int:
+    def _allocate(self, kind: int, growth: int, force: bool, taker: Operation | Taker | None) -> int:
         if kind > QUICK:
             self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
         while True:
@@ -255,7 +269,7 @@ class Arena(Extents):
                 continue
         return [], 0
 
-    def _start(self, block: int, kind: int, taker: Operation | None = None) -> bool:
+    def _start(self, block: int, kind: int, taker: Operation | Taker | None = None) -> bool:
         """Have a free block WRITING, if its extent still is this process's. (extents.py, "Changing hands")."""
         words, word = self.words, block >> 3
         with self._window:  # threads share this hazard; signal handlers do not come in here, where nothing is called
@@ -569,6 +583,11 @@ class Arena(Extents):
                 else:
                     free += nbytes
         return free, whole
+
+    def is_overfull(self) -> bool:
+        """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
+        over = self.segment.resident() - self.capacity
+        return over > 0 and over > sum(self._free_memory(*each[:3])[0] for each in self._all_extents())
 
     def trim(self) -> int:
         """Give back all free memory, whoever has it. Bytes."""

@@ -22,15 +22,26 @@ And a child's writes must not reach the parent's tensors. So in the child the pa
 smaller message is copied into such a block where a lease is wanted.) Its header may lie there, too, so the child may see
 an old state of it, and can never change it. It never has to. The block is HELD by the parent's row as long as the child's
 witness is there, dead or alive. Nobody owns it, gets it, or sweeps it away meanwhile, the child included, to which the lock
-of its witness is another's. Blocks that are not HELD yet when the process forks are nobody's tensors, and stay shared."""
+of its witness is another's. A block whose message is just being got becomes HELD before the fork: code of the user's that
+makes an object of it (``__setstate__``) may fork, with tensors on it in hand. Its array is kept until the get is over
+(``early``). Other blocks that are not HELD when the process forks are nobody's tensors, and stay shared.
+
+**The bound.** A process has at most ``budget`` bytes under lease. And no lease is made while the memory in use is more than
+the arena's capacity, as it is where a message is placed in an empty queue all the same. So all leases of all processes
+together never pin more than the capacity.
+
+**What nothing interrupts.** CPython looks for signals, and lets other threads run, after a call, on entering a function and
+on jumping back. It does not between a subscript, a comparison and a store or ``del``. So a look and the store that it
+allows are written without a call: ``if word in live and live[word] is anchor``, never ``live.get(word)``."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import weakref
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -39,7 +50,7 @@ import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.apart import set_apart
-from tensorpipe_ipc.memory.arena import HEADER, HELD, HOLDER, NBYTES, WRITING, Arena
+from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, HELD, HOLDER, NBYTES, QUEUED, WRITING, Arena, Taker
 from tensorpipe_ipc.memory.segment import PAGE
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
@@ -66,20 +77,25 @@ class Leases:
         self._address = self.octets.ctypes.data
         self._memory = arena.segment.memory
         self._inherited: list[tuple[int, int]] = []  # what a child that is being forked has of it: start, nbytes
+        self.early: dict[int, Octets] = {}  # by the word: HELD before a fork, while the get of it was not over
         self.leaving: dict[int, Handover] = {}  # by the word: being put at this moment
         arena.rows.after_fork(self._in_child)
         arena.rows.before_fork(self._before_fork)
         self._forget()
 
     def _before_fork(self) -> bool:
-        live = list(self.live.values())
-        self._inherited = [
-            (each.start, len(array)) for each in live if (array := each()) is not None and self._is_held(each)
-        ]
+        words, live = self.words, list(self.live.values())
+        self._inherited = []
+        for anchor in live:
+            word, array = anchor.word, anchor()
+            if array is None:
+                continue
+            if words[word] & 15 == QUEUED and words[word] >> GENERATION_AT == anchor.held >> GENERATION_AT:
+                self.early[word] = array  # first: whoever ends the get looks there
+                words[word] = anchor.held
+            if words[word] == anchor.held:
+                self._inherited.append((anchor.start, len(array)))
         return bool(live)
-
-    def _is_held(self, anchor: _Anchor) -> bool:
-        return self.words[anchor.word] == anchor.held
 
     def _in_child(self) -> None:
         leaving, self.leaving = list(self.leaving.values()), {}
@@ -97,6 +113,7 @@ class Leases:
         self.process = os.getpid()
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
         self._starts: dict[int, _Anchor] = {}  # by where in the segment it begins
+        self.early.clear()
         self.kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         self._look_again = 0.0
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
@@ -110,7 +127,8 @@ class Leases:
         caller frees the other one.
 
         Returns:
-            None where the budget is used up, or there is no room for such a copy. Then memory of one's own is due.
+            None where the budget is used up, more memory is in use than the arena may cost, or there is no room for such a
+            copy. Then memory of one's own is due.
         """
         if self.kept:
             self.look_at_kept()
@@ -118,20 +136,21 @@ class Leases:
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
-        if self._room < nbytes:
+        if self._room < nbytes or self.arena.is_overfull():
             return None
         if start - block + nbytes <= PAGE >> 1:  # as blocks are allocated, others lie on its page
             return self._lease_of_copy(start, nbytes)
         return self._anchored(block, start, nbytes, nbytes)
 
     def _lease_of_copy(self, start: int, nbytes: int) -> Octets | None:
-        try:
-            block = self.arena.allocate(max(nbytes, LEAST))
-        except SharedMemoryError:
-            return None
-        if not block:
-            return None
-        array = self.hold(block, block + HEADER, nbytes, charge=nbytes)
+        with self.taking() as taker:
+            try:
+                block = self.arena.allocate(max(nbytes, LEAST), taker=taker)
+            except SharedMemoryError:
+                return None
+            if not block:
+                return None
+            array = self.hold(taker, block + HEADER, nbytes, charge=nbytes)
         array[:] = self.octets[start : start + nbytes]
         return array
 
@@ -157,34 +176,44 @@ class Leases:
         if former is not None:
             self.drop(former)
         self.live[anchor.word] = anchor
-        self._room -= anchor.nbytes  # at once with what is before it: no call is in between
+        self._room -= anchor.nbytes
 
     def drop(self, anchor: _Anchor) -> None:
         """Count an anchor as live no more, if it is."""
-        if self.live.get(anchor.word) is anchor:
-            del self.live[anchor.word]
-            self._room += anchor.nbytes  # as above
-            self.offered.discard(anchor.word)
+        live, word = self.live, anchor.word
+        if word in live and live[word] is anchor:
+            del live[word]
+            self._room += anchor.nbytes
+            self.offered.discard(word)
 
-    def hold(self, block: int, start: int, nbytes: int, *, charge: int = 0) -> Octets:
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[Taker]:
+        """Give a taker for a block that is to be held. What it has when an exception comes is free again."""
+        taker = Taker()
+        try:
+            yield taker
+        except BaseException:
+            block, taker.block = taker.block, 0
+            if block:
+                anchor = self.live.get(block >> 3)
+                if anchor is not None:
+                    self.drop(anchor)
+                self.arena.discard(block)
+            raise
+
+    def hold(self, taker: Taker, start: int, nbytes: int, *, charge: int = 0) -> Octets:
         """The same for a block that this process has just allocated; it is HELD from now on. Never refused.
 
         Args:
+            taker: has the block. It has none any more when the block is HELD, and is freed by the array's death.
             charge: how much of the budget it takes: nothing of what the process made itself.
         """
-        word = block >> 3
-        try:
-            array = self._anchored(block, start, nbytes, charge)
-            self.words[word + NBYTES] = nbytes
-            with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
-                self.words[word] = self.live[word].held
-        except BaseException:
-            anchor = self.live.get(word)
-            if anchor is not None:
-                self.drop(anchor)
-            if self.words[word] & HOLDER == self.arena.writing:
-                self.arena.discard(block)
-            raise
+        word = taker.block >> 3
+        array = self._anchored(taker.block, start, nbytes, charge)
+        self.words[word + NBYTES] = nbytes
+        with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
+            self.words[word] = self.live[word].held
+            taker.block = 0
         return array
 
     def offer(self, block: int) -> None:
@@ -228,8 +257,8 @@ class Leases:
         for word, (held, first, last) in list(self.kept.items()):
             if (first, last) not in answers:
                 answers[first, last] = self.arena.rows.is_witnessed(first, last)
-            if not answers[first, last] and self.kept.get(word, _NOT)[0] == held:
-                del self.kept[word]  # from here on no call, and so no other thread and no exception, is in between
+            if not answers[first, last] and word in self.kept and self.kept[word][0] == held:
+                del self.kept[word]
                 self.words[word] = held & ~HOLDER
 
 
@@ -237,7 +266,6 @@ _holding: set[Leases] = set()  # those with anything live, so that they, their r
 
 
 _Kept = tuple[int, int, int]  # the block's state; the first and the last fork whose children may read it
-_NOT: _Kept = (0, 0, 0)
 
 
 class Held(NamedTuple):
@@ -335,20 +363,21 @@ def _release(anchor: _Anchor) -> None:
     leases, word, held = anchor.leases, anchor.word, anchor.held
     if anchor.process != leases.process:
         return  # a forked child's copy: the block is the parent's
-    if leases._starts.get(anchor.start) is anchor:
-        del leases._starts[anchor.start]
+    starts, live, words, start = leases._starts, leases.live, leases.words, anchor.start
+    if start in starts and starts[start] is anchor:
+        del starts[start]
     if not _STORES_ARE_ORDERED:
         fence = allocate_lock()  # a lock of its own: nothing to wait for, even inside another release
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64
             fence.acquire()
             fence.release()
-    if leases.live.get(word) is anchor:  # from here on no call, and so no other thread and no exception, is in between
-        del leases.live[word]
+    if word in live and live[word] is anchor:
+        del live[word]
         leases._room += anchor.nbytes
         forks = leases.arena.rows.forks
-        if leases.words[word] == held:
+        if words[word] == held:
             if anchor.forks == forks:
-                leases.words[word] = held & ~HOLDER
+                words[word] = held & ~HOLDER
             else:
                 leases.kept[word] = held, anchor.forks + 1, forks
     leases.offered.discard(word)

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from tensorpipe_ipc.memory.arena import HEADER
+from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
-__all__ = ["TensorSpec", "block_bytes", "build", "made", "specs_of"]
+__all__ = ["TensorSpec", "build", "made", "specs_of"]
 
 ROOM = 1024 - HEADER
 
@@ -76,20 +76,31 @@ def _map(node: Any, make: Callable[[TensorSpec], Any]) -> Any:
     return node
 
 
-def block_bytes(specs: list[TensorSpec]) -> int:
-    """What to allocate for tensors; 0 where none has an item."""
-    nbytes = _places(specs)[1]
-    return _room(nbytes) if nbytes else 0
-
-
 def _room(nbytes: int) -> int:
     return max(ROOM + nbytes, LEAST)
 
 
-def made(specs: list[TensorSpec], leases: Leases | None, block: int) -> list[torch.Tensor]:
-    """The tensors, in a block that was allocated for them, and is HELD as long as one of them lasts; 0: in none."""
+def made(
+    specs: list[TensorSpec],
+    leases: Leases | None = None,
+    allocate: Callable[[int, Taker], int] = lambda nbytes, taker: 0,
+    *,
+    offered: bool = False,
+) -> list[torch.Tensor]:
+    """Make the tensors, in one block that is HELD as long as one of them lasts.
+
+    Args:
+        allocate: has a taker take a block for so many bytes, and returns it; 0: the tensors get memory of the process's own.
+        offered: the next put of them may hand the block over without being told.
+    """
     places, nbytes = _places(specs)
-    array = leases.hold(block, block + HEADER + ROOM, nbytes) if leases and block else None
+    array = None
+    if leases is not None and nbytes:
+        with leases.taking() as taker:
+            block = allocate(_room(nbytes), taker)
+            array = leases.hold(taker, block + HEADER + ROOM, nbytes) if block else None
+    if leases is not None and array is not None and offered:
+        leases.offer(block)
     return [_tensor(spec, array, place) for spec, place in zip(specs, places, strict=True)]
 
 

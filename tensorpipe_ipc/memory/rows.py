@@ -301,7 +301,8 @@ class Rows:
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
-        if row == self.index or not self._undertaking.acquire(blocking=False):
+        undertaking = self._undertaking  # a forked child has another
+        if row == self.index or not undertaking.acquire(blocking=False):
             yield False
             return
         try:
@@ -312,7 +313,7 @@ class Rows:
                 if held:
                     self._unlock(row)
         finally:
-            self._undertaking.release()
+            undertaking.release()
 
     def is_alive(self, row: int) -> bool:
         """Whether somebody holds the row's lock. An undertaker at work in it counts."""

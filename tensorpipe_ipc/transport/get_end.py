@@ -21,7 +21,6 @@ from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryEr
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     GENERATION_AT,
-    GENERATIONS,
     HEADER,
     HOLDER,
     IDLE,
@@ -157,6 +156,7 @@ class GetEnd(QueueEnd):
         except IndexError:
             operation = self._operation(GET)
         message: Any = _NOTHING
+        process = self._process
         try:
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
@@ -179,6 +179,8 @@ class GetEnd(QueueEnd):
                 words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give(operation.given_buffers)  # G3
             message = self._open(word, decode, lease_from)  # G4
+            if process != self._process:
+                return message  # of a fork within; the steps that remain are the parent's
             self._let_go(word)  # G5
             if self._has_tasks:
                 tasks.count_taken(words, operation.tally)  # J3
@@ -194,6 +196,8 @@ class GetEnd(QueueEnd):
             self._getting.append(spare)
             return message
         except BaseException as error:
+            if process != self._process:
+                raise
             if operation is None:
                 self._ready.append(message)
             else:
@@ -230,15 +234,16 @@ class GetEnd(QueueEnd):
 
     def _get_held_back(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
         """All that is set aside and due: whoever calls may not come again, and nobody else can take it."""
-        messages = [self.get(timeout, decode, lease_from)]
+        messages, process = [self.get(timeout, decode, lease_from)], self._process
         try:
             while len(messages) < most and self.holds_back:
                 messages.append(self.get(0, decode, lease_from))
         except (Empty, ShutDown):
             pass
         except BaseException:
-            self._ready.extendleft(reversed(messages))
-            self._tell_of_aside()
+            if process == self._process:
+                self._ready.extendleft(reversed(messages))
+                self._tell_of_aside()
             raise
         return messages
 
@@ -246,6 +251,7 @@ class GetEnd(QueueEnd):
         operation, messages = self._batch(GET), list[Any]()
         if operation is None:
             return [self._get(deadline, decode, lease_from)]
+        process = self._process
         try:
             words = self.words
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
@@ -266,6 +272,8 @@ class GetEnd(QueueEnd):
                 self.credits.give([operation.given_buffers[0][: 8 * count]])  # G3
             for word in blocks:
                 messages.append(self._open(word, decode, lease_from))  # G4
+            if process != self._process:
+                return messages  # as in _get
             for word in blocks:
                 self._let_go(word)  # G5
             for i in range(count):
@@ -280,6 +288,8 @@ class GetEnd(QueueEnd):
             self._batches[GET].append(spare)
             return messages
         except BaseException as error:
+            if process != self._process:
+                raise
             if operation is None:
                 self._ready.extend(messages)
             else:
@@ -386,10 +396,14 @@ class GetEnd(QueueEnd):
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def _word_of(self, ticket: int) -> int:
-        """Index of the state of the block that a ticket names."""
+        """Return the index of the state of the block that a ticket names.
+
+        Raises:
+            ProtocolError: the block does not wait to be got: it is not QUEUED, nor did a fork during the get make it HELD.
+        """
         word = ticket >> 32 << SMALLEST - 3
         state = self.words[word]
-        if state & 15 != QUEUED or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
+        if state & 15 != QUEUED and word not in self.leases.early or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
             raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
         return word
 
@@ -408,23 +422,35 @@ class GetEnd(QueueEnd):
     def _read(self, block: int, metadata: bytes, start: int, nbytes: int, decode: Decode, lease_from: int) -> Any:
         if nbytes < LEASE_FROM and nbytes < lease_from:
             return decode(metadata, bytearray(self._view[start : start + nbytes]))
-        array = self.leases.lease(block, start, nbytes) if nbytes >= lease_from else None
+        array = self._lease(block, start, nbytes) if nbytes >= lease_from else None
         if array is None and lease_from == LEASE:
             raise _NoLease(
                 errno.ENOSPC,
-                f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease. "
-                "Let go of tensors, or get a copy",
+                f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease, and "
+                f"all memory in use is to be {self.arena.capacity} bytes at most. Let go of tensors, or get a copy",
             )
         return decode(metadata, self.leases.octets[start : start + nbytes].copy() if array is None else array)
 
+    def _lease(self, block: int, start: int, nbytes: int) -> Octets | None:
+        array = self.leases.lease(block, start, nbytes)
+        if array is None and self.arena.is_overfull():  # the dead may have what is too much
+            self.undertaker.look()
+            array = self.leases.lease(block, start, nbytes)
+        return array
+
     def _let_go(self, word: int) -> None:
         """The block is HELD if the message lies on it, else FREE."""
-        anchor = self.leases.live.get(word)
+        words, live = self.words, self.leases.live
+        anchor = live.get(word)
         if anchor is None:
-            self.words[word] &= ~HOLDER
+            words[word] &= ~HOLDER
             return
         with self.rows.no_fork:  # a child either has it as its own, or does not have it
-            self.words[word] = anchor.held
+            words[word] = anchor.held
+        if word not in live or live[word] is not anchor:  # the array died before that store, and nobody else frees it
+            words[word] &= ~HOLDER
+        if self.leases.early:
+            self.leases.early.pop(word, None)
 
     def _set_aside(self, operation: Operation) -> bool:
         """Have later gets serve what an exception left in an operation, before all others."""
@@ -493,9 +519,12 @@ class GetEnd(QueueEnd):
                     break
             except IndexError:  # another thread serves it
                 break
+            process = self._process
             try:
                 done = self._serve(aside, decode, lease_from)
             except BaseException as error:
+                if process != self._process:
+                    raise
                 self._aside.appendleft(aside)
                 if aside.operation is not None and aside.message is _NOTHING:
                     self._drop_unless_it_may_pass(aside, error)
@@ -512,9 +541,11 @@ class GetEnd(QueueEnd):
         operation = aside.operation
         if operation is None:
             return True
-        ticket = self.words[operation.ticket + aside.index]
+        ticket, process = self.words[operation.ticket + aside.index], self._process
         if ticket and aside.message is _NOTHING:
             aside.message = self._open(self._word_of(ticket), decode, lease_from)
+        if process != self._process:
+            return True  # as in _get
         try:
             self._complete(operation, aside.index)
         except InDoubt:
@@ -538,8 +569,8 @@ class GetEnd(QueueEnd):
             if self.credits is not None:
                 words[given_word] = words[given_word] or words[word + CREDIT] + NEXT_LAP & _WORD
                 self.undertaker.give_credit(self._ends, self.number, given_word)
-            if words[word] & 15 == QUEUED and words[word] >> GENERATION_AT == ticket % GENERATIONS:
-                self._let_go(word)
+            with contextlib.suppress(ProtocolError):
+                self._let_go(self._word_of(ticket))
             if self._has_tasks:
                 tasks.count_taken(words, operation.tally)
         words[ticket_word] = 0

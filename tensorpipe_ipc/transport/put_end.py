@@ -28,8 +28,10 @@ from tensorpipe_ipc.memory.arena import (
     QUICK,
     SMALLEST,
     WRITTEN,
+    Taker,
     kind_of,
 )
+from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.transport import tasks
@@ -96,6 +98,7 @@ class PutEnd(QueueEnd):
             operation = self._putting.pop()
         except IndexError:
             operation = self._operation(PUT)
+        process = self._process
         try:
             words, credit = self.words, 0
             deadline = None if timeout is None else monotonic() + timeout
@@ -112,6 +115,8 @@ class PutEnd(QueueEnd):
             operation.block = 0  # from here on the word says what is to be done
             self._queue(operation, word, generation)
         except BaseException:
+            if process != self._process:
+                raise  # of a fork within; what it was about is the parent's to do
             operation.kept = [operation.block] if operation.block else []
             operation.block = 0
             self._left.append(operation)
@@ -173,7 +178,7 @@ class PutEnd(QueueEnd):
             self._take_up()
         deadline = None if timeout is None else monotonic() + timeout
         words, blocks, count = self.words, list[int](), len(messages)
-        unnamed = blocks
+        unnamed, process = blocks, self._process
         try:
             if self.credits is not None:
                 count = self._take_credits(operation, count, deadline)  # P1, P2
@@ -206,6 +211,8 @@ class PutEnd(QueueEnd):
             if self.credits is not None and len(tickets) < count:
                 self._give_unused(operation, len(tickets), count)
         except BaseException:
+            if process != self._process:
+                raise  # as in put
             taken, operation.block = operation.block, 0
             operation.kept = [*unnamed, taken] if taken and taken not in blocks else unnamed
             self._left.append(operation)
@@ -241,7 +248,7 @@ class PutEnd(QueueEnd):
             operation = self._putting.pop()
         except IndexError:
             operation = self._operation(PUT)
-        within = False
+        within, process = False, self._process
         try:
             words, credit = self.words, 0
             if words[self._watch]:
@@ -255,12 +262,13 @@ class PutEnd(QueueEnd):
                     may_leave = self._hand_over(operation, handover, metadata, at, credit)
                     within = False
                 except BaseException:
-                    operation.kept = []
-                    self._left.append(operation)
-                    self._take_up()
+                    if process == self._process:
+                        operation.kept = []
+                        self._left.append(operation)
+                        self._take_up()
                     raise
         except BaseException:
-            if not within:
+            if not within and process == self._process:
                 operation.kept = []
                 self._left.append(operation)
                 self._take_up()
@@ -304,15 +312,20 @@ class PutEnd(QueueEnd):
         self._handovers.pop(operation.ticket, None)
         return True
 
-    def block_for(self, nbytes: int, timeout: float | None) -> int:
-        """A block to be held, and put later. Its state is WRITING.
+    def block_for(self, timeout: float | None, nbytes: int, taker: Taker) -> int:
+        """Take a block to be held, and put later. Its state is WRITING, and the taker has it.
+
+        Returns:
+            0: there is no room, and nothing in the queue whose taking may make some. For one message only, and not for loans,
+            of which there may be many, is there memory beyond the capacity.
 
         Raises:
             Full: there was no room in time. The text says who holds what.
             SharedMemoryError: there can never be room for so much.
         """
         self.undertaker.attach()
-        return self._block(kind_of(nbytes), nbytes, None if timeout is None else monotonic() + timeout)
+        deadline = None if timeout is None else monotonic() + timeout
+        return self.arena.allocate(nbytes, taker=taker) or self._wait_for_block(nbytes, deadline, taker, force=False)
 
     def _refuse_if_shut(self) -> None:
         if self.words[self.record.shut]:
@@ -383,10 +396,16 @@ class PutEnd(QueueEnd):
                 free.append(block)
         return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
-    def _wait_for_block(self, nbytes: int, deadline: float | None, taker: Operation | None) -> int:
+    def _wait_for_block(
+        self, nbytes: int, deadline: float | None, taker: Operation | Taker | None, *, force: bool = True
+    ) -> int:
         """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
         arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
-        that could come free, there is nothing to wait for."""
+        that could come free, there is nothing to wait for.
+
+        Args:
+            force: False: such a queue's block is none, and 0 is returned.
+        """
         pause, began = 0.0005, monotonic()
         self.waits += 1
         try:
@@ -397,12 +416,15 @@ class PutEnd(QueueEnd):
                 self.undertaker.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker)
-                if not block and not self.qsize():
+                if not block and force and not self.qsize():
                     block = self.arena.allocate(nbytes, force=True, taker=taker)
                 if block:
                     return block
-                if not self.qsize() and not self.arena.holders():
-                    raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
+                if not self.qsize():
+                    if not self.arena.holders():
+                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
+                    if not force and headroom() >= nbytes:
+                        return 0
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
                     raise Full(self._why_full(f"finds no {nbytes} bytes free"))

@@ -13,6 +13,10 @@ Python 3.10 looks for signals also when a function has returned, before its call
 lost, as it would be in the caller's own ``message = queue.get()``: one message in some 20,000, where handlers raise
 hundreds of times a second.
 
+**Forks** within a put or a get, by a signal's handler, a finalizer or ``__setstate__``: what is under way is the parent's, and
+so is its operation. In the child it ends at the first exception, or when the message is decoded, with no store to shared
+memory: ``_process`` is another there. A child must not return into a put or into a wait, which nothing can stop.
+
 ``for x in iter(values.popleft, None): break`` takes an element with no moment at which an exception could come between
 removal and assignment. The ordinary ``pop`` on the way of every put and get may lose an operation so, but only one with
 nothing in it.
@@ -21,6 +25,7 @@ nothing in it.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -85,6 +90,7 @@ class QueueEnd:
 
     def _forget(self) -> None:
         """This process has done nothing with the queue yet."""
+        self._process = os.getpid()
         self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
         self._operations: list[Operation] = []  # all of them
         self._left: deque[Operation] = deque()  # those that exceptions ended

@@ -116,6 +116,7 @@ from tensorpipe_ipc.memory.arena import (
     SMALLEST,
     WRITING,
     Arena,
+    Taker,
 )
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
@@ -215,17 +216,17 @@ class Undertaker:
         self.leases.settle()
         return self.arena.trim()
 
-    def allocate(self, nbytes: int) -> int:
-        """A block for so many bytes, now. Its state is WRITING.
+    def allocate(self, nbytes: int, taker: Taker) -> int:
+        """A block for so many bytes, now. Its state is WRITING, and the taker has it.
 
         Raises:
             SharedMemoryError: there is no room. The text says who holds what.
         """
         self.attach()
-        block = self.arena.allocate(nbytes)
+        block = self.arena.allocate(nbytes, taker=taker)
         if not block:
             self.make_room(nbytes)
-            block = self.arena.allocate(nbytes)
+            block = self.arena.allocate(nbytes, taker=taker)
         if not block:
             raise SharedMemoryError(errno.ENOSPC, f"no {nbytes} bytes free; {self.describe_holders()}")
         return block
@@ -449,13 +450,14 @@ class Undertaker:
         record = QueueRecord(self.arena, queue)
         if not record.exists():
             return True
-        if self.rows.index < 0 or not self._burying.acquire(blocking=False):
+        burying = self._burying  # a forked child has another
+        if self.rows.index < 0 or not burying.acquire(blocking=False):
             return False
         try:
             with self.rows.alone(record.block) as nobody_has_it:
                 return nobody_has_it and self._bury(record)
         finally:
-            self._burying.release()
+            burying.release()
 
     def _bury(self, record: QueueRecord) -> bool:
         """Free what waits in a queue, and its record, whose lock is held. Whether that was all."""

@@ -1,0 +1,295 @@
+"""Forks in the middle of a put or a get: by code of the user's that makes an object, or by a signal's handler."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from arenas import left_in
+from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+
+import tensorpipe_ipc as tp
+
+SIZE = 20_000  # items
+LIMIT = 20
+
+
+class Making:
+    """What an object does while it is made: nothing, unless a test says so."""
+
+    do: Callable[[torch.Tensor], object] = staticmethod(lambda _: None)
+
+
+class Made:
+    """An object that does something when it is made again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        Making.do(self.tensor)
+
+
+class Through(BaseException):
+    """Leaves the call in the child, as ``sys.exit`` does."""
+
+
+def use_memory(ctx: Any) -> None:
+    """Write to blocks that are free."""
+    there = ctx.Queue()
+    for _ in range(3):
+        there.put(torch.full((SIZE,), 100.0))
+        there.get()
+
+
+def write_and_end(tensor: torch.Tensor) -> None:
+    """In the child."""
+    tensor.fill_(9)
+    os._exit(0)
+
+
+def write_and_return(tensor: torch.Tensor) -> None:
+    """In the child, which then has what its parent has."""
+    tensor.fill_(9)
+
+
+def write_and_raise(tensor: torch.Tensor) -> None:
+    """In the child, through the get."""
+    tensor.fill_(9)
+    raise Through
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["get", "get_many"])
+@pytest.mark.parametrize("maxsize", [0, 3])
+@pytest.mark.parametrize("then", [write_and_end, write_and_return, write_and_raise])
+def test_what_a_child_does_that_was_forked_while_an_object_is_made_does_not_reach_its_parent(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, then: Callable[[torch.Tensor], None], maxsize: int, many: bool
+) -> None:
+    """It may return from there, or raise: what remains of the get is the parent's."""
+    there, parent, pids = ctx.Queue(maxsize), os.getpid(), list[int]()
+
+    def fork(tensor: torch.Tensor) -> None:
+        monkeypatch.setattr(Making, "do", lambda _: None)
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            assert reap(pid) == 0
+        else:
+            then(tensor)
+
+    there.put(Made(torch.full((SIZE,), 7.0)))
+    monkeypatch.setattr(Making, "do", fork)
+    try:
+        got = there.get_many(1)[0] if many else there.get()
+        if os.getpid() != parent:
+            there.put(got)
+            use_memory(ctx)
+            os._exit(got.tensor.unique().tolist() != [9.0])
+    except Through:
+        in_the_child_again = 0
+        with pytest.raises(tp.Empty):
+            there.get(timeout=0)
+        use_memory(ctx)
+        os._exit(in_the_child_again)
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)
+    if then is write_and_return:
+        assert there.get(timeout=LIMIT).tensor.unique().tolist() == [9.0]  # the child's own
+    use_memory(ctx)
+    assert got.tensor.unique().tolist() == [7.0]
+    assert len(pids) == 1
+    for number in range(maxsize):
+        there.put(number, timeout=0)  # every place is there
+    for number in range(maxsize):
+        assert there.get(timeout=0) == number
+    del got
+    assert left_in(ctx) == {}
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_get_that_fails_after_a_fork_within_is_made_again(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, remembered: bool
+) -> None:
+    """The message does not go with what the failed one had in hand, and the child's writes do not reach it."""
+    there, failures = ctx.Queue(), list[Exception]()
+
+    def fork_and_fail(tensor: torch.Tensor) -> None:
+        assert reap(in_child(lambda: write_and_end(tensor))) == 0
+        raise MemoryError
+
+    there.put(Made(torch.full((SIZE,), 7.0)))
+    monkeypatch.setattr(Making, "do", fork_and_fail)
+    with pytest.raises(MemoryError) as caught:
+        there.get()
+    if remembered:
+        failures.append(caught.value)
+    del caught
+    use_memory(ctx)
+    assert reap(in_child(lambda: use_memory(ctx))) == 0
+    monkeypatch.setattr(Making, "do", lambda _: None)
+    got = there.get(timeout=LIMIT)
+    use_memory(ctx)
+    assert got.tensor.unique().tolist() == [7.0]
+    del got
+    failures.clear()
+    assert left_in(ctx) == {}
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "get": lambda ctx, there: (there.put(torch.full((SIZE,), 7.0)), there.get),
+    "get_many": lambda ctx, there: (there.put(torch.full((SIZE,), 7.0)), lambda: there.get_many(1)[0]),
+    "put": lambda ctx, there: (None, lambda: there.put(torch.full((SIZE,), 7.0))),
+    "put_many": lambda ctx, there: (None, lambda: there.put_many([torch.full((SIZE,), 7.0)])),
+    "move": lambda ctx, there: (None, _moving(there, ctx.empty(SIZE).fill_(7))),
+}
+
+
+def _moving(there: Any, tensor: torch.Tensor) -> Callable[[], None]:
+    return lambda: there.put(tensor, move=True)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_child_that_leaves_a_call_by_an_exception_disturbs_nothing(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A signal's handler forks at any moment of the call, and what it raises in the child ends the call there."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # nobody could catch it
+    there = ctx.Queue(2)
+    point, left = 1, 0
+    CALLS[name](ctx, there)[1]()  # what is made once
+    while there.qsize():
+        there.get()
+    while left <= 0:
+        left = left_by_a_child(ctx, there, CALLS[name](ctx, there)[1], point)
+        assert left_in(ctx) == {}
+        for number in range(2):
+            there.put(number, timeout=0)
+        assert [there.get(timeout=0), there.get(timeout=0)] == [0, 1]
+        point += 11
+    assert point > 20
+
+
+def left_by_a_child(ctx: Any, there: Any, call: Callable[[], Any], point: int) -> int:
+    """How many steps were left to go to the fork."""
+    pids, parent, result = list[int](), os.getpid(), list[Any]()
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+        else:
+            raise Through
+
+    try:
+        left = run_traced(lambda: result.append(call()), point, fork, SIGNAL_CHECKS, before=False)
+        assert os.getpid() == parent  # else it came where Python drops it
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        there._queue._take_up()
+        use_memory(ctx)
+        os._exit(not isinstance(error, (Through, AssertionError)) or there._queue.holds_back)
+    assert [reap(pid) for pid in pids] in ([], [0])
+    (got,) = result
+    if got is None:
+        got = there.get(timeout=LIMIT)
+    assert there.qsize() == 0
+    use_memory(ctx)
+    assert got.unique().tolist() == [7.0]
+    return left
+
+
+class Cyclic:
+    """An object that leaves its tensor to the garbage collector."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: Any = tensor
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        box = [state["tensor"]]
+        box.append(box)
+
+
+def test_a_tensor_that_is_collected_while_its_get_ends_leaves_no_block(ctx: Any) -> None:
+    """At any moment of the get."""
+    there, point, left = ctx.Queue(), 1, 0
+    gc.collect()
+    gc.disable()
+    try:
+        while left <= 0:
+            there.put(Cyclic(torch.full((SIZE,), 7.0)))
+            left = run_traced(there.get, point, lambda: gc.collect(0), SIGNAL_CHECKS, before=False)
+            gc.collect(0)
+            assert ctx.tensorpipe_undertaker().arena.holders() == {}
+            point += 1
+    finally:
+        gc.enable()
+    assert point > 30
+
+
+def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They free what is free, and get another message into the same block, at any moment of the release."""
+    lost = list[Any]()
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    there, point, left, kept = ctx.Queue(), 1, 0, list[torch.Tensor]()
+    for forks in (False, True):
+        point, left = 1, 0
+        while left <= 0:
+            there.put(torch.full((SIZE,), 7.0))
+            box = [there.get()]
+            if forks:
+                assert reap(in_child(lambda: None)) == 0
+
+            def others() -> None:
+                ctx.tensorpipe_undertaker().leases.settle()
+                there.put(torch.full((SIZE,), 5.0))
+                kept.append(there.get())
+
+            def meanwhile(work: Callable[[], None] = others) -> None:
+                thread = threading.Thread(target=work)
+                thread.start()
+                thread.join(LIMIT)
+
+            left = run_traced(box.clear, point, meanwhile, SIGNAL_CHECKS, before=False)
+            use_memory(ctx)
+            assert all(each.unique().tolist() == [5.0] for each in kept)
+            kept.clear()
+            ctx.tensorpipe_undertaker().leases.settle()
+            assert ctx.tensorpipe_undertaker().arena.holders() == {}
+            point += 1
+        assert point > 4
+    assert [each.exc_value for each in lost] == []
+
+
+def test_an_exception_while_a_tensor_is_made_in_the_arena_leaves_no_block(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler raises at any moment from which on the block is taken."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # nobody could catch it
+    there = ctx.Queue()
+
+    def interrupt() -> None:
+        raise Through
+
+    for make in (lambda: ctx.empty(SIZE), lambda: there.loan((SIZE,)).__enter__()):
+        point, left = 1, 0
+        while left <= 0:
+            make()
+            try:
+                left = run_traced(make, point, interrupt, SIGNAL_CHECKS, before=False)
+            except Through:
+                left = 0
+            ctx.tensorpipe_undertaker().leases.settle()
+            assert ctx.tensorpipe_undertaker().arena.holders() == {}, point
+            point += 1
+        assert point > 30
