@@ -38,6 +38,29 @@ def test_block(program: Program, tmp_path: Path, free_port: int) -> None:
             _check(block, forked.end(BOUND))
 
 
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("<!-- preamble: nobody -->\n```python\n1\n```\n", "no preamble 'nobody'"),
+        ("<!-- beside: two -->\nno block\n", "1 comments for blocks stand before none"),
+    ],
+)
+def test_a_comment_that_means_no_block_is_seen(text: str, what: str, tmp_path: Path) -> None:
+    """A page whose comment is misspelt, or stands in the wrong place, is not taken for one that needs none."""
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(ValueError, match=what):
+        blocks_of(tmp_path / "page.md", tmp_path)
+
+
+def test_what_a_block_prints_is_compared() -> None:
+    """Another output than the page's is a failure, and so is a word on stderr."""
+    block = Block("page.md", 1, "", prints="a ... c\n")
+    _check(block, Done(0, "a b c\n", ""))
+    for done in (Done(0, "a b\n", ""), Done(0, "a b c\n", "a warning"), Done(1, "a b c\n", "")):
+        with pytest.raises(AssertionError, match="page.md:1"):
+            _check(block, done)
+
+
 def _here(code: str, port: int) -> str:
     """The code for this one machine: its host names are loopback, and its port is one that nobody has."""
     return re.sub(r"tcp://(?!127\.)[a-z]\w*:5555", f"tcp://127.0.0.1:{port}", code).replace(":5555", f":{port}")
