@@ -82,6 +82,9 @@ FINISHED = 8192 // 8
 _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it goes round
 
 
+_NO_COUNTS = memoryview(bytes(32)).cast("Q")
+
+
 def _nothing(_: int) -> None:
     """What is to be done with a row that nothing else is known of."""
 
@@ -120,10 +123,7 @@ class Rows:
         self._other: OwnedFd | None = None
         self._mutex = threading.RLock()
         self._undertaking = threading.Lock()
-        self._unused: dict[int, Iterator[int]] = {
-            1: iter(range(SINGLES)),
-            BATCH: iter(range(SINGLES, SINGLES + BATCHES)),
-        }
+        self._unused = {1: 0, BATCH: SINGLES}  # by size: the number of the first that was never used
         self._spare: dict[int, list[Operation]] = {1: [], BATCH: []}
         self._inherited: dict[int, list[Operation]] = {}  # by purpose: their tallies go on
 
@@ -380,21 +380,29 @@ class Rows:
         purpose = queue << 8 | direction
         spare = self._inherited.get(purpose) if size == 1 else None
         spare = spare or self._spare[size]
+        if not spare:
+            self._add_spare(spare, size)
         try:
-            operation = spare.pop() if spare else self._fresh(size)
-        except IndexError:  # another thread had the last one
-            operation = self._fresh(size)
-        self.words[operation.purpose] = purpose
+            operation = spare[-1]
+            del spare[-1]  # from here on no call, and so no other thread and no exception, is in between
+        except IndexError:  # another thread had it
+            return self.operation(queue, direction, size)
+        words, first = self.words, operation.counters
+        words[operation.purpose] = purpose
         operation.messages = operation.nbytes = 0
-        clear_counters(self.words, operation.counters)
-        operation.tally_before = self.words[operation.tally] if size == 1 else 0
+        words[first : first + 4] = _NO_COUNTS
+        operation.tally_before = words[operation.tally] if size == 1 else 0
         return operation
 
-    def _fresh(self, size: int) -> Operation:
-        for number in self._unused[size]:  # each step is one bytecode: threads and signal handlers get different ones
+    def _add_spare(self, spare: list[Operation], size: int) -> None:
+        while (number := self._unused[size]) < (SINGLES if size == 1 else SINGLES + BATCHES):
             record = record_of(self.index, number)
-            if size > 1 or not self.words[record.tally]:
-                return Operation(self.segment, record)
+            made = None if size == 1 and self.words[record.tally] else Operation(self.segment, record)
+            if self._unused[size] == number:  # no call is in between here, either
+                self._unused[size] = number + 1
+                if made is not None:
+                    spare += (made,)
+                    return
         raise SharedMemoryError(
             errno.ENOSPC, f"more than {SINGLES if size == 1 else BATCHES} operations on queues of one context are open"
         )
