@@ -45,6 +45,7 @@ __all__ = ["Consumer", "ConsumerStatistics"]
 
 _NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
+_ENDED = object()  # in the place of a message: the stream has ended
 _TURNS = (
     256  # messages that are no user's, after which it is looked whether the stream has ended, though more may have come
 )
@@ -197,19 +198,23 @@ class Consumer:
             Closed: the end is closed, also by another thread meanwhile, or was forked.
             Busy: another thread uses it.
         """
-        deadline = deadline_of(timeout)
-        taken = NOTHING
+        deadline, link = deadline_of(timeout), self._link
+        taken, is_fresh = NOTHING, False
         try:
             with self._guard:
                 try:
                     taken = self._get(deadline)
                 finally:
-                    self._link.refresh()
-        except BaseException:  # a signal's handler raised, when the message was taken: the next get returns it
-            if taken is not NOTHING:
-                self._link.kept.append(taken)
+                    link.refresh()
+                    is_fresh = True
+                if taken is _ENDED:
+                    raise self._told_end()
+        except BaseException:  # a signal's handler may have raised it
+            if taken.__class__ is tuple:
+                link.lost += 1
+            if not is_fresh:
                 with contextlib.suppress(Busy, Closed), self._guard:
-                    self._link.refresh()
+                    link.refresh()
             raise
         self._messages += 1
         self._bytes += taken[1]
@@ -239,7 +244,7 @@ class Consumer:
         return ConsumerStatistics(
             messages=self._messages,
             bytes=self._bytes,
-            lost=link.lost,
+            lost=link.lost + link.in_hand,
             duplicates=link.duplicates,
             rejected=link.rejected,
             last_rejection=link.last_rejection,
@@ -294,25 +299,21 @@ class Consumer:
         state = self._guard.state
         return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
 
-    def _get(self, deadline: float | None) -> tuple[Any, int]:
-        """A tree and its bytes. Once a message is taken, nothing is called that a signal's handler could interrupt."""
+    def _get(self, deadline: float | None) -> Any:
+        """A tree and its bytes; or ``_ENDED``, which is to be told."""
         link, turns = self._link, 0
+        link.count_in_hand()
         while True:
             self._guard.check()
             turns += 1
-            if link.kept:
-                taken = link.kept[0]
-                del link.kept[0]
-                if type(taken) is tuple:
-                    return taken
-                self._raise_or_reject(taken, link.asked)
             left = remaining(deadline)
             patience = 0 if link.has_ended() else left
             if link.shares_memory:
                 peer = link.next_ready(patience)
                 if peer is not None:
                     taken = link.take(peer, self._decode_block, self._lease_from)
-                    if type(taken) is tuple:
+                    if taken.__class__ is tuple:
+                        link.in_hand = False  # it is get's; there is no call in between
                         return taken
                     if taken is not NOTHING:
                         self._raise_or_reject(taken, peer)
@@ -332,9 +333,11 @@ class Consumer:
                     self._raise_or_reject(error, peer)
                 else:
                     link.taken(peer, header)
+                    link.in_hand = False  # as above
                     return taken
             elif not link.socket.has_incoming() or link.is_late(deadline) or turns % _TURNS == 0:
-                self._raise_if_ended()
+                if link.has_ended():
+                    return _ENDED
                 link.complain_if_alone()
                 if left <= 0:
                     raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
@@ -405,17 +408,21 @@ class Consumer:
         if isinstance(error, OutOfMemory):
             self._link.reject(error, peer)
         if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
+            self._link.in_hand = False
             raise error
         self._link.reject(error, peer)
+        self._link.in_hand = False
 
-    def _raise_if_ended(self) -> None:
-        if not self._link.has_ended():
-            return
-        unwell = self._link.next_stream()
+    def _told_end(self) -> Exception:
+        """What tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
+        unwell = self._link.unwell
+        told = f"{self.endpoint}: every producer has said goodbye, and all is taken"
+        end: Exception = EndOfStream(told)
         if unwell:
             told = "; ".join(map(str, unwell))
-            raise lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
-        raise EndOfStream(f"{self.endpoint}: every producer has said goodbye, and all is taken")
+            end = lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
+        self._link.next_stream()
+        return end
 
 
 def _number_of(producers: Any) -> int | None:

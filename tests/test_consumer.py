@@ -351,8 +351,8 @@ def test_the_descriptor_is_the_same_and_closes_with_the_end(consumer: tp.Consume
     assert consumer.fileno() == consumer.fileno() >= 0
 
 
-def test_a_message_that_was_taken_is_kept_by_who_holds_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When an exception comes as get ends, the message is the next get's; and no thread touches the socket beside another."""
+def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one comes as get ends, the next get returns the next message; and no thread touches the socket beside another."""
     with tp.Consumer("kept") as consumer, tp.Producer("kept") as producer:
         held: list[bool] = []
         refresh = consumer._link.refresh
@@ -363,10 +363,13 @@ def test_a_message_that_was_taken_is_kept_by_who_holds_the_end(monkeypatch: pyte
                 raise KeyboardInterrupt
             refresh()
 
-        putting = in_thread(lambda: producer.put("once", PATIENCE))
+        putting = in_thread(lambda: producer.put("lost", PATIENCE))
         monkeypatch.setattr(consumer._link, "refresh", torn)
         with pytest.raises(KeyboardInterrupt):
             consumer.get(PATIENCE)
         putting()
-        assert consumer.get(0) == "once"
+        putting = in_thread(lambda: producer.put("next", PATIENCE))
+        assert consumer.get(PATIENCE) == "next"
+        putting()
+        assert consumer.statistics().lost == 1
         assert held == [True] * 3

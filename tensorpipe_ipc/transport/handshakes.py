@@ -78,6 +78,7 @@ class Handshakes:
         self._failure: tuple[int, int] | None = None
         self._failures = 0
         self._is_over = False  # libzmq will not try again
+        self._is_torn = False  # an exception of a signal's handler may have taken word of a connection with it
         self.with_itself = 0
         self._alarm: Alarm | None = None
         self._tried = time.monotonic()
@@ -94,10 +95,14 @@ class Handshakes:
         if self._socket.getsockopt(_RCVMORE):
             return
         monitor = self.monitor
+        if self._is_torn:  # it is not known whether there is one
+            self.connect_anew()
         while int(monitor.getsockopt(_EVENTS)) & _POLLIN:
+            self._is_torn = True
             event = monitor.recv(_DO_NOT_WAIT)
             if len(event) == _EVENT.size:  # the other frames are addresses
                 self._note(*_EVENT.unpack(event))
+            self._is_torn = False
         if self._is_over:
             if time.monotonic() - self._tried >= _AGAIN:
                 self.connect_anew()
@@ -152,7 +157,7 @@ class Handshakes:
         self._hang_up()
         self._socket.connect(self._address)
         self.connection = 0
-        self._is_over = False
+        self._is_over = self._is_torn = False
         if self._alarm is not None:
             self._alarm.set(0)
 

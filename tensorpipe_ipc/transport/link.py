@@ -393,7 +393,7 @@ class Link(Meeting):
         if len(frames) > 1 and peer is not None and not peer.by_file:
             header = unpack(frames[0])
             if header.kind == Kind.DATA and self.expects(peer, header):
-                self.taken(peer, header)
+                self.taken(peer, header, is_whole=False)
 
     def _answer_misfit(self, routing: bytes, error: ProtocolError) -> None:
         """Who speaks another version is told so; who speaks garbage is not answered."""
@@ -506,8 +506,9 @@ class Link(Meeting):
         if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
             if peer is not None:
                 self._leaves(peer, How.LOST)
-            peer = self.peers[routing] = Peer(routing, hello, self._sight_of(hello))
+            peer = Peer(routing, hello, self._sight_of(hello))
             self.met(peer)
+            self.peers[routing] = peer  # no exception comes between what met did last and this
         self._refusal = None
         peer.hello = hello
         peer.heard_of()
@@ -545,7 +546,9 @@ class Link(Meeting):
         self._leaves(peer, How.FAILED if ending.failure else How.GOODBYE)
 
     def _leaves(self, peer: Peer, how: How) -> None:
+        """A peer is gone. An exception may come anywhere in this; then it is done again, with what was found out."""
         if peer.routing in self.peers:
+            how = peer.left or how
             last_words = peer.sight.last_words() if how is How.LOST else None
             if peer.hello.end and (last_words is not None or how in (How.GOODBYE, How.FAILED)):
                 self.ended_ends[peer.hello.end] = None
@@ -558,7 +561,8 @@ class Link(Meeting):
             peer.leave(how)
             self.last_left, self._left_on = peer, self._greeted_on
             self.parted(peer)
-            del self.peers[peer.routing]
+            del self.peers[peer.routing]  # no exception comes between what parted did last and this
+            self.let_go(peer)
             self._post()
 
     def _post(self) -> None:

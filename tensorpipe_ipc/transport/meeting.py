@@ -165,8 +165,10 @@ class Meeting(Role):
                 queue = self._claimed(found)
                 if queue is not None:
                     stack.pop_all()
-                    peer = self.peers[b""] = Peer(b"", found.hello, sight)
+                    peer = Peer(b"", found.hello, sight)
+                    peer.queue, peer.settled, peer.by_file = queue, True, True
                     self.met(peer)
+                    self.peers[b""] = peer
                     self._sit_down(peer, queue)
                     self._post()
 
@@ -257,11 +259,8 @@ class Meeting(Role):
     def give_spare(self, peer: Peer) -> None:
         """Let a connector that says so have what it has claimed."""
         terms = peer.hello.shared_memory
-        queue = self.spares.take(terms.attached) if terms is not None else None
-        if queue is not None:
-            self.unshare(peer)
-            peer.queue, peer.settled = queue, True
-        else:
+        self.unshare(peer)
+        if terms is None or self.spares.take(terms.attached, peer) is None:
             self._post()  # which makes more, if they are taken
             peer.why_not = self.spares.trouble
 
@@ -291,7 +290,7 @@ class Meeting(Role):
             role = "producer" if self.role == "consumer" else "consumer"
             peer = Peer(os.urandom(8), Hello(role, dead, queue.maxsize, shared_memory=terms))
             peer.queue, peer.settled = queue, True
-            self.peers[peer.routing] = peer
             self.met(peer)
+            self.peers[peer.routing] = peer
             self.shares(peer)
             self._leaves(peer, How.LOST)

@@ -62,7 +62,8 @@ class PollFd:
                 self._own = own
             os.eventfd_write(self._own.fileno(), 1)
         elif self._shown and not ready and self._own is not None:
-            os.eventfd_read(self._own.fileno())
+            with suppress(BlockingIOError):  # an exception came when it was read, the last time
+                os.eventfd_read(self._own.fileno())
         self._shown = ready
 
     def close(self) -> None:

@@ -37,7 +37,8 @@ class ReceiveLink(Link):
         unwell: those of them that failed, vanished, or left messages on the way.
         left: how many left in each way, in all.
         asked: who was last asked for a message.
-        kept: what ``take`` returned, or would have, when a signal's handler raised. It is to be served first.
+        in_hand: whether a message was taken that ``get`` has not returned. If an exception of a signal's handler takes it
+            away, the next use counts it as lost.
     """
 
     role = "consumer"
@@ -68,7 +69,7 @@ class ReceiveLink(Link):
         self.left = dict.fromkeys(How, 0)
         self._alarm: Alarm | None = None
         self._due = 0.0  # when it is
-        self.kept: deque[Any] = deque()
+        self.in_hand = False
         super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
@@ -118,18 +119,14 @@ class ReceiveLink(Link):
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
 
-    def next_stream(self) -> list[Peer]:
-        """Begin the next stream, when this one has ended. Return the producers of this one that did not end well."""
-        told, self.unwell = self.unwell, []
-        self.met_any = False
+    def next_stream(self) -> None:
+        """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
+        self.unwell, self.met_any = [], False
         self.ended -= self.producers or self.ended
-        return told
 
     def holds_back(self) -> bool:
         """Whether an interrupted get left a message that no descriptor tells of."""
-        return bool(self.kept) or any(
-            peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values()
-        )
+        return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
 
     def fileno(self) -> int:
         """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
@@ -194,25 +191,26 @@ class ReceiveLink(Link):
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
         """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
-        queue, message = peer.queue, NOTHING
+        queue = peer.queue
         if queue is None:
             return NOTHING
         self.asked = peer
-        try:
-            message = self._take(peer, queue, decode, lease_from)
-            if message is not NOTHING:
-                self.met_any = True
-                peer.heard = time.monotonic()
-                self._misses -= 1
-                if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
-                    self._only = peer
-            if peer.left:
-                self._forget_if_drained(peer)
-        except BaseException:
-            if message is not NOTHING:
-                self.kept.append(message)
-            raise
+        message = self._take(peer, queue, decode, lease_from)
+        if message is not NOTHING:
+            self.in_hand = self.met_any = True
+            peer.heard = time.monotonic()
+            self._misses -= 1
+            if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
+                self._only = peer
+        if peer.left:
+            self._forget_if_drained(peer)
         return message
+
+    def count_in_hand(self) -> None:
+        """Count the message as lost that an exception of a signal's handler took out of the last get's hand, if it did."""
+        if self.in_hand:
+            self.lost += 1
+            self.in_hand = False
 
     def _take(self, peer: Peer, queue: Any, decode: Decode, lease_from: int) -> Any:
         try:
@@ -255,13 +253,13 @@ class ReceiveLink(Link):
     def _accepted(self) -> tuple[str, ...]:
         return accepted_by_default() if self._accept is None else self._accept
 
-    def taken(self, peer: Peer, header: Header) -> None:
+    def taken(self, peer: Peer, header: Header, *, is_whole: bool = True) -> None:
         """Tell the producer that its message was taken: it may send another. Those that it skipped are counted as lost.
 
-        An exception may come at any point of it: then the message comes again, and is taken again.
+        An exception that comes before it is counted as taken has it come again.
         """
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
-        skipped, peer.taken = header.sequence - peer.taken - 1, header.sequence
+        skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
         self.lost += skipped
         peer.assembly, peer.asked_at = None, 0.0
         self.socket.received()
@@ -293,6 +291,8 @@ class ReceiveLink(Link):
     def look_around(self, *, at_once: bool = False) -> None:
         """See Link. What an exception tore out of a receive has to be sent again, and may have been the last."""
         super().look_around(at_once=at_once)
+        for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
+            self._forget_if_drained(peer)
         if self.socket.torn_at > self._torn_at:
             for peer in self.peers.values():
                 if peer.resends and peer.queue is None:
@@ -327,10 +327,13 @@ class ReceiveLink(Link):
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {assembly.refused}")
 
     def met(self, peer: Peer) -> None:
-        """See Link."""
-        if peer.hello.end in self._known:  # one that was given up is back
-            self.ended = max(0, self.ended - 1)
-        peer.began = peer.taken = max(peer.hello.sequence, self._known.pop(peer.hello.end, 0))
+        """See Role."""
+        end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
+        if end in known:  # one that was given up is back
+            sequence = sequence if sequence > known[end] else known[end]
+            del known[end]
+            self.ended -= self.ended > 0
+        peer.began = peer.taken = sequence
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
@@ -357,32 +360,29 @@ class ReceiveLink(Link):
             peer.round += self.socket.binds
 
     def parted(self, peer: Peer) -> None:
-        """See Link."""
+        """See Role."""
         assert peer.left is not None
         if self.socket.binds and peer.left is How.LOST and not peer.settled:
             return  # it said HELLO to the consumer that was here before, or was not answered: it put nothing here
-        self.left[peer.left] += 1
-        self.met_any = self.met_any or peer.left is not How.REFUSED
-        if peer.left in (How.GOODBYE, How.FAILED, How.LOST):
-            self.ended += 1
-            if peer.left is not How.GOODBYE or peer.missed_at_end:
-                self._note(peer)
-        peer.assembly = None
         if peer.left is How.LOST and peer.resends and peer.hello.end:
             self._known[peer.hello.end] = peer.taken
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
-        if peer.queue is not None:
-            if peer.left is How.LOST:
-                peer.queue.undertaker.look()
-            self._forget_if_drained(peer)  # or when it is
-
-    def _note(self, peer: Peer) -> None:
-        """Keep in mind that a producer did not end well, until the stream ends; where it never does, log it."""
-        if self.producers is None:
+        if peer.left is How.LOST and peer.queue is not None:
+            peer.queue.undertaker.look()
+        counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
+        is_unwell = counts and (peer.left is not How.GOODBYE or peer.missed_at_end > 0)
+        met_any = self.met_any or peer.left is not How.REFUSED
+        if is_unwell and self.producers is None:  # a stream that never ends
             log.warning("%s: %s", self.endpoint, peer)
-        else:
-            self.unwell = [*self.unwell[1 - _TOLD :], peer]
+        unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
+        self.left[peer.left] += 1
+        self.met_any, self.unwell, peer.assembly = met_any, unwell, None
+        self.ended += counts
+
+    def let_go(self, peer: Peer) -> None:
+        """See Role. Now, or when it is drained."""
+        self._forget_if_drained(peer)
 
     def position(self, peer: Peer) -> int:
         """See Role."""

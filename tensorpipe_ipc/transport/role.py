@@ -21,7 +21,7 @@ class Role:
         raise NotImplementedError
 
     def met(self, peer: Peer) -> None:
-        """A new peer."""
+        """A new peer. No call comes after anything that must not be done twice."""
 
     def shares(self, peer: Peer) -> None:
         """The two have a queue; said perhaps more than once."""
@@ -36,7 +36,10 @@ class Role:
         """A HELLO or WELCOME said which message the peer last sent, or took."""
 
     def parted(self, peer: Peer) -> None:
-        """The peer is gone."""
+        """The peer is gone. No call comes after anything that must not be done twice."""
+
+    def let_go(self, peer: Peer) -> None:
+        """Let go of what a peer that is gone had. May be called again."""
 
     def position(self, peer: Peer) -> int:  # noqa: ARG002 - a producer and a consumer have one
         """The sequence of the last message to or from the peer that this end has dealt with."""
@@ -60,8 +63,8 @@ class Role:
         """Whether a DATA message is the peer's next one."""
         raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
 
-    def taken(self, peer: Peer, header: Header) -> None:
-        """The message that was expected is taken."""
+    def taken(self, peer: Peer, header: Header, *, is_whole: bool = True) -> None:
+        """The message that was expected is taken, or its sender has given it up."""
 
     def credited(self, peer: Peer, sequence: int) -> None:
         """The peer took a message."""

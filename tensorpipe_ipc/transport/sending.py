@@ -194,6 +194,8 @@ class SendLink(Link):
         """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
         self._unsure = True
         super().look_around(at_once=at_once)
+        for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
+            self.unshare(peer)
         for peer in self.peers.values():
             if peer.queue is None and peer.settled:
                 self._resend_if_asked(peer)
@@ -343,13 +345,13 @@ class SendLink(Link):
         return min(self.window, peer.hello.window)
 
     def met(self, peer: Peer) -> None:
-        """See Link."""
+        """See Role."""
         self._turns += 1
         peer.turn = self._turns
-        # It counts on where the last connection ended, which the other end may not have noticed.
-        peer.sent = peer.taken = self._vanished.pop(peer.routing, 0) if self.socket.binds else self._sent
         if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
             self._greeted = 0.0  # it is told at once from where on
+        # It counts on where the last connection ended, which the other end may not have noticed.
+        peer.sent = peer.taken = self._vanished.get(peer.routing, 0) if self.socket.binds else self._sent
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
@@ -378,23 +380,27 @@ class SendLink(Link):
         self.credited(peer, sequence)
 
     def parted(self, peer: Peer) -> None:
-        """See Link."""
-        untaken = _load(peer)
+        """See Role."""
         while peer.kept:
             self._unacknowledged.let_go(peer.kept.popleft())
-        if peer.queue is None:
-            self._framed -= untaken
-            if self.socket.binds and peer.left is How.LOST:
+        if self.socket.binds and peer.queue is None:
+            if peer.left is How.LOST:
                 self._vanished[peer.routing] = peer.sent
                 while len(self._vanished) > _REMEMBERED:
                     del self._vanished[next(iter(self._vanished))]
-        else:
-            if peer.left is How.LOST:
-                peer.queue.undertaker.look()
-            self.unshare(peer)
+            else:
+                self._vanished.pop(peer.routing, None)
+        if peer.queue is not None and peer.left is How.LOST:
+            peer.queue.undertaker.look()
+        untaken = _load(peer)
+        self._framed -= untaken if peer.queue is None else 0
+        self.lost += untaken
         if untaken:
-            self.lost += untaken
             self.left_behind = [*self.left_behind[1 - _TOLD :], (peer, untaken)]
+
+    def let_go(self, peer: Peer) -> None:
+        """See Role."""
+        self.unshare(peer)
 
     def shares(self, peer: Peer) -> None:
         """See Link."""

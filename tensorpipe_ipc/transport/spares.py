@@ -11,6 +11,7 @@ import time
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.transport import rendezvous
 from tensorpipe_ipc.transport.addresses import Address
+from tensorpipe_ipc.transport.peer import Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.rendezvous_file import QueueOffer, RendezvousFile
 from tensorpipe_ipc.transport.token_pipe import CAPACITY
@@ -86,12 +87,19 @@ class Spares:
             if queue.claim(queue.maxsize):
                 self._queues.remove(queue)
 
-    def take(self, token: int) -> PairQueue | None:
-        """Hand out the one that a connector says it has claimed, if it has."""
+    def take(self, token: int, peer: Peer | None = None) -> PairQueue | None:
+        """Hand out the one that a connector says it has claimed, if it has.
+
+        Args:
+            peer: that connector, whose it is from the moment on at which it is none of these.
+        """
         for queue in self._queues:
             if queue.offer.token == token and queue.claimant:
-                self._queues.remove(queue)
                 queue.accept()
+                others = [each for each in self._queues if each is not queue]
+                self._queues = others  # from here on no call, and so no exception, is in between
+                if peer is not None:
+                    peer.queue, peer.settled = queue, True
                 return queue
         return None
 
