@@ -156,21 +156,24 @@ class Meeting(Role):
             return
         if self.has_left(found.hello):
             return
-        with contextlib.ExitStack() as stack:
-            sight = self._sight_of(found.hello)  # one: what it closes with later is read there
-            stack.callback(sight.close)
-            if sight.is_gone():
-                return
+        sight = self._sight_of(found.hello)  # one: what it closes with later is read there
+        queue, has_met = None, False
+        try:
             with contextlib.suppress(SharedMemoryError):
-                queue = self._claimed(found)
+                queue = None if sight.is_gone() else self._claimed(found)
+            if queue is not None:
+                peer = Peer(b"", found.hello, sight)
+                peer.queue, peer.settled, peer.by_file = queue, True, True
+                self.met(peer)
+                self.peers[b""] = peer
+                has_met = True
+                self._sit_down(peer)
+                self._post()
+        finally:
+            if not has_met:
+                sight.close()
                 if queue is not None:
-                    stack.pop_all()
-                    peer = Peer(b"", found.hello, sight)
-                    peer.queue, peer.settled, peer.by_file = queue, True, True
-                    self.met(peer)
-                    self.peers[b""] = peer
-                    self._sit_down(peer, queue)
-                    self._post()
+                    queue.let_go()
 
     def has_left(self, hello: Hello) -> bool:
         """Whether this is an end that has told how it ended: what still comes of it was on its way, or is about to go."""
@@ -184,7 +187,8 @@ class Meeting(Role):
         try:
             queue = None if found is None else self._claimed(found)
             if queue is not None:
-                self._sit_down(peer, queue)
+                peer.queue, peer.settled, peer.by_file = queue, True, True
+                self._sit_down(peer)
             if found is not None:
                 return
         except SharedMemoryError as failed:
@@ -218,8 +222,7 @@ class Meeting(Role):
     def _may_meet(self) -> bool:
         return not self.arrangement.never_shares and not self.has_keys
 
-    def _sit_down(self, peer: Peer, queue: PairQueue) -> None:
-        peer.queue, peer.settled, peer.by_file = queue, True, True
+    def _sit_down(self, peer: Peer) -> None:
         self.shares(peer)
         self._greeted = 0.0
 

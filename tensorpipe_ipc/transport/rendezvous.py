@@ -57,7 +57,7 @@ class PairQueue(SharedMemoryQueue):
 
     kept_by = RowLife
     offer: QueueOffer
-    _claimant: object
+    _is_claimed = False  # by an end of this process
     _waits_in_read = False  # but for several descriptors at a time
 
     def claim(self, maxsize: int) -> bool:
@@ -68,23 +68,27 @@ class PairQueue(SharedMemoryQueue):
         Args:
             maxsize: how many messages may be in it from now on; not more than before.
         """
-        me = object()
-        if self.words[self.record.claimed] or vars(self).setdefault("_claimant", me) is not me:
+        if self.words[self.record.claimed] or self._is_claimed:
             return False
+        self._is_claimed, done = (
+            True,
+            False,
+        )  # with no call, and so no other thread and no exception, since it was asked
         byte = self.record.block + 1
-        has_lock = self.rows.try_lock(byte, 1)
-        if not has_lock or self.words[self.record.claimed]:
-            if has_lock:
+        try:
+            if self.rows.try_lock(byte, 1) and not self.words[self.record.claimed]:
+                self.words[self.record.claimed] = os.getpid()
+                if maxsize < self.maxsize:
+                    assert self.credits is not None
+                    os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
+                    self.record.narrow(maxsize)
+                    self.maxsize = maxsize
+                done = True
+        finally:
+            if not done:
+                self._is_claimed = False
                 self.rows.unlock(byte, 1)
-            del self._claimant
-            return False
-        self.words[self.record.claimed] = os.getpid()
-        if maxsize < self.maxsize:
-            assert self.credits is not None
-            os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
-            self.record.narrow(maxsize)
-            self.maxsize = maxsize
-        return True
+        return done
 
     def accept(self) -> None:
         """Go by what the connector that took it has left of it."""
@@ -97,12 +101,11 @@ class PairQueue(SharedMemoryQueue):
 
     def let_go(self) -> None:
         """Have an end of this process let go of it. To the kernel a binder here and its connector are one."""
-        vars(self).pop("_claimant", None)
+        self._is_claimed = False
 
     def is_deserted(self) -> bool:
         """Whether the connector that took it has let go of it, or is dead."""
-        here = "_claimant" in vars(self)
-        return self.claimant > 0 and not here and not self.rows.is_locked(self.record.block + 1)
+        return self.claimant > 0 and not self._is_claimed and not self.rows.is_locked(self.record.block + 1)
 
     def _word_of(self, ticket: int) -> int:
         """See GetEnd.
@@ -210,9 +213,9 @@ def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
     here = _made.get(offer.token) if binder == identity() else None
     if here is not None:
         return here
-    me = object()
-    if _reaching.setdefault(offer.token, me) is not me:
+    if offer.token in _reaching:
         raise SharedMemoryError(errno.EBUSY, "another end of this process is just taking it")
+    _reaching[offer.token] = None  # with no call since it was asked
     try:
         return _reach(binder, offer, maxsize)
     except SharedMemoryError:
@@ -277,7 +280,7 @@ def _own_undertaker() -> Undertaker:
 
 
 _made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
-_reaching: dict[int, object] = {}  # by token: who is just about to have it
+_reaching: dict[int, None] = {}  # by token: those that a thread is just about to have
 _own: weakref.WeakValueDictionary[int, Undertaker] = (
     weakref.WeakValueDictionary()
 )  # by process: it goes with the last queue
