@@ -383,6 +383,69 @@ def test_a_long_lived_child_keeps_what_it_can_read_and_no_more(ctx: Any, gates: 
     assert blocks_in_use(ctx) == {}
 
 
+def test_what_a_child_lets_go_is_free_though_the_child_lives(ctx: Any, gates: list[Gate]) -> None:
+    """Once its parent has let go, too. A child of the child counts, and the memory is shared again in all of them."""
+    wrote, first, second, third, _ = gates
+    box = [leased(ctx), leased(ctx, 3.0)]
+
+    def child() -> None:
+        box[0].fill_(9)
+
+        def grandchild() -> None:
+            box.pop(0)
+            third.wait()
+            assert box.pop().unique().tolist() == [3.0]
+            wrote.open()
+            third.wait()
+            use_memory(ctx)
+
+        pid = in_child(grandchild)
+        assert box[0].unique().tolist() == [9.0]
+        box.clear()
+        wrote.open()
+        first.wait()
+        use_memory(ctx)
+        third.open()
+        second.wait()
+        third.open()
+        assert reap(pid) == 0
+
+    pid = in_child(child)
+    wrote.wait()
+    assert box[0].unique().tolist() == [7.0]
+    box.clear()
+    use_memory(ctx)
+    assert blocks_in_use(ctx) == {"held": 2}  # the grandchild has one
+    first.open()
+    wrote.wait()
+    ctx.tensorpipe_undertaker().look()
+    assert blocks_in_use(ctx) == {}
+    use_memory(ctx)
+    second.open()
+    assert reap(pid) == 0
+
+
+def test_a_line_of_processes_each_forked_by_the_one_before_needs_few_rows(ctx: Any, gates: list[Gate]) -> None:
+    """Each has a lease when it forks and ends, and the next one lets go of it."""
+    done, *_ = gates
+    rows = ctx.tensorpipe_undertaker().rows
+
+    def generation(left: int) -> None:
+        kept = leased(ctx, float(left))
+        if left and os.fork():
+            os._exit(0)
+        assert kept.unique().tolist() == [float(left)]
+        del kept
+        if left:
+            generation(left - 1)
+        ctx.tensorpipe_undertaker().look()
+        assert len(rows.used()) < 6
+        done.open()
+
+    assert reap(in_child(lambda: generation(12))) == 0
+    done.wait()
+
+
 def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_memory(ctx: Any) -> None:
     """What children of an epoch before kept is used again, though memory is never short."""
     there, batches, resident = ctx.Queue(), list[torch.Tensor](), list[int]()

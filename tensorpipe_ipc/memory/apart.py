@@ -1,11 +1,13 @@
-"""Pages of a segment that a forked child sees as its own: what it writes there, nobody else sees.
+"""Pages of a segment that a forked child has as its own: nobody else sees what it writes there.
 
 A private mapping (mmap(2), MAP_PRIVATE) over the same addresses: so the tensors that the child inherited lie on it, and
-nothing is copied before it is written. Until the child writes a page, it sees there what its parent writes.
+nothing is copied before it is written. Until the child writes a page, it sees there what its parent writes. Once no tensor of
+the child lies there any more, the pages are the segment's again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -13,9 +15,9 @@ import os
 import warnings
 from collections.abc import Iterable
 
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import Segment, identity_of
 
-__all__ = ["set_apart"]
+__all__ = ["set_apart", "set_together"]
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
 _FAILED = ctypes.c_void_p(-1).value
@@ -48,6 +50,21 @@ def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int
             stacklevel=2,
         )
     return bool(pages) and not refused
+
+
+def set_together(segment: Segment, start: int, nbytes: int, identity: tuple[int, int]) -> None:
+    """Make a run of bytes that was set apart the segment's again. No tensor of this process may lie on its pages.
+
+    Args:
+        identity: of the segment's file. A process that has closed its descriptor keeps the pages as they are: their number
+            may be another file's by now.
+    """
+    with contextlib.suppress(OSError):
+        if identity_of(segment.descriptor) == identity:
+            ((first, stop),) = _pages([(start, nbytes)])
+            shared = mmap.MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE
+            address, access = segment.octets.ctypes.data + first, mmap.PROT_READ | mmap.PROT_WRITE
+            _mmap()(address, stop - first, access, shared, segment.descriptor, first)
 
 
 def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -39,6 +39,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import sys
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
@@ -49,9 +50,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.apart import set_apart
+from tensorpipe_ipc.memory.apart import set_apart, set_together
 from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, HELD, HOLDER, NBYTES, QUEUED, WRITING, Arena, Taker
-from tensorpipe_ipc.memory.segment import PAGE
+from tensorpipe_ipc.memory.segment import PAGE, identity_of
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
 
@@ -76,7 +77,9 @@ class Leases:
         self.octets = arena.segment.octets
         self._address = self.octets.ctypes.data
         self._memory = arena.segment.memory
-        self._inherited: list[tuple[int, int]] = []  # what a child that is being forked has of it: start, nbytes
+        self._inherited: list[_Run] = []  # what a child that is being forked has of it
+        self._apart: dict[int, _Run] = {}  # by the word: what this process, a child, has pages of its own of
+        self._identity = identity_of(arena.segment.descriptor)
         self.early: dict[int, Octets] = {}  # by the word: HELD before a fork, while the get of it was not over
         self.leaving: dict[int, Handover] = {}  # by the word: being put at this moment
         arena.rows.after_fork(self._in_child)
@@ -94,7 +97,7 @@ class Leases:
                 self.early[word] = array  # first: whoever ends the get looks there
                 words[word] = anchor.held
             if words[word] == anchor.held:
-                self._inherited.append((anchor.start, len(array)))
+                self._inherited.append((anchor, len(array)))
         return bool(live)
 
     def _in_child(self) -> None:
@@ -103,10 +106,20 @@ class Leases:
             handover.empty()
         self._forget()
         rows = self.arena.rows
-        by = -1 if rows.witness is None else rows.witness.fileno()
-        if set_apart(self.arena.segment, self._inherited, by):
+        by, inherited = -1 if rows.witness is None else rows.witness.fileno(), self._inherited
+        if set_apart(self.arena.segment, [(anchor.start, nbytes) for anchor, nbytes in inherited], by):
             self._inherited = []  # first: mapped again by another descriptor, they would be no witness
+            self._apart.update({anchor.word: (anchor, nbytes) for anchor, nbytes in inherited})
             rows.close_witness()
+            for anchor, _ in inherited:
+                if anchor() is None:
+                    self._let_go_in_child(anchor)
+
+    def _let_go_in_child(self, anchor: _Anchor) -> None:
+        """Give up own pages of what the parent holds: the last tensor on them is gone here. They are a witness no more."""
+        run = self._apart.pop(anchor.word, None)
+        if run is not None and run[0] is anchor and not sys.is_finalizing():
+            set_together(self.arena.segment, anchor.start, run[1], self._identity)
 
     def _forget(self) -> None:
         _holding.discard(self)
@@ -348,6 +361,9 @@ def _let_go(leases: Leases) -> None:
             _holding.add(leases)
 
 
+_Run = tuple["_Anchor", int]  # and its array's bytes
+
+
 class _Anchor(weakref.ref[Any]):
     __slots__ = ("forks", "held", "leases", "nbytes", "process", "start", "word")
     leases: Leases
@@ -361,8 +377,9 @@ class _Anchor(weakref.ref[Any]):
 
 def _release(anchor: _Anchor) -> None:
     leases, word, held = anchor.leases, anchor.word, anchor.held
-    if anchor.process != leases.process:
-        return  # a forked child's copy: the block is the parent's
+    if anchor.process != leases.process:  # a forked child's copy: the block is the parent's
+        leases._let_go_in_child(anchor)
+        return
     starts, live, words, start = leases._starts, leases.live, leases.words, anchor.start
     if start in starts and starts[start] is anchor:
         del starts[start]

@@ -25,8 +25,9 @@ After a fork the child has no row. It attaches anew at its first use.
 **Witnesses.** A child inherits the tensors that lie on its parent's leases, and may read them long after the parent let go,
 or died. So a process that forks while it has any leaves a witness: fork number k read-locks byte ``1 + k % WITNESSES`` of
 the row, through an open file description of its own. The parent closes that after the fork. The child maps its pages of
-the leases by it (apart.py). So the kernel keeps it, and the lock, as long as the child has these pages, most often until it
-ends, even if it closes all descriptors, as daemons do; and its own children inherit it with the pages. So *byte k is locked
+the leases by it (apart.py). So the kernel keeps it, and the lock, as long as the child has these pages: until the last
+tensor on them is gone, or the child ends; even if it closes all descriptors, as daemons do. Its own children inherit it with
+the pages. So *byte k is locked
 as long as any process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at
 once, whether or not the row's process lives (``has_witness``).
 
@@ -170,7 +171,11 @@ class Rows:
                 if not self.words[INCARNATIONS + row]:
                     return row
                 self._unlock(row)
-        raise SharedMemoryError(errno.EUSERS, f"all {MAX_ROWS} rows of the segment are taken by living processes")
+        raise SharedMemoryError(
+            errno.EUSERS,
+            f"all {MAX_ROWS} rows of the segment are taken: by living processes, or by dead ones of which forked children "
+            "still have tensors",
+        )
 
     def _adopt(self, row: int, taken: Callable[[int], None]) -> None:
         words, base = self.words, row_word(row)

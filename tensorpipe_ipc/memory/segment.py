@@ -49,6 +49,7 @@ __all__ = [
     "PAGE",
     "PAGE_LOCKED",
     "Segment",
+    "identity_of",
     "read_head",
     "segment_at",
 ]
@@ -98,7 +99,7 @@ class Segment:
         self.memory = _map(self.descriptor, size)
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.octets = np.frombuffer(self.memory, np.uint8)
-        _mapped.setdefault(_identity(self.descriptor), self)
+        _mapped.setdefault(identity_of(self.descriptor), self)
 
     @classmethod
     def create(cls, size: int = DEFAULT_SIZE) -> Segment:
@@ -145,7 +146,7 @@ class Segment:
         Raises:
             SharedMemoryError: as ``attach``.
         """
-        return _mapped.get(_identity(descriptor)) or cls.attach(descriptor)
+        return _mapped.get(identity_of(descriptor)) or cls.attach(descriptor)
 
     def resident(self) -> int:
         """Bytes of memory that the segment costs the machine now, all processes together."""
@@ -203,7 +204,12 @@ def segment_at(address: int) -> Segment | None:
     return None
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
+def identity_of(descriptor: int) -> tuple[int, int]:
+    """Return the identity of the file that a descriptor leads to.
+
+    Raises:
+        OSError: it leads to none.
+    """
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
@@ -211,7 +217,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _rebuild(duplicate: Any, size: int) -> Segment:
     """The segment as this process has it already, if it does: pickled twice, it is mapped once."""
     received = owned(duplicate.detach)
-    return _mapped.get(_identity(received.fileno())) or Segment(received, size)
+    return _mapped.get(identity_of(received.fileno())) or Segment(received, size)
 
 
 def _sealed_memfd(size: int) -> OwnedFd:
