@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import zmq
 
+from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.header import Header, Hello, Kind, Refusal
 
 PATIENCE = 10.0
+
+
+def wait_in_vain(consumer: Any, until: Callable[[], Any]) -> None:
+    """Have a consumer wait, and get nothing, until something holds: it deals with what comes inside its own calls."""
+    deadline = time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < deadline
+        try:
+            got = consumer.get(0.02)
+        except Empty:
+            continue
+        raise AssertionError(f"{got!r} came")
 
 
 class RawEnd:
@@ -59,6 +73,10 @@ class RawEnd:
             if found.kind == kind:
                 return found
         raise AssertionError(f"no {Kind.NAMES[kind]} came")
+
+    def until_answered(self, consumer: Any) -> None:
+        """Have a consumer wait in vain until it has said something to this end."""
+        wait_in_vain(consumer, lambda: self._socket.poll(0))
 
     def is_quiet(self, seconds: float) -> bool:
         """Whether nothing comes for so long."""

@@ -77,8 +77,7 @@ def test_what_a_consumer_says(consumer: tp.Consumer) -> None:
     """WELCOME names its role, window and serializers; each message that is taken is credited; at the end GOODBYE."""
     with RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer"))
-        with pytest.raises(tp.Empty):
-            consumer.get(0.1)
+        raw.until_answered(consumer)
         welcome = hello_of(raw.hear_of(Kind.WELCOME))
         assert (welcome.role, welcome.window, welcome.sequence) == ("consumer", 64, 0)
         assert welcome.accepts == ("numpy", "raw")
@@ -453,8 +452,7 @@ def test_an_end_that_comes_by_another_connection() -> None:
             _attach(consumer, one, end=presence.token, folder=presence.folder)
         with RawEnd(consumer.endpoint) as two:
             two.say(hello("producer", end=presence.token, folder=presence.folder))
-            with pytest.raises(tp.Empty):
-                consumer.get(0.3)
+            two.until_answered(consumer)
             assert two.hear_header().kind == Kind.WELCOME
             assert len(consumer.statistics().peers) == 1
             assert consumer.statistics().vanished == 0

@@ -268,8 +268,7 @@ def _doctor_says(binder: Any) -> list[str]:
 
 def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
     raw.say(hello("producer", identity=theirs.identity, shared_memory=theirs.shared_memory))
-    with pytest.raises(tp.Empty):
-        consumer.get(0.1)
+    raw.until_answered(consumer)
     return hello_of(raw.hear_of(Kind.WELCOME))
 
 
