@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
+from guard import runtime_folder
 from programs import ended, left_of, started
 
 import tensorpipe_ipc as tp
@@ -351,12 +352,14 @@ def test_every_start_method(method: str, pipeline: Any) -> None:
 # -- the commands
 
 
-def _interrupted(everybody: bool, *options: str) -> tuple[int, str, str, float]:
-    """Ctrl-C once processes are there: status, output, errors, and how long it took."""
+def _interrupted(everybody: bool, *options: str, ends: int = 0) -> tuple[int, str, str, float]:
+    """Ctrl-C once processes are there, and have so many ends: status, output, errors, and how long it took."""
     with started("-m", "tensorpipe_ipc", *options, "--sizes", "400B", "--seconds", "60") as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
         deadline = time.monotonic() + 50
         while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        while len(list(runtime_folder().glob("*.end"))) < ends and time.monotonic() < deadline:
             time.sleep(0.01)
         begun = time.monotonic()
         (os.killpg if everybody else os.kill)(program.pid, signal.SIGINT)
@@ -367,10 +370,13 @@ def _interrupted(everybody: bool, *options: str) -> tuple[int, str, str, float]:
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends the command with status 130 and no word, and takes processes, sockets and its folder with it."""
+    """Ctrl-C ends the command with status 130 and no word, and takes its processes, sockets, folder and ends' files with it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    status, out, err, _ = _interrupted(True, "latency", "--transport", "ipc")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    status, out, err, _ = _interrupted(True, "latency", "--transport", "ipc", ends=2)
     assert (status, out, err) == (130, "", "")
+    assert list(runtime_folder().iterdir()) == []
+    runtime_folder().rmdir()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -31,7 +31,7 @@ import torch
 from tensorpipe_ipc.benchmark.messages import Make
 from tensorpipe_ipc.benchmark.pipelines import OVER, End, Made
 from tensorpipe_ipc.errors import MeasurementFailed, PeerLost, TensorPipeError
-from tensorpipe_ipc.transport import rendezvous_file
+from tensorpipe_ipc.transport import presence, rendezvous_file
 
 __all__ = ["Crew", "Line", "Program", "Station", "Tokens"]
 
@@ -365,7 +365,8 @@ class Crew:
             self._members.clear()
             self._turn.close()
             self._wake.close()
-            rendezvous_file.sweep()  # who was killed has left his
+            rendezvous_file.sweep()  # what the killed have left
+            presence.sweep()
 
 
 def _say_that_it_is_over(station: Station, consumers: int) -> None:
