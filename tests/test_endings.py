@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -436,15 +437,18 @@ def test_a_loss_travels_as_the_failure_of_the_next_stage() -> None:
 def test_a_consumer_that_fails_says_so() -> None:
     """Its producer is told by flush, if messages were lost with it, and by put's Full."""
     with tp.Producer("victim", bind=True, linger=0) as producer:
+        all_put = threading.Event()
 
         def fail() -> None:
             with contextlib.suppress(ValueError), tp.Consumer("victim", bind=False) as consumer:
                 assert consumer.get(PATIENCE) == 0
+                assert all_put.wait(PATIENCE)
                 raise ValueError("no memory left")
 
         failing = in_thread(fail)
         for number in range(3):
             producer.put(number, PATIENCE)
+        all_put.set()
         failing()
         with pytest.raises(tp.StreamFailed, match="failed .*: ValueError: no memory left with 2 messages") as raised:
             producer.flush(PATIENCE)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 import warnings
 import weakref
@@ -16,6 +14,7 @@ import children
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from programs import ended, started
 
 import tensorpipe_ipc as tp
 
@@ -264,17 +263,13 @@ for number in range(20):
 """
 
 
+@pytest.mark.limit(110)  # it imports torch, which may take a busy machine long
 def test_a_program_that_ends_delivers() -> None:
     """A program that ends without close, its producer still referred to, delivers all and says goodbye."""
-    with tp.Consumer("ended") as consumer:
-        program = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", _FORGETFUL, consumer.endpoint],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stderr=subprocess.PIPE,
-        )
+    with tp.Consumer("ended") as consumer, started("-W", "error", "-c", _FORGETFUL, consumer.endpoint) as program:
         assert [int(tree[0, 0]) for tree in consumer] == list(range(20))
-        _, said = program.communicate(timeout=PATIENCE)
-        assert (program.returncode, said) == (0, b"")
+        done = ended(program)
+    assert (done.status, done.err) == (0, "")
 
 
 def test_what_cannot_be_sent_leaves_the_producer_as_it_was() -> None:
