@@ -13,6 +13,7 @@ from crash_points import told_by_child
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, VERSION, Segment, read_head, segment_at
+from tensorpipe_ipc.owned_fd import OwnedFd
 
 
 def test_a_segment_is_large_and_costs_a_page():
@@ -71,7 +72,7 @@ def test_what_is_right_in_all_is_attached():
 def test_it_is_as_large_as_was_said():
     descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
     with pytest.raises(SharedMemoryError, match=f"has {MINIMUM_SIZE} bytes, {2 * MINIMUM_SIZE} were expected"):
-        Segment(descriptor, 2 * MINIMUM_SIZE)  # which closes it
+        Segment(OwnedFd.fromfd(descriptor), 2 * MINIMUM_SIZE)  # which closes it
 
 
 @pytest.mark.parametrize("without", SEALS)
