@@ -6,15 +6,20 @@ for several queues at once, by ``multiprocessing.connection.wait([queue._reader]
 
 from __future__ import annotations
 
+import time
 from multiprocessing import connection
 from typing import Any, Protocol
 
 __all__ = ["Reader", "Writer"]
 
+_PAUSE = 0.05  # seconds
+
 
 class _Queue(Protocol):
     @property
     def closed(self) -> bool: ...
+    @property
+    def is_shut(self) -> bool: ...
     def fileno(self) -> int: ...
     def empty(self) -> bool: ...
     def get(self) -> Any: ...
@@ -38,12 +43,26 @@ class Reader:
         return self._queue.fileno()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether there is something, within so many seconds; None: wait for it.
+        """Return whether ``recv`` would not wait: there is an object, or the queue was shut down.
+
+        Args:
+            timeout: seconds to wait for that; None: for ever.
 
         Raises:
             OSError: the queue is closed here.
         """
-        return not self._queue.empty() or (timeout != 0 and bool(connection.wait([self], timeout)))  # type: ignore[list-item]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._queue.empty():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            if connection.wait([self], left) and self._queue.empty():  # type: ignore[list-item]
+                if self._queue.is_shut:
+                    return True
+                time.sleep(
+                    _PAUSE if left is None else min(_PAUSE, left)
+                )  # what only wakes others, until a get takes it
+        return True
 
     def recv(self) -> Any:
         """Wait for an object, and take it."""

@@ -83,6 +83,11 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         return self._closed
 
     @property
+    def is_shut(self) -> bool:
+        """Whether it was shut down. It cannot be."""
+        return False
+
+    @property
     def _reader(self) -> Reader:
         return Reader(self)
 

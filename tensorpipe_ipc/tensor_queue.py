@@ -404,6 +404,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return found
 
     @property
+    def is_shut(self) -> bool:
+        """Whether it was shut down, by any process."""
+        return bool(self._queue.words[self._queue.record.shut])
+
+    @property
     def _reader(self) -> Reader:
         """What users of multiprocessing's queues reach for: ``connection.wait([queue._reader])``."""
         return Reader(self)

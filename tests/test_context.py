@@ -3,6 +3,8 @@
 import gc
 import multiprocessing
 import os
+import threading
+import time
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 
@@ -216,3 +218,22 @@ def test_what_reaches_for_a_queues_reader() -> None:
     assert queues[1]._reader.poll()
     assert by_reader[ready[0]].get() == "there"
     assert not queues[1]._reader.poll(0.01)
+
+
+def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:
+    """Though something is in the pipe that only wakes others; and it is ready where ``get`` would say that all is over."""
+    there = tp.Queue()
+    there._queue.record.set(there._queue.record.spilled)
+    there._queue.tickets.ring()
+    began = time.monotonic()
+    assert not there._reader.poll(0.1)
+    assert time.monotonic() - began >= 0.1
+    timer = threading.Timer(0.1, there.put, args=["there"])
+    timer.start()
+    assert there._reader.poll(None)
+    timer.join()
+    assert there._reader.recv() == "there"
+    there.shutdown()
+    assert there._reader.poll(None)
+    with pytest.raises(tp.ShutDown):
+        there._reader.recv()

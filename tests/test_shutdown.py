@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import select
@@ -293,6 +294,40 @@ def test_one_that_was_stopped_asleep_is_told_though_another_took_all_bells_and_w
         assert reap(in_child(lambda: other(there))) == -signal.SIGKILL
         os.kill(sleeper, signal.SIGCONT)
         assert reap(sleeper) == 0
+
+
+@pytest.mark.parametrize("last", ["get", "get_many"])
+def test_one_about_to_sleep_is_told_though_the_pipe_was_full_and_its_last_taker_is_killed(
+    monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """A full pipe has no room for what tells of the end. So there is some before the last message can be taken."""
+    there, read = Queue(), os.readv
+    for _ in range(fcntl.fcntl(there.fileno(), fcntl.F_GETPIPE_SZ) >> 3):
+        there.put(None)
+
+    def stop_and_read(*arguments: Any) -> int:
+        monkeypatch.setattr(os, "readv", read)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return read(*arguments)
+
+    def get_at_last() -> None:
+        monkeypatch.setattr(os, "readv", stop_and_read)
+        refused(there, GETS["get"])
+
+    def take_and_die() -> None:
+        monkeypatch.setattr(os, "readv", lambda *arguments: dies() if read(*arguments) else 0)
+        GETS[last](there)
+
+    sleeper = in_child(get_at_last)
+    os.waitid(os.P_PID, sleeper, os.WSTOPPED | os.WNOWAIT)
+    there.shutdown()
+    while there.qsize() > 64:
+        there.get_many(64)
+    while there.qsize() > 1:
+        there.get()
+    assert reap(in_child(take_and_die)) == -signal.SIGKILL
+    os.kill(sleeper, signal.SIGCONT)
+    assert reap(sleeper) == 0
 
 
 def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:

@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import select
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
@@ -162,6 +163,26 @@ def test_bursts_and_droughts_again_and_again_lose_nothing_and_keep_the_order(siz
     assert [reap(pid) for pid in consumers] == [0, 0, 0]
     os.close(told)
     os.close(tell)
+
+
+def test_one_thread_at_a_time_takes_from_the_log() -> None:
+    """Another waits for a moment, and goes on without, as it does where another process has the turn and is stopped."""
+    there = Queue()
+    turn, told = there._queue.tickets.turn, list[bool]()
+    there.put(1)
+    assert turn is not None
+    assert turn.take()
+    assert turn.take()  # a signal's handler, in the same thread
+    thread = threading.Thread(target=lambda: told.append(turn.take()))
+    thread.start()
+    thread.join(LIMIT)
+    turn.leave()
+    thread = threading.Thread(target=lambda: told.append(turn.take()))
+    thread.start()
+    thread.join(LIMIT)
+    turn.leave()
+    assert told == [False, True]
+    there.get()
 
 
 class Broken:

@@ -34,6 +34,7 @@ from tensorpipe_ipc.memory.row import BATCH, GET, Operation
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
+from tensorpipe_ipc.transport.queue_record import TOLD
 from tensorpipe_ipc.transport.token_pipe import LAST_BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
@@ -381,10 +382,11 @@ class GetEnd(QueueEnd):
                 words[word] = 0
 
         while decode is _drop or not words[self.record.dropped]:
+            # The pipe may have been full when the bells were to be given. First: who takes the last ticket may be killed then.
+            if words[self.record.shut] != TOLD and self.undertaker.wake(self._ends, self.number):
+                words[self.record.shut] = TOLD
             taken = tickets.take_past_bells(buffers, put_back)
             if taken:
-                if not tickets.unread():  # it was full when the bells were to be given
-                    self.undertaker.wake(self._ends, self.number, again=True)
                 if words[first] > LAST_BELL:
                     return taken
                 raise _Again  # each is served by itself

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from threading import get_ident
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
@@ -43,20 +44,32 @@ METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
 
 
 class _Turn:
-    """A lock of a byte of the record, by the description that carries this process's row."""
+    """A lock of a byte of the record, by the description that carries this process's row.
 
-    __slots__ = ("_byte", "_rows")
+    To the kernel all threads of this process are one holder, so they are told apart here. (A thread that an exception ended
+    as it had just taken the turn has it until it leaves it again: others go on without, as they do when it is stopped.)
+    """
+
+    __slots__ = ("_byte", "_rows", "_thread")
 
     def __init__(self, rows: Rows, byte: int) -> None:
-        self._rows, self._byte = rows, byte
+        self._rows, self._byte, self._thread = rows, byte, 0
 
     def take(self) -> bool:
         """See token_pipe.Turn."""
-        return self._rows.try_lock(self._byte, 1)
+        thread = get_ident()
+        if self._thread not in (0, thread):
+            return False
+        self._thread = thread  # no call since the look: no other thread has come in between
+        if self._rows.try_lock(self._byte, 1):
+            return True
+        self._thread = 0
+        return False
 
     def leave(self) -> None:
         """See token_pipe.Turn."""
         self._rows.unlock(self._byte, 1)
+        self._thread = 0
 
 
 class QueueEnd:
@@ -83,7 +96,6 @@ class QueueEnd:
         self._tickets_fd = tickets.fd
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
         self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
-        tickets.turn = _Turn(self.rows, self.record.turn)
         self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
         self.rows.after_fork(self._renew)
         self._forget()
@@ -91,6 +103,7 @@ class QueueEnd:
     def _forget(self) -> None:
         """This process has done nothing with the queue yet."""
         self._process = os.getpid()
+        self.tickets.turn = _Turn(self.rows, self.record.turn)
         self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
         self._operations: list[Operation] = []  # all of them
         self._left: deque[Operation] = deque()  # those that exceptions ended

@@ -12,10 +12,10 @@
                           └─────────────┴─────────────┘
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
-puts; ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used (transport/token_pipe.py), or bells stand
-in the pipe for another reason; ``tasks``: the queue can be joined; ``pair``: it lies between two endpoints (for onlookers);
-``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second
-byte. That of the third is the turn of those who take from the spill log.
+puts (TOLD: and all who wait have been told); ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used
+(transport/token_pipe.py), or bells stand in the pipe for another reason; ``tasks``: the queue can be joined; ``pair``: it lies
+between two endpoints (for onlookers); ``claimed``: a connector has taken one that was there for whoever comes, for which it has
+the lock of the record's second byte. That of the third is the turn of those who take from the spill log.
 
 **The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
 So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds
@@ -52,10 +52,11 @@ from tensorpipe_ipc.memory.ofd_locks import read_lock
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
-__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "Life", "QueueRecord", "RowLife", "facts_of", "number_of"]
+__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "TOLD", "Life", "QueueRecord", "RowLife", "facts_of", "number_of"]
 
 SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
+TOLD = 2  # of the word ``shut``
 _MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = 8, 9, 10, 11, 12, 13, 14, 15, 16
 FACTS = 8 * _LAPS
 

@@ -216,7 +216,7 @@ class TokenPipe:
             until = until or now + _TURN
             if now > until:
                 return False
-            os.sched_yield()
+            time.sleep(0)  # which lets other threads run, as sched_yield does not
         return True
 
     def _take_spilled(self, buffers: Buffers) -> int:
@@ -357,11 +357,20 @@ class TokenPipe:
             )
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
 
-    def ring(self, bell: int = BELL, count: int = 1) -> None:
-        """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep."""
-        with contextlib.suppress(BlockingIOError):
+    def ring(self, bell: int = BELL, count: int = 1) -> bool:
+        """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep.
+
+        Returns:
+            Whether there was room for all.
+        """
+        if count > _AT_ONCE and self.unread() and self.unread() + count > _capacity(self.fd):
+            return False  # nor shall a part of them pile up, each time that it is tried
+        try:
             for done in range(0, count, _AT_ONCE):
                 os.write(self.fd, bell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
+        except BlockingIOError:
+            return False
+        return True
 
     # ---- for the undertaker ----
 

@@ -67,7 +67,9 @@ the bells are given again. Whoever takes such a bell does all of this, unless it
 by a kill was either not begun, or each sleeper has a bell of its own. Whoever takes one puts it back into the pipe before it
 leaves the word: bells go round, and none that a killed or stopped process took is missed by another. One pass over what
 the pipe held says that only bells are left (``TokenPipe.take_past_bells``). A bell in a dead row's word is heard by the
-undertaker. Who finds nothing more rings until there are as many bells as words once more.
+undertaker. Who finds nothing more rings until there are as many bells as words once more. A full pipe has no room for
+them, and ``shut`` is 1. Then each get tries to give them before it takes, until they are in, and ``shut`` is TOLD. So they
+are in long before the last ticket can be taken.
 All other waits look at ``shut`` in each slice, and a get looks before it waits.
 
 A put looks at ``shut`` when T is set and the block not yet QUEUED, between P4 and P5. So a put that has not seen it has its
@@ -123,7 +125,7 @@ from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport import tasks
-from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, QueueRecord, number_of
+from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, TOLD, QueueRecord, number_of
 from tensorpipe_ipc.transport.token_pipe import BELL, DROP, LAST_BELL, SHUT, SLICE, TokenPipe
 
 __all__ = ["NEXT_LAP", "Ends", "InDoubt", "Undertaker", "block_of", "default_undertaker", "snapshot", "undertaker_of"]
@@ -382,14 +384,19 @@ class Undertaker:
         if drop:
             words[record.dropped] = 1
         record.set(record.shut)
-        self.wake(ends, queue, drop=drop)
+        told = self.wake(ends, queue, drop=drop)
         record.set(record.shut)  # a taker may have been about to clear ``watch``: queue_record.py
+        if told:
+            words[record.shut] = TOLD
 
-    def wake(self, ends: Ends, queue: int, *, drop: bool = False, again: bool = False) -> None:
+    def wake(self, ends: Ends, queue: int, *, drop: bool = False, again: bool = False) -> bool:
         """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one.
 
         Args:
             again: it was told before. Bells that are there count, as whoever takes one puts it back: they do not pile up.
+
+        Returns:
+            Whether the pipe had room for all bells.
         """
         rows = self.rows
         waiting = sum(
@@ -397,7 +404,7 @@ class Undertaker:
         )
         is_dropped = drop or self.words[ends.record.dropped]
         missing = min(_SPARE_BELLS + waiting, _MOST_BELLS) - (ends.tickets.unread() if again else 0)
-        ends.tickets.ring(DROP if is_dropped else SHUT, missing)
+        return ends.tickets.ring(DROP if is_dropped else SHUT, missing)
 
     def settle_puts(self, queue: int, deadline: float | None = None) -> None:
         """Wait until puts that are about to give their tickets have done so, or have seen that the queue is shut.
