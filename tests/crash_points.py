@@ -5,6 +5,7 @@ system call is one). They are counted by Python's own tracing, in a forked child
 """
 
 import dis
+import faulthandler
 import functools
 import os
 import signal
@@ -94,12 +95,16 @@ def raise_interrupt(*_):
 
 
 def in_child(action, code=0, alarm=LIMIT):
-    """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised."""
+    """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised.
+
+    One that hangs dies of SIGALRM, and says on stderr, which pytest shows with the failure, where each of its threads was.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a handler in Python would wait for a child that hangs in C
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)  # in C, too, and without a thread that waits for it
         signal.alarm(alarm)
         try:
             action()
