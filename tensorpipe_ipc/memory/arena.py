@@ -180,6 +180,7 @@ class Arena(Extents):
         """
         if self.rows.index >= 0:
             return
+        self._join()
         self.rows.attach(finish or self.finish, self._begin)  # not kept: it is a method of what keeps this
 
     def _begin(self, row: int) -> None:

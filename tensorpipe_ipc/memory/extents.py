@@ -20,7 +20,7 @@ have the extent. Before the owner writes the state of a free block, it does this
 
     owner                                        taker, who has the units' lock
     1  hazard = the block                        1  the extent's word = taker's row, in doubt
-    2  read the extent's word; not mine?         2  barrier (barrier.py): all that was stored before is seen now
+    2  read the extent's word; not mine?         2  barrier: all that was stored before is seen now
        then hazard = 0, and the block is dropped 3  read the hazards of all rows whose process lives
     3  block WRITING                                one in this extent? then leave the word as it is, for the next look
     4  hazard = 0                                4  the word, no longer in doubt: or 0, see below
@@ -31,6 +31,11 @@ process will store nothing. Nor can a new one have adopted the row meanwhile and
 A process that is stopped between its steps keeps one extent of memory from being given back for each of its threads, and
 nobody waits for it. A taker killed anywhere leaves a word in doubt, or one that is right; an extent in doubt is nobody's to
 allocate from, and whoever needs memory next begins at step 1.
+
+The barrier is the quick one (barrier.py). So each process joins before it has a row, and with it extents. One that the kernel
+does not let join stores ``apart`` in the segment's head, once and for all, and has a slow barrier before it goes on. A taker
+reads ``apart`` after its quick barrier, and has a slow one where that is set. Where it reads 0, its own first step was seen by
+all before the other's slow barrier was over: so the other's second step sees it, whatever it does from then on.
 
 An owner finds out by and by, block for block, what it has lost. Until it has dropped each block of such an extent, or its
 lists are searched for them, it does not take that unit again: an old entry of a list could pass for a new one.
@@ -57,10 +62,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.barrier import barrier
+from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import APART, Segment
 
 __all__ = ["IN_DOUBT", "UNIT", "Extents"]
 
@@ -166,13 +171,20 @@ class Extents:
 
     # ---- changing hands ----
 
+    def _join(self) -> None:
+        """Have the barriers of takers reach this process. To be called before it has a row."""
+        if not barrier.join():
+            self.words[APART] = 1
+            barrier.slow()
+
     def _take(self, wanted: Iterable[Extent]) -> None:
         """Have extents, whoever has them now, and give up those that are wholly free. What somebody is at stays in doubt."""
         with contextlib.ExitStack() as held:
             marked = [extent for extent in wanted if self._mark(held, *extent)]
             if not marked:
                 return
-            barrier()
+            if not barrier.quick() or self.words[APART]:
+                barrier.slow()
             hazards = self._hazards()
             for start, kind, units in marked:
                 if start >> 20 in hazards or (self._is_free(start, kind, units) and self._give_up(start, kind, units)):

@@ -9,12 +9,13 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0        8          16       24           32             40       48                                   size
-    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ memory/rows.py, extents.py, arena.py ─┤
+    byte 0        8          16       24           32             40       48       56                              size
+    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ rows.py, extents.py, arena.py ─┤
 
 ``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
+``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -41,6 +42,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
 __all__ = [
+    "APART",
     "CAPACITY",
     "DEFAULT_SIZE",
     "GROWN",
@@ -59,7 +61,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN = 24 // 8, 32 // 8, 40 // 8  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART = 24 // 8, 32 // 8, 40 // 8, 48 // 8  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2

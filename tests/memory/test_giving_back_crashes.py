@@ -9,6 +9,7 @@ import pytest
 from crash_points import dies_at, in_child, reap
 from wholeness import points, stride
 
+from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import HOLDER, QUEUED, WRITING, Arena, kind_of
 from tensorpipe_ipc.memory.row import ALLOCATING, hazard_word
 from tensorpipe_ipc.memory.segment import Segment
@@ -173,8 +174,32 @@ def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
 
 
 def test_a_barrier_that_the_kernel_refuses_is_waited_for(arena, monkeypatch):
-    monkeypatch.setattr("tensorpipe_ipc.memory.barrier._call", lambda: -1)
+    monkeypatch.setattr("tensorpipe_ipc.memory.barrier._call", lambda _: -1)
     Ledger(arena).use()
     began = time.monotonic()
     assert arena.trim() > 0
     assert time.monotonic() - began >= 0.02
+
+
+def test_who_takes_memory_waits_for_nobody_unless_a_process_cannot_be_reached(arena, monkeypatch):
+    """One that no quick barrier reaches has everybody have a slow one, from then on: also when it is gone."""
+    asked, call = [], barrier._call
+
+    def refuse():
+        monkeypatch.setattr(barrier, "_call", lambda _: -1)
+        Arena(arena.segment).attach()
+
+    def commands():
+        Ledger(arena).use()
+        asked.clear()
+        assert arena.trim() > 0
+        return asked
+
+    monkeypatch.setattr(barrier, "_call", lambda command: asked.append(command) or call(command))
+    reap(in_child(Arena(arena.segment).attach))
+    quick = [barrier._GLOBAL_EXPEDITED]
+    if call(0) < 0 or not call(0) & quick[0]:
+        pytest.skip("the kernel has no quick barrier")
+    assert commands() == quick
+    assert reap(in_child(refuse)) == 0
+    assert commands() == [*quick, barrier._GLOBAL]
