@@ -251,13 +251,12 @@ def test_a_block_that_grows_is_charged(ctx):
 
 def test_many_processes_stay_within_the_capacity_together(ctx):
     """Each puts at once whatever fits, in all sizes."""
-    there, ready = ctx.Queue(), ctx.Queue()
+    there = ctx.Queue()
     there.put(0)
     most, stop = [0], threading.Event()
 
     def action(seed):
         torch.manual_seed(seed)
-        ready.put(seed)
         for _ in range(30):
             with contextlib.suppress(Full):
                 there.put(octets(int(torch.randint(100, 9 * PART, (1,)))), timeout=0)
