@@ -30,6 +30,11 @@ def ctx():
 
 
 @pytest.fixture
+def medium_ctx():
+    yield from context_of(16 * MIB)
+
+
+@pytest.fixture
 def large_ctx():
     yield from context_of(32 * MIB)
 
@@ -275,6 +280,23 @@ def test_many_processes_stay_within_the_capacity_together(ctx):
         stop.set()
         onlooker.join()
     assert 20 * PART < most[0] <= 35 * PART
+
+
+def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx):
+    """A few per cent of what it took to put all that waits: in processor time, as others may be running."""
+    there, each, costs = medium_ctx.Queue(), [octets(100)] * 64, []
+    began = time.thread_time()
+    with contextlib.suppress(Full):
+        while True:
+            there.put_many(each, timeout=0)
+    filling, waiting = time.thread_time() - began, there.qsize()
+    assert waiting > 30_000
+    for _ in range(7):
+        began = time.thread_time()
+        with pytest.raises(Full, match=f"{waiting} waiting"):
+            there.put(octets(MIB), timeout=0)
+        costs.append(time.thread_time() - began)
+    assert min(costs) < 0.08 * filling
 
 
 ADDRESSES = """

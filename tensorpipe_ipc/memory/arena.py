@@ -54,18 +54,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from multiprocessing import context
 from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents
+from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
@@ -200,12 +200,15 @@ class Arena(Extents):
 
     # ---- allocation ----
 
-    def allocate(self, nbytes: int, *, force: bool = False, taker: Operation | Taker | None = None) -> int:
+    def allocate(
+        self, nbytes: int, *, force: bool = False, taker: Operation | Taker | None = None, collected: bool = False
+    ) -> int:
         """A block for ``nbytes`` of metadata and payload. Its state is WRITING.
 
         Args:
             force: even beyond the capacity, though not beyond what the machine has.
             taker: it knows the block from the moment on at which that is WRITING, whatever an exception then ends.
+            collected: ``collect`` has just had what there was; nothing more is given back for it.
 
         Returns:
             Its offset in the segment; 0 when there is no room now.
@@ -213,13 +216,15 @@ class Arena(Extents):
         Raises:
             SharedMemoryError: there can never be room for so much.
         """
-        kind, growth = kind_of(nbytes), nbytes + HEADER
+        kind, growth = kind_of(nbytes), self._growth(nbytes)
         if not force:
             self.check(nbytes)
         self.mind_idle()
         block = self._allocate(kind, growth, force, taker)
-        if not block and self._trim(growth):
-            block = self._allocate(kind, growth, force, taker)
+        if not block and not collected:
+            self.reclaim()
+            if self._trim(growth):
+                block = self._allocate(kind, growth, force, taker)
         return block
 
     def check(self, nbytes: int) -> None:
@@ -355,21 +360,15 @@ class Arena(Extents):
 
     def _has(self, start: int, kind: int, units: int) -> None:
         """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
-        size = 1 << kind
-        self._mine[start >> 20] = _Mine(kind, units * UNIT // size)
-        free, busy, fresh = list[int](), list[int](), np.ones(units * UNIT // size, np.bool_)
-        for begin, states in self.states(start, kind, units):
-            first, held = begin - start >> kind, (states & np.uint64(HOLDER)) != FREE
-            fresh[first : first + len(states)] = states == 0
-            free += self._at(start, kind, first + np.flatnonzero(~held & (states != 0)))
-            busy += self._at(start, kind, first + np.flatnonzero(held))
-        self._old[kind].extend(busy)
-        self.free[kind][:0] = free
-        self._fresh[kind][:0] = self._at(start, kind, np.flatnonzero(fresh)[::-1])
-
-    @staticmethod
-    def _at(start: int, kind: int, numbers: npt.NDArray[np.int64]) -> list[int]:
-        return [start + (number << kind) for number in numbers.tolist()]
+        spared = self.segment.page if kind <= self.whole else 0  # a hole: extents.py, "Walking"
+        count = units * UNIT - spared >> kind
+        self._mine[start >> 20] = _Mine(kind, count)
+        every = start + (np.arange(count) << kind)
+        blocks, states = self.states(start, kind, units)
+        held = (states & np.uint64(HOLDER)) != FREE
+        self._old[kind].extend(blocks[held].tolist())
+        self.free[kind][:0] = blocks[~held & (states != 0)].tolist()
+        self._fresh[kind][:0] = np.setdiff1d(every, blocks[states != 0])[::-1].tolist()
 
     def _drop(self, block: int) -> None:
         """A block that was in the lists is of an extent which another process has taken."""
@@ -398,14 +397,16 @@ class Arena(Extents):
             for block in _removed(blocks, lost):
                 self._drop(block)
 
-    def _withdraw(self, only: Container[int] | None = None, *, busy: bool = False) -> list[Extent]:
+    def _withdraw(self, only: Collection[int] | None = None, *, busy: bool = False) -> list[Extent]:
         """Take own extents of which all blocks are free out of the lists. They are to be taken anew, or given up.
 
         Args:
             only: units of extents that are wanted; None: all.
             busy: those of which some blocks are not free, too.
         """
-        found = []
+        found = list[Extent]()
+        if only is not None and not only:
+            return found
         for kind in {mine.kind for mine in list(self._mine.values())}:
             self._drop_lost(kind)
             lists = self._lists(kind) if busy else (self.free[kind], self._fresh[kind])
@@ -433,6 +434,10 @@ class Arena(Extents):
 
     # ---- memory ----
 
+    def _growth(self, nbytes: int) -> int:
+        """Bytes of pages that so many bytes of metadata and payload lie on."""
+        return -(-(nbytes + HEADER) // self.segment.page) * self.segment.page
+
     def _has_pages(self, block: int, kind: int, growth: int, force: bool) -> bool:
         """Have memory for what is to be written into a block that is WRITING. False: there is no room."""
         with self._growing:
@@ -448,13 +453,13 @@ class Arena(Extents):
                         return False
                 self._purse -= size
                 return True
-            page, written = self.segment.page, (block >> 3) + WRITTEN
-            have, need = self.words[written], min(1 << kind, -(-growth // page) * page)
-            if need <= have:
+            written = (block >> 3) + WRITTEN
+            have = self.words[written]
+            if growth <= have:
                 return True
-            if not self._grow(block + have, block + need, force):
+            if not self._grow(block + have, block + growth, force):
                 return False
-            self.words[written] = need
+            self.words[written] = growth
             return True
 
     def _grow(self, start: int, stop: int, force: bool) -> bool:
@@ -514,7 +519,6 @@ class Arena(Extents):
 
     def _trim(self, nbytes: int) -> bool:
         """Give back memory of own free blocks, largest and coldest first, until there is room. Whether any was free."""
-        self.reclaim()
         self._purse = self._machine = 0
         tried = False
         for kind in sorted((kind for kind in list(self.free) if kind > self.whole), reverse=True):
@@ -542,7 +546,7 @@ class Arena(Extents):
         Own extents that are free are given up, then those of others, the dead first; of extents that are free in part, the
         free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
-        kind, growth = kind_of(nbytes), nbytes + HEADER
+        kind, growth = kind_of(nbytes), self._growth(nbytes)
         units = max(1, (1 << kind) >> 20)
         self.reclaim()
         short, no_addresses = self._short_of(growth), self._gap(self._first_unit, units) + units > self._units
@@ -574,16 +578,17 @@ class Arena(Extents):
 
     def _free_memory(self, start: int, kind: int, units: int) -> tuple[int, bool]:
         """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
-        free, whole = 0, True
-        for first, states in self.states(start, kind, units):
-            whole = whole and not (states & np.uint64(HOLDER)).any()
-            for begin, nbytes, _ in self.free_runs(first, states, kind):
-                if kind > self.whole:  # what nobody filled has pages, too: written() does not tell of them
-                    pages = self.numbers[(begin >> 3) + WRITTEN : begin + nbytes >> 3 : 1 << kind - 3]
-                    free += int(np.maximum(pages, np.uint64(self.segment.page)).sum())
-                else:
-                    free += nbytes
-        return free, whole
+        blocks, states = self.states(start, kind, units)
+        free = (states & np.uint64(HOLDER)) == FREE
+        if kind > self.whole:
+            nbytes = self._memory_of(blocks[free])
+        else:
+            nbytes = sum(stop - begin for begin, stop in self.free_runs(start, kind, blocks, states))
+        return nbytes, bool(free.all())
+
+    def _memory_of(self, blocks: Places) -> int:
+        """Bytes of memory of blocks that are larger than a page. What nobody filled has pages, too, of which no hole tells."""
+        return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
     def is_overfull(self) -> bool:
         """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
@@ -618,12 +623,13 @@ class Arena(Extents):
         self.words[GROWN] = 0  # first: who grows meanwhile sets it again
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
         for start, kind, units, _ in self._all_extents():
-            if self._is_free(start, kind, units):
-                seen[start] = kind, sum(int(states.sum()) for _, states in self.states(start, kind, units))
+            blocks, states = self.states(start, kind, units)
+            if not (states & np.uint64(HOLDER)).any():
+                seen[start] = kind, int(states.sum())
                 if before.get(start) == seen[start]:
                     idle.add((start, kind, units))
                     continue
-            left += sum(stop - first for first, stop in self.written(start, start + units * UNIT))
+            left += self._memory_of(blocks) if kind > self.whole else len(blocks) << kind
         self._seen = seen
         if idle:
             self.reclaim()
@@ -677,22 +683,34 @@ class Arena(Extents):
                     self.words[self.table + unit] = self._own(kind, units)
                     self._has(start, kind, units)
 
+    def is_in_use(self) -> bool:
+        """Whether anybody has any block in the works or holds one."""
+        return any(len(rows) for rows, _ in self._in_use())
+
     def holders(self) -> dict[int, tuple[int, int]]:
         """By row: how many blocks its process has in the works or holds, with how many bytes of payload."""
-        found: dict[int, tuple[int, int]] = {}
+        return self.some_holders(math.inf)[0]
+
+    def some_holders(self, seconds: float) -> tuple[dict[int, tuple[int, int]], bool]:
+        """The same, as far as is seen in so many seconds, and whether that is all."""
+        counts, sums, until = np.zeros(MAX_ROWS, np.int64), np.zeros(MAX_ROWS, np.uint64), monotonic() + seconds
+        is_all = True
+        for rows, payloads in self._in_use():
+            np.add.at(counts, rows, 1)
+            np.add.at(sums, rows, payloads)
+            if monotonic() > until:
+                is_all = False
+                break
+        return {row: (int(counts[row]), int(sums[row])) for row in np.flatnonzero(counts).tolist()}, is_all
+
+    def _in_use(self) -> Iterator[tuple[Places, Words]]:
+        """Of each extent's blocks that are in the works or held: the rows of those who have them, and the bytes of payload."""
         for start, kind, units, _ in self._all_extents():
-            for begin, states in self.states(start, kind, units):
-                low = states & np.uint64(HOLDER)
-                busy = np.flatnonzero((low != FREE) & (low != KEPT))
-                if not len(busy):
-                    continue
-                payloads = self.numbers[(begin >> 3) + NBYTES + (busy << kind - 3)]
-                rows = (low[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
-                for row in set(rows.tolist()):
-                    count, nbytes = found.get(row, (0, 0))
-                    of_row = rows == row
-                    found[row] = count + int(of_row.sum()), nbytes + int(payloads[of_row].sum())
-        return found
+            blocks, states = self.states(start, kind, units)
+            states &= np.uint64(HOLDER)
+            busy = (states != FREE) & (states != KEPT)
+            rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
+            yield rows, self.numbers[(blocks[busy] >> 3) + NBYTES]
 
 
 class _Mine:

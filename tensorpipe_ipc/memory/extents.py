@@ -49,7 +49,12 @@ whole pages: their states, too, once the floor is higher. So a few small message
 
 **Walking.** Who looks for blocks of a dead row or of a queue that is gone writes to blocks of anybody's extents. Those it
 looks for are not FREE, so their extents are not given up. But what it takes for a block must be one: so it stores a hazard
-of its own first, and then reads the extent's word. In an extent in doubt it writes nothing, and comes again."""
+of its own first, and then reads the extent's word. In an extent in doubt it writes nothing, and comes again.
+
+Where a page is that was never written, no state is read: reading would make it, and it would cost memory. The kernel tells
+where the next page is (``SEEK_DATA``), which is all that blocks larger than a page take, and where the next hole is. The search
+for a hole goes on until it finds one. So *the last page of each extent of smaller blocks stays a hole*: else looking at n MiB
+of them would cost n searches through up to n MiB. Only addresses are lost by that."""
 
 from __future__ import annotations
 
@@ -65,7 +70,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import APART, Segment
+from tensorpipe_ipc.memory.segment import APART, PAGE, Segment
 
 __all__ = ["IN_DOUBT", "UNIT", "Extents"]
 
@@ -81,6 +86,7 @@ _GENERATION_AT = np.uint64(32)
 
 Extent = tuple[int, int, int]  # offset, kind, units
 Words = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.int64]
 
 
 class Extents:
@@ -215,12 +221,11 @@ class Extents:
         return found
 
     def _is_free(self, start: int, kind: int, units: int) -> bool:
-        return not any((states & _FREE_BITS).any() for _, states in self.states(start, kind, units))
+        return not (self.states(start, kind, units)[1] & _FREE_BITS).any()
 
     def _give_up(self, start: int, kind: int, units: int) -> bool:
         """Make a free extent free units. False: its pages cannot be punched out."""
-        for _, states in self.states(start, kind, units):
-            self._raise_floor(start, states)
+        self._raise_floor(start, self.states(start, kind, units)[1])
         if not self.segment.punch(start, start + units * UNIT):
             return False
         self.words[self.table + (start >> 20)] = 0
@@ -233,22 +238,24 @@ class Extents:
 
     def _punch_free(self, start: int, kind: int, units: int) -> None:
         """Punch the free pages of an extent out that is not free as a whole."""
-        for first, states in self.states(start, kind, units):
-            for begin, nbytes, free in self.free_runs(first, states, kind):
-                self._raise_floor(start, free)
-                self.segment.punch(begin, begin + nbytes)
+        blocks, states = self.states(start, kind, units)
+        runs = self.free_runs(start, kind, blocks, states)
+        if runs:
+            self._raise_floor(start, states)
+        for begin, stop in runs:
+            self.segment.punch(begin, stop)
 
-    def free_runs(self, begin: int, states: Words, kind: int) -> Iterator[tuple[int, int, Words]]:
-        """Where free pages begin among blocks in a row with these states, how many bytes they are, and their states."""
-        page, size = self.segment.page, 1 << kind
-        together = max(1, page // size)  # blocks of one page
-        skipped = -begin % page >> kind if together > 1 else 0
-        count = (len(states) - skipped) // together
-        free = ((states[skipped : skipped + count * together] & _FREE_BITS) == 0).reshape(count, together).all(axis=1)
-        edges = np.flatnonzero(np.diff(free, prepend=False, append=False)).tolist()
-        for first, last in zip(edges[::2], edges[1::2], strict=True):
-            blocks = slice(skipped + first * together, skipped + last * together)
-            yield begin + (blocks.start << kind), (blocks.stop - blocks.start) << kind, states[blocks]
+    def free_runs(self, start: int, kind: int, blocks: Places, states: Words) -> list[tuple[int, int]]:
+        """Where the pages of an extent begin and end that were written, and that have no block which is not free."""
+        if not len(blocks):
+            return []
+        step = max(self.segment.page, 1 << kind)
+        numbers = (blocks - start) // step
+        free = np.zeros(numbers[-1] + 3, np.bool_)  # one more before the first and behind the last
+        free[numbers + 1] = True
+        free[numbers[(states & _FREE_BITS) != 0] + 1] = False
+        edges: list[int] = (start + np.flatnonzero(free[1:] != free[:-1]) * step).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
 
     def floor(self, block: int) -> int:
         """The generation at which a block begins that was never used, or whose page was punched out."""
@@ -306,41 +313,50 @@ class Extents:
 
     def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""
-        descriptor = self.segment.descriptor
-        while start < stop:
-            try:
-                start = os.lseek(descriptor, start, os.SEEK_DATA)
-            except OSError as none:
-                if none.errno == errno.ENXIO:
-                    return
-                raise
+        while True:
+            start = self._data(start, stop)
             if start >= stop:
                 return
-            hole = os.lseek(descriptor, start, os.SEEK_HOLE)
+            hole = os.lseek(self.segment.descriptor, start, os.SEEK_HOLE)
             yield start, min(hole, stop)
             start = hole
 
+    def _data(self, start: int, stop: int) -> int:
+        """Where the first page from ``start`` on begins, or already has begun, that somebody has written; else ``stop``."""
+        try:
+            return os.lseek(self.segment.descriptor, start, os.SEEK_DATA) if start < stop else stop
+        except OSError as none:
+            if none.errno == errno.ENXIO:
+                return stop
+            raise
+
     def _blocks(self, start: int, kind: int, units: int) -> Iterator[int]:
         """The blocks of an extent whose state was ever written."""
-        for begin, stop in self._runs(start, kind, units):
-            yield from range(begin, stop, 1 << kind)
+        yield from self.states(start, kind, units)[0].tolist()
 
-    def states(self, start: int, kind: int, units: int) -> Iterator[tuple[int, Words]]:
-        """Runs of the blocks of an extent whose state was ever written: where each begins, and a copy of the states."""
-        for begin, stop in self._runs(start, kind, units):
-            yield begin, self.numbers[begin >> 3 : stop >> 3 : 1 << kind - 3].copy()
+    def states(self, start: int, kind: int, units: int) -> tuple[Places, Words]:
+        """The blocks of an extent whose state was ever written, in order, and a copy of their states."""
+        size, stop = 1 << kind, start + units * UNIT
+        if size > PAGE:
+            blocks = np.fromiter(self._begun(start, stop, size), np.int64)
+        else:
+            runs = [np.arange(first, last, size) for first, last in self.written(start, stop)]
+            blocks = np.concatenate(runs) if runs else np.arange(0)
+        return blocks, self.numbers[blocks >> 3]
+
+    def _begun(self, start: int, stop: int, size: int) -> Iterator[int]:
+        """The blocks, each larger than a page, whose first page somebody has written."""
+        while True:
+            data = self._data(start, stop)
+            start += -(-(data - start) // size) * size
+            if start >= stop:
+                return
+            if data == start:
+                yield start
+                start += size
 
     def blocks_that(self, start: int, kind: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
         """The blocks of an extent of whose states some bits are as wanted."""
-        found, bits, values = list[int](), np.uint64(mask), np.array(list(wanted), np.uint64)
-        for begin, states in self.states(start, kind, units):
-            found += [begin + (index << kind) for index in np.flatnonzero(np.isin(states & bits, values)).tolist()]
+        blocks, states = self.states(start, kind, units)
+        found: list[int] = blocks[np.isin(states & np.uint64(mask), np.array(list(wanted), np.uint64))].tolist()
         return found
-
-    def _runs(self, start: int, kind: int, units: int) -> Iterator[tuple[int, int]]:
-        size = 1 << kind
-        for first, stop in self.written(start, start + units * UNIT):
-            # A block that begins before has its state's page in a hole.
-            begin = start + -(-(first - start) // size) * size
-            if begin < stop:
-                yield begin, stop

@@ -415,13 +415,13 @@ class PutEnd(QueueEnd):
                 looked = monotonic()
                 self.undertaker.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
-                block = self.arena.allocate(nbytes, taker=taker)
+                block = self.arena.allocate(nbytes, taker=taker, collected=True)
                 if not block and force and not self.qsize():
-                    block = self.arena.allocate(nbytes, force=True, taker=taker)
+                    block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                 if block:
                     return block
                 if not self.qsize():
-                    if not self.arena.holders():
+                    if not self.arena.is_in_use():
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
                     if not force and headroom() >= nbytes:
                         return 0

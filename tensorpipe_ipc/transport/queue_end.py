@@ -34,7 +34,7 @@ from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.tasks import Tasks
-from tensorpipe_ipc.transport.token_pipe import BELL, BELLS, DROP, SHUT, TokenPipe
+from tensorpipe_ipc.transport.token_pipe import BELL, DROP, SHUT, TokenPipe
 from tensorpipe_ipc.transport.undertaker import Ends, Undertaker
 
 __all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "QueueEnd"]
@@ -159,8 +159,8 @@ class QueueEnd:
         words, waiting = self.words, self.tickets.unread()
         if not (words[self.record.spilled] or words[self.record.shut]) or not (waiting or words[self._watch]):
             return waiting
-        tokens = self.tickets.snapshot()
-        return self.waiting() if tokens is None else len(tokens - BELLS)
+        exactly = self.tickets.waiting()
+        return self.waiting() if exactly is None else exactly
 
     def waiting(self) -> int:
         """``qsize`` or a few more, without looking at each token."""

@@ -244,16 +244,13 @@ class _Reader:
 
     def _headers(self, start: int, kind: int, units: int) -> Iterator[tuple[int, _Words]]:
         """The first words of blocks that were ever written: where the first of them begins, and a row for each."""
-        size = 1 << kind
-        for first, stop in self._written(start, start + units * UNIT):
-            begin = start + -(-(first - start) // size) * size
-            if begin >= stop:
-                continue
-            if size <= _OFTEN:
-                yield begin, self._words(begin // 8, (stop - begin) // 8).reshape(-1, size // 8)[:, : METADATA + 1]
-            else:
-                for block in range(begin, stop, size):
-                    yield block, self._words(block // 8, METADATA + 1).reshape(1, -1)
+        size, end = 1 << kind, start + units * UNIT
+        if size > _OFTEN:
+            for block in range(start, end, size):  # a hole reads as zeros
+                yield block, self._words(block // 8, METADATA + 1).reshape(1, -1)
+            return
+        for begin, stop in self._written(start, end):
+            yield begin, self._words(begin // 8, (stop - begin) // 8).reshape(-1, size // 8)[:, : METADATA + 1]
 
     def _sort(self, first: int, size: int, words: _Words) -> None:
         steps = words[:, 0] & np.uint64((1 << STEP_BITS) - 1)

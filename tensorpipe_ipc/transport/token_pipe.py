@@ -372,20 +372,29 @@ class TokenPipe:
             return False
         return True
 
-    # ---- for the undertaker ----
+    # ---- looking ----
+
+    def waiting(self) -> int | None:
+        """How many tokens wait in the pipe and the log now, bells not counted. None: try later."""
+        content = self._content()
+        return None if content is None else len(frozenset(memoryview(content).cast("Q")) - BELLS) + self.spilled()
 
     def snapshot(self) -> frozenset[int] | None:
-        """All tokens that wait in the pipe and the log now, none of them removed. None: try later.
+        """All tokens that wait in the pipe and the log now, none of them removed. None: try later."""
+        content = self._content()
+        return None if content is None else frozenset(memoryview(content + self._spilled_content()).cast("Q"))
 
-        ``tee`` copies the pipe's content under its mutex, if the scratch pipe has as many pages.
+    def _content(self) -> bytes | None:
+        """What is in the pipe. None: try later.
+
+        ``tee`` copies it under the pipe's mutex, if the scratch pipe has as many pages.
         """
         try:
             reader, writer = owned_fd.pipe(os.O_NONBLOCK)
             with reader, writer:
-                content = self._copied(reader.fileno(), writer.fileno())
+                return self._copied(reader.fileno(), writer.fileno())
         except OSError:
             return None
-        return frozenset(memoryview(content + self._spilled_content()).cast("Q"))
 
     def _copied(self, scratch_read: int, scratch_write: int) -> bytes:
         size = fcntl.fcntl(self.fd, _F_GETPIPE_SZ)

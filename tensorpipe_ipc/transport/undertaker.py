@@ -134,6 +134,7 @@ NEXT_LAP = 1 << SLOT_BITS
 _FINGERPRINT = (1 << 40) - 1
 _SPARE_BELLS, _MOST_BELLS = 8, 4096  # for those who begin to wait meanwhile; a pipe holds no more
 _PATIENCE = 0.5  # seconds
+_GLANCE = 0.02  # seconds in which who has what is gathered for an error's text
 _LATE = 0.03  # seconds for which a get may outlast its timeout
 
 
@@ -187,14 +188,15 @@ class Undertaker:
             inherit: take over their extents, too; for when memory is short.
         """
         count, died = 0, False
+        owners = {row for *_, row in self.arena._all_extents()} if inherit else set[int]()
         for row in self.rows.used():
-            if inherit or not self.rows.is_finished(row):
+            if row in owners or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:
                     was_finished = dead and self.rows.is_finished(row)
                     if dead and (was_finished or self.finish(row)):
                         count += 1
                         died = died or not was_finished
-                        if inherit:
+                        if row in owners:
                             self.arena.inherit(row)
         if died:  # its queues may be nobody's now
             self.bury_all()
@@ -228,7 +230,7 @@ class Undertaker:
         block = self.arena.allocate(nbytes, taker=taker)
         if not block:
             self.make_room(nbytes)
-            block = self.arena.allocate(nbytes, taker=taker)
+            block = self.arena.allocate(nbytes, taker=taker, collected=True)
         if not block:
             raise SharedMemoryError(errno.ENOSPC, f"no {nbytes} bytes free; {self.describe_holders()}")
         return block
@@ -236,13 +238,14 @@ class Undertaker:
     def describe_holders(self) -> str:
         """What the arena costs and who has how much of it, for people."""
         arena = self.arena
+        found, is_all = arena.some_holders(_GLANCE)
         holders = ", ".join(
             f"{self.rows.describe(row)} has {count} blocks with {nbytes} bytes"
-            for row, (count, nbytes) in sorted(arena.holders().items())
+            for row, (count, nbytes) in sorted(found.items())
         )
         return (
             f"the arena costs {arena.segment.resident()} of at most {arena.capacity} bytes, and the machine leaves "
-            f"{headroom()}; {holders or 'nobody holds a block'}"
+            f"{headroom()}; {holders or 'nobody holds a block'}{'' if is_all else ', of those that were looked at'}"
         )
 
     def finish(self, row: int) -> bool:

@@ -1,5 +1,6 @@
 """Blocks: who has them, where they come from, what they cost."""
 
+import os
 import sys
 import threading
 
@@ -8,7 +9,7 @@ import pytest
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import FREE, HEADER, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, Segment
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +203,37 @@ def test_a_large_segment_costs_no_more_than_what_is_used_and_walking_it_costs_no
     assert arena.segment.resident() == before
 
 
+@pytest.mark.parametrize("nbytes", [448, 4032, 8128, (1 << 19) - 64, (1 << 20) - 64, (1 << 21) - 64])
+def test_no_look_at_an_extent_searches_beyond_it(arena, nbytes, monkeypatch):
+    """However full all are: the kernel looks for a hole until it finds one, so n looks would cost n * n."""
+    seek, searched = os.lseek, []
+
+    def measure(descriptor, place, how):
+        found = seek(descriptor, place, how)
+        if how == os.SEEK_HOLE:
+            searched.append(found - place)
+        return found
+
+    for _ in range(4 << 20 >> kind_of(nbytes)):
+        block = arena.allocate(nbytes)
+        arena.segment.octets[block + HEADER : block + HEADER + nbytes] = 1
+    monkeypatch.setattr(os, "lseek", measure)
+    count = sum(len(arena.states(*extent)[0]) for extent in arena._extents(arena.rows.index))
+    assert count >= 4 << 20 >> kind_of(nbytes)
+    assert max(searched, default=0) < UNIT
+
+
+def test_room_is_made_for_whole_pages(child, monkeypatch):
+    monkeypatch.setattr(Segment, "page", 64 << 10)
+    arena = Arena(Segment.create(1 << 30), capacity=64 << 20)
+    arena.attach()
+    child(lambda: (arena.attach(), free(arena, arena.allocate(3 << 20))))
+    arena.words[CAPACITY] = arena.segment.resident() + (12 << 20) + (32 << 10)
+    assert not arena.allocate(12 << 20)
+    arena.collect(12 << 20)
+    assert arena.allocate(12 << 20)
+
+
 def test_units_that_another_process_is_claiming_are_left_to_it(arena):
     other = Rows(arena.segment)
     other.attach(lambda _: True)
@@ -269,7 +301,7 @@ def test_who_attaches_finishes_the_dead_row_that_it_adopts(arena, child, kill, o
     other.attach((lambda row: asked.append(row) or other.finish(row)) if own else None)
     assert (other.rows.index, other.rows.incarnation, asked) == (1, 2, [1] * own)
     assert [owner for *_, owner in other._all_extents()] == [1]
-    assert not other.holders()
+    assert not other.is_in_use()
     other.attach(lambda _: asked.append("again"))
     assert (other.rows.incarnation, asked) == (2, [1] * own)
     other.rows.detach()
