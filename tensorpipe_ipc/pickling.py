@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 import errno
+import functools
 import io
 import os
 import pickle
@@ -178,18 +179,25 @@ class _Sent:
         if self._process != os.getpid():  # a forked child has sent nothing yet, and its finalizers were cleared
             self._process, self._keys = os.getpid(), set()
             util.Finalize(None, self._linger, exitpriority=0)
-        if len(self._keys) > 1024:
-            self._keys &= self._waiting()
-        self._keys.update(each._id[1] for each in handle[1] if hasattr(each, "_id"))
+        waiting = getattr(getattr(resource_sharer, "_resource_sharer", None), "_cache", {})
+        for key in [each._id[1] for each in handle[1] if hasattr(each, "_id")]:
+            if key in waiting:
+                send, close = waiting[key]
+                self._keys.add(key)
+                # The sharer's thread forgets a key before it sends, and closes when it has sent.
+                waiting[key] = send, functools.partial(self._close, self._keys, key, close)
+
+    @staticmethod
+    def _close(keys: set[Any], key: Any, close: Callable[[], None]) -> None:
+        try:
+            close()
+        finally:
+            keys.discard(key)
 
     def _linger(self) -> None:
         until = time.monotonic() + self.MOMENT
-        while self._process == os.getpid() and self._keys & self._waiting() and time.monotonic() < until:
+        while self._process == os.getpid() and self._keys and time.monotonic() < until:
             time.sleep(0.002)
-
-    @staticmethod
-    def _waiting() -> set[Any]:
-        return set(getattr(getattr(resource_sharer, "_resource_sharer", None), "_cache", ()))
 
 
 _sent = _Sent()

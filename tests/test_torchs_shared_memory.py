@@ -7,9 +7,10 @@ import gc
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_sharer
+from multiprocessing import reduction, resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,31 @@ def _share_and_end(there: Any) -> None:
     there.put({"x": torch.full((3,), 7.0).share_memory_()})
 
 
+def _share_slowly_and_end(there: Any) -> None:
+    send = reduction.send_handle
+
+    def slow_send(*arguments: Any) -> None:
+        time.sleep(0.2)
+        send(*arguments)
+
+    reduction.send_handle = slow_send  # type: ignore[assignment]
+    _share_and_end(there)
+
+
 def _new_shared(number: int) -> torch.Tensor:
     return torch.full((3,), float(number)).share_memory_()
+
+
+def test_a_process_that_ends_in_order_sends_what_was_asked_for_first() -> None:
+    """A handle that is on its way while its sender's program returns arrives."""
+    ctx = tp.get_context("fork")
+    there = ctx.Queue()
+    process = ctx.Process(target=_share_slowly_and_end, args=(there,))
+    process.start()
+    assert there.get(timeout=LIMIT)["x"].tolist() == [7, 7, 7]
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
 
 
 def test_a_process_that_ends_in_order_lets_what_it_shared_be_taken_first() -> None:
