@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use
+from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from programs import ran, ran_in_fork
 
@@ -659,13 +660,15 @@ class Interrupt(Exception):
 def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected(
     ctx: Any, gates: list[Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any moment of what is done around the fork, in the parent and in the child."""
+    """At any moment of what is done around the fork, in the parent and in the child. Other threads can fork afterwards."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # nobody could catch it
     point, left = 1, 0
-    while left <= 0:
-        left = forked_with_an_exception(ctx, gates[0], point)
-        assert blocks_in_use(ctx) == {}
-        point += 3
+    with tp.Consumer("forking"):  # an end has something to do around a fork, too
+        while left <= 0:
+            left = forked_with_an_exception(ctx, gates[0], point)
+            assert blocks_in_use(ctx) == {}
+            assert in_thread(lambda: reap(in_child(lambda: None)))() == 0
+            point += 2
     assert point > 50
     assert len(os.listdir("/proc/self/fd")) < 60
 

@@ -256,13 +256,11 @@ _hooked: list[bool] = []
 def _watch_forks() -> None:
     if not _hooked:
         _hooked.append(True)
-        os.register_at_fork(
-            before=lambda: _forking.acquire(), after_in_parent=lambda: _forking.release(), after_in_child=_drop_all
-        )
+        # In C: an exception of a signal's handler within would keep all other threads from forking for good.
+        os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
+        os.register_at_fork(after_in_child=_drop_all)
 
 
 def _drop_all() -> None:
-    global _forking
-    _forking = threading.RLock()
     for presence in list(_open_here):
         presence.drop_in_child()
