@@ -169,7 +169,7 @@ class _Sent:
     Else a pool whose worker ends with its task (``maxtasksperchild``) could not take that worker's last result.
     """
 
-    MOMENT = 5.0  # seconds: on a busy machine the taker may be that late
+    MOMENT = 1.0  # seconds
 
     def __init__(self) -> None:
         self._keys: set[Any] = set()  # of multiprocessing's resource_sharer
