@@ -157,7 +157,6 @@ class Consumer:
             self._link = ReceiveLink(
                 Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
                 accept=names,
-                restores=restore and copy is not True and self._arrival.unstage is None,
                 producers=_number_of(producers),
             )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
@@ -349,8 +348,6 @@ class Consumer:
                 f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
             )
         payloads, nbytes = header.payloads(frames), schema.nbytes
-        if header.restored:
-            schema = schema_of(schema.restored())
         schema.check(payloads)
         serializer = serializer_named(schema.serializer)
         return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes

@@ -91,8 +91,8 @@ def corpus() -> list[Frames]:
         found.append([header.pack_control(header.Kind.HELLO, hello)])
         found.append([header.pack_control(header.Kind.WELCOME, hello)])
     found.append([header.pack_control(header.Kind.REFUSED, header.Refusal("because"))])
-    found += [[header.pack_piece(3, header.Piece(at, 128, 128)), bytes(64)] for at in (0, 64)]
-    found += [[header.pack_piece(3, header.Piece(0, 128, 256, 10, 11)), bytes(128)]]
+    found += [[header.pack_piece(3, header.Piece(at, 128)), bytes(64)] for at in (0, 64)]
+    found += [[header.pack_piece(3, header.Piece(0, 128)), bytes(128)]]
     large = torch.arange(40_000.0)
     found += [in_pieces(tree) for tree in (large, [large[1:], large[:-1]], {"x": large.double(), "n": large.int()})]
     return found + [[header.pack(header.Kind.CREDIT, 9)], [header.pack(header.Kind.GOODBYE, 9)]]
@@ -229,9 +229,7 @@ def _made_up_pieces(rng: random.Random) -> Frames:
     found, at = list[bytes](), 0
     while at < total and len(found) < 60:
         size = min(rng.choice((1, 2, 64, 4096, 1 << 16, 1 << 17)), total - at)
-        codes = rng.choice(((0, 0), (0, 0), (10, 11), (13, 11)))
-        said = header.Piece(at, total, rng.choice((total, 2 * total)), *codes)
-        found += [header.pack_piece(3, said), bytes(size)]
+        found += [header.pack_piece(3, header.Piece(at, total)), bytes(size)]
         at += size
     return found
 
@@ -372,8 +370,6 @@ def _put_in_place(head: header.Header, frames: Frames) -> str:
         return "piece"
     head, found = assembly.completed(header.unpack(memoryview(frames[-1])), frames[-1:])
     schema = schema_of(head.schema)
-    if head.restored:
-        schema = schema_of(schema.restored())
     payloads = [memoryview(payload) for payload in head.payloads(found)]
     schema.check(payloads)
     schema.tree(head.values, payloads, serializer_named(schema.serializer), 0)

@@ -24,7 +24,7 @@ import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import Serializer, dense_order
-from tensorpipe_ipc.wire.dtypes import BY_TORCH, NARROW, is_narrowed
+from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, Written
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
 
@@ -162,11 +162,10 @@ class Narrowing:
 class _Cast(Written):
     """A large tensor on its way to being narrowed. However often it is written, what it loses is counted once."""
 
-    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_tensor", "narrowed")
+    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_tensor")
 
     def __init__(self, narrowing: Narrowing, tensor: torch.Tensor, nbytes: int) -> None:
         self._narrowing, self._tensor, self._nbytes = narrowing, tensor, nbytes
-        self.narrowed = BY_TORCH[narrowing.wire_dtype].code, BY_TORCH[tensor.dtype].code
         self._counted = 0  # items, from the first on, whose losses are
         self._made: torch.Tensor | None = None  # on its device, if that is not the CPU
 

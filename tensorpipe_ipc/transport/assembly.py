@@ -7,9 +7,6 @@ than the copy (``unacknowledged``).
 How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
 (nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
 
-Floats that were narrowed (``wire_dtype``) are restored piece by piece, each while it is in the cache: nothing narrow is put
-together. The region is then for what they are restored to, at most eight times as much as came.
-
 A process with a limit on its addresses could not go on once ZeroMQ has none for a frame: the connection ends, and the producer
 sends again, for ever. So a message that will not go under the limit, twice for a moment, is *refused* at its first piece: the
 others are dropped as they come, and get says so when the message is complete.
@@ -20,16 +17,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.memory.headroom import addresses_left
-from tensorpipe_ipc.wire.dtypes import BY_CODE, times_as_wide
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
-from tensorpipe_ipc.wire.restoring import restore_bytes
 from tensorpipe_ipc.wire.schema import schema_of
 
 __all__ = ["Assembly", "Regions"]
@@ -37,9 +32,8 @@ __all__ = ["Assembly", "Regions"]
 _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
-_AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for: restored, they are 64 KiB at most
+_AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
 _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
-_WIDEST = 8  # times as many bytes that what was narrowed may be
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
@@ -50,11 +44,10 @@ class Regions:
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
         self._received = 0  # bytes, ever
 
-    def ready(self, nbytes: int, coming: int) -> memoryview | None:
+    def ready(self, nbytes: int) -> memoryview | None:
         """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
 
-        Args:
-            coming: bytes of a message that may have to wait until they are put there.
+        If there are none, the message waits in its frames until they are asked for: so it takes twice as much then.
 
         Raises:
             ProtocolError: this machine does not have so much.
@@ -66,7 +59,7 @@ class Regions:
         base = self._ready(_size(nbytes))
         if base is None:
             left = addresses_left()
-            if left is not None and nbytes + coming + _SPARE > left:
+            if left is not None and 2 * nbytes + _SPARE > left:
                 raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
             return None
         self._count(nbytes)
@@ -126,103 +119,70 @@ class Assembly:
         refused: why there is no memory for them, "" as long as there is.
     """
 
-    def __init__(self, sequence: int, first: Piece, regions: Regions, *, restores: bool = True) -> None:
+    def __init__(self, sequence: int, first: Piece, regions: Regions) -> None:
         """
         Args:
             sequence: the message's number.
             first: what one of its pieces says.
             regions: where memory comes from.
-            restores: whether what was narrowed is restored.
 
         Raises:
-            ProtocolError: this machine does not have so much memory, or no narrowed bytes become so many.
+            ProtocolError: this machine does not have so much memory.
         """
         self.sequence = sequence
         self.refused = ""
-        self._total, self._restored, self._regions = first.total, first.restored, regions
-        if not self._total <= self._restored <= _WIDEST * self._total:
-            raise ProtocolError(f"{self._total} bytes that are {self._restored} when they are restored")
-        self._restores = restores and self._restored > self._total
-        self._size = self._restored if self._restores else self._total
+        self._total, self._regions = first.total, regions
         self._region: memoryview | None = None
         try:
-            self._region = regions.ready(self._size, self._total)
+            self._region = regions.ready(self._total)
         except OutOfMemory as refused:
             self.refused = str(refused)
-        self._waiting: list[_Placed] = []  # what came, one after the other, before there was a region
+        self._waiting: list[memoryview | bytearray] = []  # what came, one after the other, before there was a region
         self._filled = 0
-        self._grown = 0  # bytes that ``_filled`` are when they are restored
-        self._runs: list[_Run] = []  # of what is restored
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
 
         Raises:
-            ProtocolError: it lies beyond what was announced, or is no whole items of its dtype.
+            ProtocolError: it lies beyond what was announced.
         """
         said = piece_of(header)
         offset, end = said.offset, said.offset + len(piece)
-        if (said.total, said.restored) != (self._total, self._restored) or end > self._total:
+        if said.total != self._total or end > self._total:
             raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self._total} announced")
         if offset > self._filled:
             return False
         if end > self._filled:
-            placed = self._placed(said, piece[self._filled - offset :], end)
             try:
-                self._put(placed, end)
+                self._put(piece[self._filled - offset :], end)
             except OutOfMemory as refused:
                 self.refused, self._waiting = str(refused), []
-            self._filled, self._grown = end, placed.end
+            self._filled = end
         return True
 
-    def _placed(self, said: Piece, piece: memoryview, end: int) -> _Placed:
-        """Where the next piece belongs. Its sender must keep to what it announced, to the byte."""
-        codes = (said.crossed, said.own)
-        times = times_as_wide(*codes) if any(codes) else 1
-        placed = _Placed(piece, self._grown, self._grown + times * len(piece), codes)
-        left = self._total - end
-        if not placed.end + left <= self._restored <= placed.end + _WIDEST * left:
-            raise ProtocolError(f"{end} bytes that are {placed.end} when they are restored, of {self._restored}")
-        if times > 1 and (len(piece) % BY_CODE[said.crossed].itemsize or self._grown % BY_CODE[said.own].itemsize):
-            raise ProtocolError(f"a piece of {len(piece)} bytes at {self._grown}, which are no items")
-        if not self._restores:
-            return placed._replace(start=self._filled, codes=(0, 0))
-        if not self._runs or self._runs[-1].codes != codes:
-            if self._runs and self._filled - self._runs[-1].begin < BULK:
-                raise ProtocolError(
-                    f"dtypes that change twice within {self._filled - self._runs[-1].begin} bytes of pieces"
-                )
-            self._runs.append(_Run(self._filled, self._grown, times, codes))
-        return placed
-
-    def _put(self, placed: _Placed, end: int) -> None:
+    def _put(self, piece: memoryview, end: int) -> None:
         if self.refused:
             return
         if self._region is None and end + _AHEAD >= self._total:
-            self._region = self._regions.fresh(self._size)
+            self._region = self._regions.fresh(self._total)
+            at = 0
             for waiting in self._waiting:
-                _place(waiting, self._region)
+                at = _place(waiting, self._region, at)
             self._waiting = []
         if self._region is None:
-            self._wait(placed)
+            self._wait(piece)
         else:
-            _place(placed, self._region)
+            _place(piece, self._region, self._filled)
 
-    def _wait(self, placed: _Placed) -> None:
+    def _wait(self, piece: memoryview) -> None:
         """Keep a piece for later. Short ones are put together: each costs some hundred bytes beside its own."""
-        piece, last = placed.piece, self._waiting[-1] if self._waiting else None
+        last = self._waiting[-1] if self._waiting else None
         if len(piece) >= BULK:
-            self._waiting.append(placed)
-        elif (
-            last is None
-            or last.codes != placed.codes
-            or type(last.piece) is not bytearray
-            or len(last.piece) >= _TOGETHER
-        ):
-            self._waiting.append(placed._replace(piece=bytearray(piece)))
+            self._waiting.append(piece)
+        elif isinstance(last, bytearray) and len(last) < _TOGETHER:
+            last.extend(piece)
         else:
-            last.piece.extend(piece)
-            self._waiting[-1] = last._replace(end=placed.end)
+            self._waiting.append(bytearray(piece))
 
     def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
         """The message whose header has come, with the frames that came in pieces; without, where any is missing."""
@@ -240,44 +200,7 @@ class Assembly:
             places.append((start, end))
         if end != self._total:
             return header, frames
-        if not self._restores:
-            return header, frames + [self._region[start:end] for start, end in places]
-        found = _restored_in(self._region, places, self._runs, schema.narrowed())
-        return (header, frames) if found is None else (header._replace(restored=True), frames + found)
-
-
-class _Placed(NamedTuple):
-    """A piece, and where it belongs."""
-
-    piece: memoryview | bytearray
-    start: int
-    end: int
-    codes: tuple[int, int]  # of the dtypes that it is of and is restored to; (0, 0): it stays as it is
-
-
-class _Run(NamedTuple):
-    """Pieces that are restored alike."""
-
-    begin: int  # among what came
-    start: int  # in the region
-    times: int
-    codes: tuple[int, int]
-
-
-def _restored_in(
-    region: memoryview, places: list[tuple[int, int]], runs: list[_Run], narrowed: list[tuple[int, int]]
-) -> list[memoryview] | None:
-    """The payloads at ``places`` among what came, restored; None if they were not restored as their schema has it."""
-    found, at = [], 0
-    for (start, end), codes in zip(places, narrowed, strict=True):
-        while at + 1 < len(runs) and runs[at + 1].begin <= start:
-            at += 1
-        run = runs[at]
-        if run.codes != codes or at + 1 < len(runs) and end > runs[at + 1].begin:
-            return None
-        first = run.start + run.times * (start - run.begin)
-        found.append(region[first : first + run.times * (end - start)])
-    return found
+        return header, frames + [self._region[start:end] for start, end in places]
 
 
 def _region_on(base: Any, nbytes: int, home: deque[Any]) -> memoryview:
@@ -297,13 +220,11 @@ def _size(nbytes: int) -> int:
     return -(-nbytes // _UNIT) * _UNIT + ALIGN
 
 
-def _place(placed: _Placed, region: memoryview) -> None:
-    """Copied by NumPy: a memoryview's own copy is a slow one where formats differ."""
-    piece, start, end, codes = placed
-    if any(codes):
-        restore_bytes(region[start:end], memoryview(piece), *codes)
-    else:
-        np.frombuffer(region, np.uint8)[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+def _place(piece: memoryview | bytearray, region: memoryview, start: int) -> int:
+    """Copy a piece to its place. Return where it ends. By NumPy: a memoryview's own copy is slow where formats differ."""
+    end = start + len(piece)
+    np.frombuffer(region, np.uint8)[start:end] = np.frombuffer(piece, np.uint8)
+    return end
 
 
 def _teach_malloc() -> None:

@@ -43,10 +43,8 @@ class ReceiveLink(Link):
 
     role = "consumer"
 
-    def __init__(
-        self, opening: Opening, *, accept: tuple[str, ...] | None, restores: bool = True, producers: int | None = 0
-    ) -> None:
-        self._accept, self._restores = accept, restores
+    def __init__(self, opening: Opening, *, accept: tuple[str, ...] | None, producers: int | None = 0) -> None:
+        self._accept = accept
         size = names_size(self._accepted())
         if size > MAX_NAMES:
             raise ValueError(
@@ -312,7 +310,7 @@ class ReceiveLink(Link):
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             return
         if peer.assembly is None or peer.assembly.sequence != header.sequence:
-            peer.assembly = Assembly(header.sequence, piece_of(header), self._regions, restores=self._restores)
+            peer.assembly = Assembly(header.sequence, piece_of(header), self._regions)
         if not peer.assembly.add(header, frames[1]):
             self._ask(peer)
 

@@ -12,8 +12,6 @@ pieces of a message, which they cannot within a frame: whoever needs longer for 
 for dead, again and again. So to another host pieces are smaller: 1.3 Mbit/s are enough for them.
 
 What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while those before it are on their way already.
-A receiver restores it so, too, into memory that is used again: so what would be larger than a piece when it is restored goes
-in pieces, if it were only one. Pieces of half and a quarter of the bytes took both ends up to 16 % more time of their CPUs.
 
 Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (bare prototypes,
 under other load, median of rounds). Where malloc has not learned yet to keep 4 MB, the receiver of that loop gets fresh
@@ -47,7 +45,6 @@ import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory
 from tensorpipe_ipc.memory.headroom import headroom
-from tensorpipe_ipc.wire.dtypes import times_as_wide
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, Written
 from tensorpipe_ipc.wire.message import Outgoing
@@ -130,7 +127,7 @@ class Unacknowledged:
         """Copy a message, part by part; each is to be sent before the next is asked for. The last one completes it.
 
         Args:
-            piece: bytes of large payloads, restored, from which on they go in pieces of up to so many.
+            piece: bytes of large payloads from which on they go in pieces of up to so many.
         """
         first, large = message.parts(kept.sequence)
         kept.nbytes = message.nbytes
@@ -145,9 +142,9 @@ class Unacknowledged:
 
     def _copied(self, kept: Kept, first: bytes, large: list[_Source], piece: int) -> Iterator[list[Any]]:
         sizes = [*(-(-source.nbytes // ALIGN) * ALIGN for source in large[:-1]), large[-1].nbytes]
-        restored = sum(source.times * size for source, size in zip(large, sizes, strict=True))
+        total = sum(sizes)
         block, filled = self._block(kept), 0
-        if restored <= piece:
+        if total <= piece:
             frames = []
             for source, size in zip(large, sizes, strict=True):
                 frames.append(memoryview(block)[filled : filled + source.nbytes])
@@ -164,8 +161,7 @@ class Unacknowledged:
             frame = memoryview(block)[filled : filled + nbytes]
             for at, source, start, size in fills:
                 source.write(frame[at : at + size], start)
-            said = Piece(sent, sum(sizes), restored, *fills[0].source.narrowed)
-            yield [pack_piece(kept.sequence, said), frame]
+            yield [pack_piece(kept.sequence, Piece(sent, total)), frame]
             for at, source, start, size in fills:
                 source.sent(frame[at : at + size], start)
             filled, sent = filled + nbytes, sent + nbytes
@@ -205,18 +201,14 @@ class _Source:
 
     Attributes:
         nbytes: of it.
-        narrowed: as ``Written.narrowed``.
-        times: as many bytes it is when it is restored.
     """
 
-    __slots__ = ("_octets", "_written", "narrowed", "nbytes", "times")
+    __slots__ = ("_octets", "_written", "nbytes")
 
     def __init__(self, payload: Any) -> None:
         self._written = payload if isinstance(payload, Written) else None
         self._octets = np.frombuffer(payload, np.uint8) if self._written is None else None
         self.nbytes = len(payload)
-        self.narrowed = (0, 0) if self._written is None else self._written.narrowed
-        self.times = times_as_wide(*self.narrowed) if any(self.narrowed) else 1
 
     def write(self, place: memoryview, start: int) -> None:
         """Write as much of it as the place takes, from byte ``start`` on."""
@@ -246,9 +238,6 @@ def _pieces(large: list[_Source], piece: int) -> Iterator[tuple[list[_Fill], int
     fills, filled = list[_Fill](), 0
     for source in large:
         filled += -filled % ALIGN
-        if fills and fills[-1].source.narrowed != source.narrowed:
-            yield fills, filled
-            fills, filled = [], 0
         start = 0
         while start < source.nbytes:
             if filled == piece:

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tensorpipe_ipc.errors import ProtocolError
-
-__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "NARROW", "Dtype", "is_narrowed", "times_as_wide"]
+__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "NARROW", "Dtype", "is_narrowed"]
 
 
 class Dtype(NamedTuple):
@@ -67,18 +65,6 @@ BY_NUMPY: dict[np.dtype[Any], Dtype] = {row.numpy: row for row in BY_TORCH.value
 NARROW: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name) for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)
 )  # what floats may be narrowed to
-
-
-def times_as_wide(to: int, own: int) -> int:
-    """How many times as many bytes floats take that crossed as one dtype (its code) when they are restored to another.
-
-    Raises:
-        ProtocolError: no such floats are narrowed so.
-    """
-    crossed, wide = BY_CODE.get(to), BY_CODE.get(own)
-    if crossed is None or wide is None or not is_narrowed(wide.torch, crossed.torch):
-        raise ProtocolError(f"own dtype {own} of a tensor that crosses as {to}: no such floats are narrowed to it")
-    return wide.itemsize // crossed.itemsize
 
 
 def is_narrowed(own: torch.dtype, to: torch.dtype) -> bool:

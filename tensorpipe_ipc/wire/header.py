@@ -79,7 +79,7 @@ _MAX_FAILURE = 1024
 _MAX_ORIGIN = 300
 
 PREFIX = struct.Struct("<4sBBHQII")
-_PIECE = struct.Struct("<QQQBB")
+_PIECE = struct.Struct("<QQ")
 MAX_BODY = MAX_HEADER - PREFIX.size  # schema and values
 
 
@@ -91,18 +91,13 @@ class Kind:
 
 
 class Header(NamedTuple):
-    """Frame 0, taken apart; nothing in ``schema`` and ``values`` has been looked at.
-
-    Attributes:
-        restored: not of the frame: whether the payloads that have frames of their own were restored as they came.
-    """
+    """Frame 0, taken apart; nothing in ``schema`` and ``values`` has been looked at."""
 
     kind: int
     sequence: int
     schema: bytes
     values: memoryview
     packed: memoryview
-    restored: bool = False
 
     def payloads(self, frames: list[Any]) -> list[Any]:
         """The payload frames, of which the small payloads' is first, of all the frames of the message."""
@@ -115,16 +110,10 @@ class Piece(NamedTuple):
     Attributes:
         offset: where in the large payloads it begins, in bytes.
         total: how long they are together.
-        restored: how long they would be if each part were restored.
-        crossed, own: codes of dtypes: of what floats crossed as that were narrowed (``wire_dtype``), and of what they were;
-            0 and 0 of whatever was not.
     """
 
     offset: int
     total: int
-    restored: int
-    crossed: int = 0
-    own: int = 0
 
 
 _AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]

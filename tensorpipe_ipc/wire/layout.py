@@ -32,14 +32,9 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Written:
-    """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``.
-
-    Attributes:
-        narrowed: codes of the dtypes that its floats cross as and that they are restored to; (0, 0) if they are not narrowed.
-    """
+    """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``."""
 
     __slots__ = ()
-    narrowed = (0, 0)
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -12,26 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorpipe_ipc.wire.dtypes import BY_CODE
-
-__all__ = ["restore", "restore_bytes"]
+__all__ = ["restore"]
 
 _LOOKED_UP = 1 << 16  # pairs that are looked up at a time: NumPy makes an index of eight bytes of each
 _FROM = 1 << 14  # items from which on the table is worth it
-
-
-def restore_bytes(place: memoryview, narrow: memoryview, crossed: int, own: int) -> None:
-    """Fill ``place`` with the items of ``narrow``, whole ones of the dtype with the code ``crossed``, as those of ``own``.
-
-    Args:
-        place: aligned to items of ``own``, and of their length.
-        narrow: anywhere; it need not be writable.
-    """
-    octets = np.frombuffer(narrow, np.uint8)
-    if octets.ctypes.data % 8 or not octets.flags.writeable:  # torch's kernels crash on crooked items
-        octets = octets.copy()
-    there = torch.frombuffer(place, dtype=BY_CODE[own].torch)
-    restore(there, torch.from_numpy(octets).view(BY_CODE[crossed].torch))
 
 
 def restore(wide: torch.Tensor, narrow: torch.Tensor) -> None:

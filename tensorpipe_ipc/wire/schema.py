@@ -89,7 +89,6 @@ class Schema:
         self._see_that_bytes_are_apart()
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
-        self._restored: bytes | None = None
         self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * (self._plan.made + leaves + spans + 1)
 
     def _see_that_bytes_are_apart(self) -> None:
@@ -249,26 +248,6 @@ class Schema:
             if leaf.span is None:
                 yield leaf.nbytes
 
-    def narrowed(self) -> list[tuple[int, int]]:
-        """Of each payload that has a frame of its own, the codes of what it crossed as and of what it was; (0, 0) if the same.
-
-        Asked when all payloads are there.
-        """
-        opened = self._open()
-        spans = [(0, 0)] * len(opened.spans)
-        for leaf in opened.leaves:
-            if leaf.span is not None:
-                spans[leaf.span] = _codes(leaf)
-        codes = spans + [_codes(leaf) for leaf in opened.leaves if leaf.span is None]
-        sizes = [end - start for _, start, end in opened.places]
-        return [each for each, size in zip(codes, sizes, strict=True) if size >= BULK]
-
-    def restored(self) -> bytes:
-        """The schema that the message would have, had none of its payloads been narrowed that have a frame of their own."""
-        if self._restored is None:
-            self._restored = _restored(self._data, self._tensors_at)
-        return self._restored
-
     def frame_sizes(self) -> list[int]:
         """How long each payload frame is."""
         return list(self._frame_sizes())
@@ -406,36 +385,6 @@ def _open(data: bytes, at: int) -> _Opened:
         *in_block(places),
         any(leaf.own is not None for leaf in leaves),
     )
-
-
-def _restored(data: bytes, at: int) -> bytes:
-    count, first = _count(data, at, SPAN.size)
-    spans = list(SPAN.iter_unpack(data[first : first + count * SPAN.size]))
-    whole, metas = list(spans), list[bytes]()
-    for leaf in _leaves(data, first + count * SPAN.size):
-        row, nbytes, times = leaf.row, leaf.nbytes, 1
-        if row is None:
-            metas.append(OPAQUE.pack(nbytes))
-            continue
-        is_large = (nbytes if leaf.span is None else spans[leaf.span][1]) >= BULK
-        if leaf.own is not None and is_large:
-            times = leaf.own.itemsize // row.itemsize
-            meta = TensorMeta(leaf.own, leaf.shape, leaf.order)
-        else:
-            meta = TensorMeta(row, leaf.shape, leaf.order, leaf.own)
-        if leaf.span is None:
-            metas.append(meta.pack(times * nbytes))
-        else:
-            metas.append(meta.pack_view(leaf.span, times * leaf.offset, leaf.strides))
-            if times > 1:
-                size, payload = spans[leaf.span]
-                whole[leaf.span] = times * size, times * payload
-    packed = [SPAN.pack(*span) for span in whole]
-    return b"".join([data[:at], _U32.pack(len(packed)), *packed, _U32.pack(len(metas)), *metas])
-
-
-def _codes(leaf: LeafMeta) -> tuple[int, int]:
-    return (0, 0) if leaf.own is None or leaf.row is None else (leaf.row.code, leaf.own.code)
 
 
 def _values(data: memoryview, count: int) -> list[Any]:

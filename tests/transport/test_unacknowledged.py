@@ -29,7 +29,6 @@ from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.peer import How
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
-from tensorpipe_ipc.wire.dtypes import BY_CODE
 from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
@@ -41,7 +40,7 @@ ELSEWHERE = Identity("far-away", "another boot", 1, 2, 3.0)
 
 def _piece(offset: int, total: int) -> bytes:
     """The first frame of a piece of message 1, of which nothing was narrowed."""
-    return pack_piece(1, Piece(offset, total, total))
+    return pack_piece(1, Piece(offset, total))
 
 
 def _listen(consumer: tp.Consumer, seconds: float = 0.05) -> str:
@@ -206,7 +205,7 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2], ids=str)
 def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
-    """Piece by piece, each of what is restored alike."""
+    """Piece by piece."""
     wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(2, 600_000)[:, ::2]
     kept, keeper, made = Kept(7), Unacknowledged(), narrowing(serializer_named("raw"), dtype)
     assert made is not None
@@ -215,15 +214,14 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
     assert parts == kept.parts
     *pieces, last = parts
     assert unpack(memoryview(last[0])).kind == Kind.DATA
-    laid, restored = b"", 0
+    laid = b""
     for head, part in pieces:
         said = piece_of(unpack(memoryview(head)))
         assert said.offset == len(laid)
-        times = BY_CODE[said.own].itemsize // dtype.itemsize if said.own else 1
         assert len(part) <= PIECE_AFAR
         assert any(np.shares_memory(part, block) for block in kept.blocks)
-        laid, restored = laid + bytes(part), restored + times * len(part)
-    assert {piece_of(unpack(memoryview(head)))[1:3] for head, _ in pieces} == {(len(laid), restored)}
+        laid += bytes(part)
+    assert {piece_of(unpack(memoryview(head))).total for head, _ in pieces} == {len(laid)}
     at = 0
     for tensor in (wide.to(dtype), mixed, wide.to(dtype), strided.to(dtype)):
         at = -(-at // ALIGN) * ALIGN
@@ -237,7 +235,7 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
 def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
     """When 8 KiB are missing, and not a byte earlier."""
     total = 3 * PIECE
-    building = Assembly(1, Piece(0, total, total), Regions())
+    building = Assembly(1, Piece(0, total), Regions())
     assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
     assert (building._region is not None) == is_asked_for
     assert bool(building._waiting) == (not is_asked_for)
@@ -246,32 +244,32 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
 def test_what_this_machine_does_not_have_is_refused() -> None:
     """What is announced is at most all of its memory."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert Regions().ready(most, most) is None
+    assert Regions().ready(most) is None
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
-        Regions().ready(most + 1, 0)
+        Regions().ready(most + 1)
 
 
 def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
     regions, least = Regions(), 2 * PIECE + (1 << 25)
     monkeypatch.setattr(assembly, "addresses_left", lambda: least)
-    assert regions.ready(PIECE, PIECE) is None
+    assert regions.ready(PIECE) is None
     monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
-        regions.ready(PIECE, PIECE)
-    refused = Assembly(1, Piece(0, PIECE, PIECE), regions)
+        regions.ready(PIECE)
+    refused = Assembly(1, Piece(0, PIECE), regions)
     assert refused.add(unpack(memoryview(_piece(0, PIECE))), memoryview(bytes(100)))
     assert refused.refused
     assert not refused._waiting  # nor is it kept for later
     region = regions.fresh(PIECE)
     del region
-    assert regions.ready(PIECE, PIECE) is not None
+    assert regions.ready(PIECE) is not None
 
 
 def test_which_message_is_completed() -> None:
     """The one whose number the pieces had, and that comes with no payload of its own."""
     tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
-    building = Assembly(1, Piece(0, PIECE, PIECE), Regions())
+    building = Assembly(1, Piece(0, PIECE), Regions())
     assert building.add(unpack(memoryview(_piece(0, PIECE))), memoryview(tensor.numpy()))
     (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
     assert building.completed(unpack(memoryview(another)), [another])[1] == [another]
@@ -286,7 +284,7 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
     payload, (head, _) = memoryview(bytes(PIECE)), exchange.sent(torch.zeros(PIECE, dtype=torch.uint8))
     if missing == "memory":
         monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
-    building = Assembly(1, Piece(0, PIECE, PIECE), Regions())
+    building = Assembly(1, Piece(0, PIECE), Regions())
     assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
     assert bool(building.refused) == (missing == "memory")
     assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
@@ -298,7 +296,7 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("offset", [0, 3])
 def test_a_piece_beyond_what_was_announced(offset: int) -> None:
     """To the last byte, and not one further; whether or not what comes before it is there."""
-    building = Assembly(1, Piece(0, 8, 8), Regions())
+    building = Assembly(1, Piece(0, 8), Regions())
     assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
     with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
         building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
@@ -324,7 +322,7 @@ def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
     regions, asked = Regions(), []
-    building = Assembly(1, Piece(0, 2 * PIECE, 2 * PIECE), regions)
+    building = Assembly(1, Piece(0, 2 * PIECE), regions)
 
     def fail(*arguments: Any) -> Any:
         asked.append(arguments)
@@ -376,7 +374,7 @@ def test_the_size_of_pieces(identity: Identity) -> None:
         laid = bytearray()
         while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
             if head.kind == Kind.PIECE:
-                assert piece_of(head) == (len(laid), total, total, 0, 0)
+                assert piece_of(head) == (len(laid), total)
                 assert len(frames[1]) == min(limit, total - len(laid))
                 laid += frames[1]
         at = 0
@@ -508,7 +506,7 @@ def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(2, resends=resends)
         one.taken = taken
-        one.assembly = begun = Assembly(taken + 1, Piece(0, 8, 8), Regions())
+        one.assembly = begun = Assembly(taken + 1, Piece(0, 8), Regions())
         link.stands_at(one, said)
         assert (link.lost, one.taken) == (lost, max(said, taken))
         assert one.assembly is (begun if said <= taken else None)
@@ -539,10 +537,10 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(0)
         link.check_memory(one, _head(1))
-        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        one.assembly = Assembly(1, Piece(0, 8), Regions())
         link.check_memory(one, _head(1))
         monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
-        one.assembly = Assembly(1, Piece(0, 8, 8), Regions())
+        one.assembly = Assembly(1, Piece(0, 8), Regions())
         link.check_memory(one, _head(2))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
             link.check_memory(one, _head(1))
@@ -553,22 +551,9 @@ def test_pieces_of_a_message_that_was_taken() -> None:
     with tp.Consumer(LOOPBACK) as consumer:
         one = _peer(1, resends=False)
         for sequence, begins in ((1, False), (2, True)):
-            said = unpack(memoryview(pack_piece(sequence, Piece(0, 8, 8))))
+            said = unpack(memoryview(pack_piece(sequence, Piece(0, 8))))
             consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
             assert (one.assembly is not None) == begins
-
-
-@pytest.mark.parametrize("second", [True, False])
-def test_a_payload_that_goes_beyond_what_was_restored_alike(second: bool) -> None:
-    """One that was narrowed, of which a part came as if it was not, is not handed over."""
-    (head, _), codes = exchange.sent(torch.zeros(PIECE), wire_dtype=torch.float16), (10, 11)
-    restored = 4 * PIECE if second else 3 * PIECE
-    building = Assembly(1, Piece(0, 2 * PIECE, restored), Regions())
-    for offset, said in ((0, codes), (PIECE, codes if second else (0, 0))):
-        piece = unpack(memoryview(pack_piece(1, Piece(offset, 2 * PIECE, restored, *said))))
-        assert building.add(piece, memoryview(bytes(PIECE)))
-    header, frames = building.completed(unpack(memoryview(head)), [head])
-    assert (header.restored, [len(frame) for frame in frames[1:]]) == ((True, [restored]) if second else (False, []))
 
 
 @pytest.fixture

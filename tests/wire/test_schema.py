@@ -13,7 +13,6 @@ from exchange import forget_schemas, join, read, received, sent
 from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.wire import header, schema
-from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
 from tensorpipe_ipc.wire.schema import Schema
@@ -336,20 +335,3 @@ def test_views_count_from_where_the_span_begins() -> None:
     head = header.unpack(frames[0])
     tree = schema.schema_of(head.schema).tree(head.values, head.payloads(frames), Offset(), 0)
     assert [leaf.tolist() for leaf in tree] == [[0, 1, 2, 3], [2, 3]]
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_from_which_size_on_what_was_narrowed_is_restored_as_it_comes(is_shared: bool) -> None:
-    """Of BULK bytes it has a frame of its own. One item less goes with the small ones, and its schema says so still."""
-
-    def schema_of(items: int, wire_dtype: torch.dtype | None) -> Schema:
-        tensor = torch.zeros(items)
-        tree = [tensor, tensor[1:]] if is_shared else [tensor]
-        return Schema(header.unpack(memoryview(sent(tree, wire_dtype=wire_dtype)[0])).schema)
-
-    items = BULK // 2
-    large, small = schema_of(items, torch.float16), schema_of(items - 1, torch.float16)
-    assert large.narrowed() == [(BY_TORCH[torch.float16].code, BY_TORCH[torch.float32].code)]
-    assert large.restored() == schema_of(items, None)._data
-    assert small.narrowed() == []
-    assert small.restored() == small._data
