@@ -3,7 +3,8 @@
 Results come through ``ctx.SimpleQueue()``. But for calls, the executor makes a queue class of its own, over a pipe with a
 feeder thread, and asks no context for it. What it does ask its context for is each worker: ``ctx.Process(target=...,
 args=(calls, results, ...))``, before it sends a call. There its queue is changed into one that puts and gets through shared
-memory (``adopt``). That is all that is done to it; another executor's is left alone, and nothing is registered globally.
+memory (``adopt``). That is all that is done to it; another executor's is left alone, and nothing is registered globally. Where
+Python's executor has other parts than those known here, it keeps its own queue of calls, and a warning says so.
 
 One thread of the executor sends calls and reads results. Stock leaves the copying of calls to another; here that one does it
 itself. So that results come meanwhile, and do not fill the memory that calls need, ``full`` says when they are to be read.
@@ -12,6 +13,7 @@ itself. So that results come meanwhile, and do not fill the memory that calls ne
 from __future__ import annotations
 
 import functools
+import warnings
 from concurrent.futures import process
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -28,7 +30,11 @@ PATIENCE = 10.0  # seconds for which a call waits for memory that no results of 
 UNREAD = 32  # results, when they are read first. One by one, calls without tensors would take a fifth longer
 
 
-class CallQueue(process._SafeQueue):
+_PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # of concurrent.futures, private
+_MISSING = [name for name in _PARTS if not hasattr(process, name)]
+
+
+class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
     """An executor's queue of calls. Its pipe is not used."""
 
     _calls: Queue
@@ -131,6 +137,15 @@ _named = functools.lru_cache(maxsize=8)(pickling.load)
 
 def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
     """See to the queue of calls, if a process with this target and these arguments is to be an executor's worker."""
+    if _MISSING:
+        if getattr(target, "__module__", "") == process.__name__:
+            warnings.warn(
+                f"this Python's ProcessPoolExecutor has no {', '.join(_MISSING)}: tensors in calls go through its own pipe, "
+                "and not through shared memory; results do",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return
     if target is process._process_worker and len(arguments) > 1 and type(arguments[0]) is process._SafeQueue:
         calls, results = arguments[:2]
         inside = getattr(results, "_queue", None)

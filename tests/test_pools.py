@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
-from programs import outliving
+from programs import outliving, ran_in_fork
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.call_queue import UNREAD, CallQueue
@@ -220,6 +220,29 @@ def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
         assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 5, 0]]
         assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 6, 0]]
     del executor
+
+
+OTHER_PYTHON = """
+import warnings, multiprocessing
+from concurrent.futures import ProcessPoolExecutor, process
+
+if __name__ == "__main__":
+    del process._process_chunk
+    import torch
+    import tensorpipe_ipc as tp
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("default", "this Python's ProcessPoolExecutor has no _process_chunk")
+    with ProcessPoolExecutor(2, mp_context=tp.get_context("fork")) as executor:
+        print([executor.submit(torch.add, torch.ones(3), i).result(20).tolist() for i in range(2)])
+"""
+
+
+def test_an_executor_of_a_python_that_has_other_parts_works_and_says_so_once(tmp_path):
+    """Its calls go as they do there."""
+    done = ran_in_fork("-c", OTHER_PYTHON, folder=tmp_path)
+    assert (done.status, done.out.strip()) == (0, "[[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]"), done.err
+    assert done.err.count("RuntimeWarning: this Python's ProcessPoolExecutor has no _process_chunk") == 1
 
 
 def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
