@@ -1,4 +1,4 @@
-"""How long a message takes, and how many go in a second: of this package's queues and endpoints, or of your own pipeline.
+"""Measure how long a message takes, and how many go in a second, by this package's queues and endpoints or your own pipeline.
 
 ::
 

@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What one kind of message goes by."""
+    """The ways of one kind of message."""
 
     there: Made
     """From producers to consumers."""
@@ -76,12 +76,12 @@ class Tokens:
         os.read(self._taken.fileno(), 8)
 
     def is_there(self) -> bool:
-        """Whether one can be taken at once."""
+        """Return whether a message can be taken at once."""
         found: bool = self._taken.poll(0)
         return found
 
     def descriptors(self) -> tuple[int, int]:
-        """Where to read and where to write."""
+        """Return the descriptors to read from and to write to."""
         return self._taken.fileno(), self._given.fileno()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Tokens:
 
 
 class Station:
-    """What a process of the crew has at hand.
+    """The tools of one process of the crew.
 
     Attributes:
         index: its number among producers, or among consumers.
@@ -117,7 +117,7 @@ class Station:
             self._control.recv()
 
     def is_over(self) -> bool:
-        """Whether this consumer was told that all messages have been taken."""
+        """Return whether this consumer was told that all messages have been taken."""
         return self._control.poll(0) and self._control.recv() is _OVER
 
     def serve(self, control: Connection, lines: Sequence[Line], cpu: int | None) -> None:
@@ -313,7 +313,7 @@ class Crew:
             raise self._death(member) from None
 
     def _answers(self, members: Sequence[_Member], wanted: str = _DONE) -> list[Any]:
-        """What each of them says next, as soon as that is what is wanted of all. Others may be done meanwhile, but not fail."""
+        """Return the next answer of each, once all have answered as wanted. Others may be done meanwhile, but not fail."""
         lines = {member.control: member for member in self._members}
         watched = {member.process.sentinel: member for member in self._members}
         deadline = time.monotonic() + self._patience
@@ -334,7 +334,7 @@ class Crew:
         return [self._said.pop((member.name, wanted)) for member in members]
 
     def _heard(self, member: _Member) -> tuple[str, Any]:
-        """What one of them says, if it does not fail."""
+        """Return one process's answer, or raise its failure."""
         try:
             kind, answer = member.control.recv()
         except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""How both measurements go: what is asked is checked, processes are started, then each kind of message has its rounds.
+"""The course of both measurements: check the request, start processes, then give each kind of message its rounds.
 
 **How many rounds.** A few messages warm up and tell what one takes, which decides how many a turn has. Then rounds follow,
 in each of which the messages and both floors have a turn, until the median of the rounds' figures is known to 5 %
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """What was asked for, checked."""
+    """A request, checked."""
 
     pipeline: Pipeline
     cases: Sequence[Case]
@@ -192,7 +192,7 @@ def started(plan: Plan) -> Iterator[tuple[Crew, Setup]]:
 def rounds_of(
     plan: Plan, number: int, deadline: float, turn: Callable[[], T], figure: Callable[[T], float]
 ) -> tuple[list[T], bool]:
-    """What rounds found, and whether that is settled.
+    """Return the figures of the rounds, and whether they are settled.
 
     Args:
         number: which kind of message it is.
@@ -217,7 +217,7 @@ def rounds_of(
 
 
 def deadlines_of(plan: Plan) -> Iterator[float]:
-    """When each kind of message has to be done: what one does not need is the next ones'."""
+    """Return the deadline of each kind of message. Time that one does not need is the next ones'."""
     end = time.monotonic() + plan.seconds
     for left in range(len(plan.cases), 0, -1):
         now = time.monotonic()
@@ -239,7 +239,7 @@ def floors_of(rounds: Sequence[FloorTimes]) -> Floors:
 
 
 def memory_of(memory: MemoryTracker) -> MemoryUse:
-    """What a tracker without a thread found between its samples."""
+    """Return the memory that a tracker without a thread found between its samples."""
     growth, last = memory.growth, memory.samples[-1]
     return MemoryUse(growth.uss or 0, growth.shared or 0, last.arena or 0)
 

@@ -1,4 +1,4 @@
-"""What is sent: messages of a size, which differ from one to the next, and how they are told from damaged ones."""
+"""The messages of a benchmark: of one size, each different from the next, and checked for damage on arrival."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def case_of(make: Make) -> Case:
 
 
 def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
-    """What a tree is made of, and where each stands: also what is no tensor."""
+    """Return the leaves of a tree with their paths, also those that are not tensors."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
     if isinstance(tree, Mapping):
@@ -180,7 +180,7 @@ def _octets(tensor: torch.Tensor) -> memoryview:
 
 
 def specs_of(tree: Any) -> Any:
-    """What to ask ``loan`` for, to be filled with a tree."""
+    """Return the specs to ask ``loan`` for, to be filled with a tree."""
     if isinstance(tree, torch.Tensor):
         return TensorSpec(tuple(tree.shape), tree.dtype)
     if isinstance(tree, dict):

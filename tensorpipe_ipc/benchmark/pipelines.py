@@ -1,4 +1,4 @@
-"""What is measured: a queue, an endpoint, or a put and a get of the caller's own.
+"""The pipelines to measure: a queue, an endpoint, or the caller's own put and get.
 
 A pipeline is a description. ``made`` makes what has to be there before processes are started (a queue), once for each kind
 of message; each process then opens its end of it.
@@ -72,22 +72,22 @@ class Made(Protocol):
 
 
 class Pipeline(Protocol):
-    """What can be measured."""
+    """A pipeline that can be measured."""
 
     has_read: ClassVar[bool]
     """Whether a tree is the caller's again, as it was, when ``put`` has returned."""
 
     @property
     def device(self) -> str | None:
-        """Where tensors lie on both ends; None: on the CPU."""
+        """The device of tensors on both ends; None: the CPU."""
 
     @property
     def copies(self) -> bool:
-        """Whether a message that was put crosses by a copy."""
+        """Return whether a message crosses by a copy."""
 
     @property
     def back(self) -> Pipeline | None:
-        """What an answer takes, where round trips are measured; None: there is none."""
+        """The way of answers, where round trips are measured; else None."""
 
     def check(self, producers: int, consumers: int) -> None:
         """Raise what is wrong with it, before anything is started."""
@@ -105,7 +105,7 @@ class Pipeline(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OverOurs:
-    """What queues and endpoints have in common."""
+    """The common part of queues and endpoints."""
 
     serializer: str = "raw"
     """What the bytes of tensors are."""
@@ -121,7 +121,7 @@ class _OverOurs:
 
     @property
     def copies(self) -> bool:
-        """Whether a message that was put crosses by a copy."""
+        """Return whether a message crosses by a copy."""
         return not self.loan
 
     @property
@@ -176,7 +176,7 @@ class OverEndpoint(_OverOurs):
 
     @property
     def copies(self) -> bool:
-        """Whether a message that was put crosses by a copy."""
+        """Return whether a message crosses by a copy."""
         return super().copies or self.shared_memory == "off"
 
     def check(self, producers: int, consumers: int) -> None:

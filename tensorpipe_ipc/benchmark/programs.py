@@ -1,4 +1,4 @@
-"""What the two ends do, and when the clock runs.
+"""The programs of the two ends, and the moments at which the clock runs.
 
 All times are of CLOCK_MONOTONIC (``time.perf_counter_ns`` on Linux), which is one clock for all processes of a host: a
 time that one process read may be taken from one that another read.

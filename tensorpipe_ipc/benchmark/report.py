@@ -1,4 +1,4 @@
-"""What was found: frozen, documented under each field, to JSON and back, and as a table of at most 80 columns."""
+"""The report of a measurement: frozen, documented under each field, to JSON and back, and as a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _THROUGHPUT_FOOT = (
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What was measured, and where."""
+    """The setup of a measurement, and its machine."""
 
     pipeline: str
     """The pipeline, with its options."""
@@ -66,7 +66,7 @@ class Floors:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """What the measurement's processes, the caller's among them, had more at its end than after warming up."""
+    """The memory that the measurement's processes, the caller's among them, took between warm-up and end."""
 
     unique_growth_bytes: int
     """Memory that one process alone has (USS), of all."""
@@ -146,7 +146,7 @@ _Report = TypeVar("_Report", bound="_OfResults")
 @dataclasses.dataclass(frozen=True)
 class _OfResults:
     setup: Setup
-    """What was measured, and where."""
+    """The setup of a measurement, and its machine."""
     results: tuple[Any, ...]
 
     def to_json(self) -> str:
@@ -155,7 +155,7 @@ class _OfResults:
 
     @classmethod
     def from_json(cls: type[_Report], text: str) -> _Report:
-        """What ``to_json`` made.
+        """Read a report that ``to_json`` made.
 
         Raises:
             ValueError: it is of another kind, or no JSON.
@@ -177,7 +177,7 @@ class _OfResults:
 
 @dataclasses.dataclass(frozen=True)
 class LatencyReport(_OfResults):
-    """How long messages take, one way."""
+    """The time that messages take, one way."""
 
     results: tuple[LatencyResult, ...]
     """One for each kind of message."""
@@ -205,7 +205,7 @@ class LatencyReport(_OfResults):
 
 @dataclasses.dataclass(frozen=True)
 class ThroughputReport(_OfResults):
-    """How many messages go in a second."""
+    """The number of messages a second."""
 
     results: tuple[ThroughputResult, ...]
     """One for each kind of message."""

@@ -162,7 +162,7 @@ def _result(plan: Plan, crew: Crew, number: int, deadlines: Iterator[float]) -> 
 
 
 def _fitting(plan: Plan, nbytes: int, seconds_each: float) -> int:
-    """How many messages a turn has."""
+    """Return how many messages a turn has."""
     most = MOST if plan.pipeline.has_read else AHEAD_AT_MOST // max(1, nbytes)
     wanted = min(TURN, plan.seconds / len(plan.cases) / 12) / seconds_each
     return max(_at_least(plan, nbytes), min(MOST, most, int(wanted)) // plan.producers * plan.producers)

@@ -46,7 +46,7 @@ def percentiles(nanoseconds: Sequence[int]) -> Percentiles:
 
 
 def interval(figures: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what the rounds' figures come from lies, with 95 % confidence: between two of them.
+    """Return the two figures between which the true median lies, with 95 % confidence.
 
     The ranks are those of the binomial distribution: nothing is taken for granted about that of the figures. With fewer
     than six it is all that was seen, and less is certain.
@@ -61,7 +61,7 @@ def interval(figures: Sequence[float]) -> tuple[float, float]:
 
 
 def is_settled(figures: Sequence[float]) -> bool:
-    """Whether rounds' figures tell their median to ``PRECISION`` of it, either way."""
+    """Return whether the rounds' figures tell their median to ``PRECISION`` of it, either way."""
     if len(figures) < LEAST_ROUNDS:
         return False
     low, high = interval(figures)

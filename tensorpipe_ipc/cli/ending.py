@@ -1,4 +1,4 @@
-"""How commands that start processes end: SIGTERM is as good as Ctrl-C."""
+"""The end of commands that start processes: SIGTERM is as good as Ctrl-C."""
 
 from __future__ import annotations
 

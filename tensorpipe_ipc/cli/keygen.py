@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("name", metavar="NAME", help="a name, or a path without ending: NAME.key and NAME.key_secret")
 
 

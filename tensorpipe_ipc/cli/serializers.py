@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def copies_to_encode(serializer: Serializer) -> bool:
-    """Whether a contiguous CPU tensor's payload is other memory than the tensor's."""
+    """Return whether a contiguous CPU tensor's payload is other memory than the tensor's."""
     tensor = torch.zeros(64)
     _, payload = serializer.encode(tensor)
     return not np.shares_memory(np.frombuffer(payload, np.uint8), tensor.numpy())
@@ -48,7 +48,7 @@ def layouts(serializer: Serializer) -> list[str]:
 
 
 def dtypes(serializer: Serializer) -> list[torch.dtype]:
-    """Those of the table that it takes."""
+    """Return the dtypes of the table that a serializer takes."""
     return [dtype for dtype in BY_TORCH if _takes(serializer, torch.empty(2, dtype=dtype))]
 
 

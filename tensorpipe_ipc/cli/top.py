@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Rate(NamedTuple):
-    """What one process did with one queue in a second."""
+    """The messages of one process and one queue in a second."""
 
     put: float
     bytes_put: float
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rates(before: list[SegmentView], now: list[SegmentView], seconds: float) -> dict[Key, Rate]:
-    """What each process did with each queue, a second. Those that came in between count from nothing."""
+    """Return the rate of each process and queue. Those that came in between count from zero."""
     then = dict(_uses(before))
     found = {}
     for key, use in _uses(now):

@@ -1,4 +1,4 @@
-"""What the bytes of a tensor are: the registry of serializers, by name.
+"""The registry of serializers, by name: each turns a tensor into bytes, and back.
 
 ``raw``, ``numpy`` and ``torch_save`` are always there; ``register_serializer`` adds a user's own, once it has
 proved itself.

@@ -1,4 +1,4 @@
-"""What a serializer is, and the ground that all of them share: ``plain`` memory to read from.
+"""The protocol of a serializer, and the ground that all of them share: ``plain`` memory to read from.
 
 A serializer says what *one tensor's* bytes are. Containers, numbers, shared memory and gradients are dealt with before
 it is asked, so that every serializer works for every tree, on every transport.
@@ -22,7 +22,7 @@ ANY = 1 << 62  # bytes: more than any tensor has
 
 @runtime_checkable
 class Serializer(Protocol):
-    """What `register_serializer` takes. It is used from any thread, so it keeps no state between calls.
+    """A serializer, as `register_serializer` takes it. Any thread uses it, so it keeps no state between calls.
 
     Attributes:
         name: what both ends call it: up to 64 letters, digits, '_', '-' and '.'.

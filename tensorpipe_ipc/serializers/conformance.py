@@ -99,7 +99,7 @@ def _comes_back(serializer: Serializer, label: str, tensor: torch.Tensor) -> boo
 
 
 def _lies_on(tensor: torch.Tensor, payload: memoryview) -> bool:
-    """Whether the tensor changes with the payload."""
+    """Return whether the tensor changes with the payload."""
     before = _bits(tensor)
     kept = bytes(payload)
     payload[:] = bytes(byte ^ 0xFF for byte in kept)

@@ -123,7 +123,7 @@ class Narrowing:
         return narrow
 
     def any_suspect(self, narrow: torch.Tensor) -> bool:
-        """Whether items may have overflowed: none has, if not."""
+        """Return whether items may have overflowed. If False, none has."""
         return bool(narrow.numel()) and self._largest(narrow) >= self._suspect
 
     def count(self, narrow: torch.Tensor, wide: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ def _items(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor of whose items there is nothing to say but their dtype. The others are the serializer's."""
+    """Return whether a tensor's items are described by their dtype alone. All other tensors are the serializer's."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

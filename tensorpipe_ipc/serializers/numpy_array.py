@@ -63,7 +63,7 @@ class NumpyArray:
 
 
 def _head(payload: memoryview) -> tuple[str, bool, tuple[int, ...], int]:
-    """What a .npy file says of its array (descr, Fortran order, shape), and where the items begin.
+    """Read the head of a .npy file. Return descr, Fortran order, shape, and where the items begin.
 
     NumPy's own reader evaluates the head as Python, gives warnings, and fails in a dozen ways on a damaged one.
     """

@@ -1,4 +1,4 @@
-"""What goes over the wire: pure functions of bytes. Knows no socket, no shared memory, no CUDA.
+"""The wire format: pure functions of bytes. It knows no socket, no shared memory, no CUDA.
 
 * ``dtypes``: the one table of dtypes.
 * ``spec``, ``flatten``, ``rebuild``: nested containers <-> plain bytes and a flat list of leaves.

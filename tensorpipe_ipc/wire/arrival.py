@@ -18,7 +18,7 @@ TENSORS = (Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN)  # kinds of leave
 
 
 class Arrival(NamedTuple):
-    """What a receiver wants."""
+    """A receiver's wishes for the leaves of a message."""
 
     restore: bool = True
     """Whether floats that were narrowed (``wire_dtype``) get their own dtype back, in memory of their own. If not, they
@@ -34,7 +34,7 @@ AS_SENT = Arrival()
 
 
 def is_restored(leaf: LeafMeta, kind: int, arrival: Arrival) -> bool:
-    """Whether a leaf, of a kind (``Op``), gets its own dtype back."""
+    """Return whether a leaf, of a kind (``Op``), gets its own dtype back."""
     if leaf.own is None or leaf.row is None:
         return False
     return arrival.restore or ((kind == Op.NDARRAY or arrival.as_numpy) and leaf.row.numpy is None)

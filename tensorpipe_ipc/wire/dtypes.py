@@ -68,7 +68,7 @@ NARROW: tuple[torch.dtype, ...] = tuple(
 
 
 def is_narrowed(own: torch.dtype, to: torch.dtype) -> bool:
-    """Whether tensors of the dtype ``own`` cross as ``to``, where that is asked for: real floats that are wider than it."""
+    """Return whether tensors of the dtype ``own`` cross as ``to``, where asked for: real floats that are wider than it."""
     return own.is_floating_point and own in _PLAIN_FLOATS and to in NARROW and own.itemsize > to.itemsize
 
 

@@ -75,7 +75,7 @@ def flatten(tree: Any) -> Flat:
 
 
 def may_be_tree(node: Any) -> bool:
-    """Whether ``flatten`` would not refuse it for its own type: one look."""
+    """Return whether ``flatten`` takes an object of this type. It does not look inside."""
     kind = type(node)
     return kind in _WRITERS or kind in (dict, list, tuple) or kind in BY_TYPE or isinstance(node, TypedStorage)
 
@@ -401,7 +401,7 @@ def _array_advice(array: np.ndarray[Any, Any]) -> str:
 
 
 def leaf_path(tree: Any, index: int) -> str:
-    """Where leaf number ``index`` (in the order of ``flatten``) stands: ``['mask'][3]``. For errors: it walks again."""
+    """Return the path of leaf number ``index`` in the order of ``flatten``, as ``['mask'][3]``. It walks again: for errors."""
     return next(islice(_leaf_paths(tree, ""), index, None), "")
 
 

@@ -84,7 +84,7 @@ MAX_BODY = MAX_HEADER - PREFIX.size  # schema and values
 
 
 class Kind:
-    """What a message is for."""
+    """The kinds of messages."""
 
     HELLO, WELCOME, REFUSED, DATA, CREDIT, GOODBYE, PIECE = range(1, 8)
     NAMES = ("", "HELLO", "WELCOME", "REFUSED", "DATA", "CREDIT", "GOODBYE", "PIECE")
@@ -105,7 +105,7 @@ class Header(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a PIECE says of its part.
+    """The body of a PIECE: the place of its part.
 
     Attributes:
         offset: where in the large payloads it begins, in bytes.
@@ -121,7 +121,7 @@ _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class SharedMemoryTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an end says of shared memory. It says nothing that is opened: that stands in the binder's rendezvous file.
+    """The terms on which an end uses shared memory. They name nothing to open: that stands in the binder's rendezvous file.
 
     Attributes:
         wish: "auto" or "require". (An end that wants none has no terms.)
@@ -139,7 +139,7 @@ class SharedMemoryTerms(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who one end is and what it offers: the body of HELLO and of WELCOME.
+    """The body of HELLO and of WELCOME: the identity of an end, and its offer.
 
     Attributes:
         role: "producer" or "consumer".
@@ -179,7 +179,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an end ended: the body of GOODBYE.
+    """The body of GOODBYE: how an end ended.
 
     Attributes:
         failure: the type and text of the exception that ended it; "" if it ended well.
@@ -227,7 +227,7 @@ def pack_goodbye(sequence: int, ending: Ending) -> bytes:
 
 
 def ending_of(header: Header) -> Ending:
-    """How an end says that it ended, cut, and without what a terminal would act upon.
+    """Return the ending that a GOODBYE tells, cut short, and without characters that a terminal would act upon.
 
     Raises:
         ProtocolError: the body is no ``Ending``.
@@ -257,7 +257,7 @@ def pack_piece(sequence: int, piece: Piece) -> bytes:
 
 
 def piece_of(header: Header) -> Piece:
-    """What a PIECE says. Nothing of it has been looked at."""
+    """Return the body of a PIECE, unchecked."""
     return Piece(*_PIECE.unpack(header.schema))
 
 

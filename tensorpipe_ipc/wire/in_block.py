@@ -34,7 +34,7 @@ def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
 
 
 def in_one_block(message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
-    """What is to be written into a block: the payloads, and the metadata."""
+    """Return the payloads and the metadata to write into a block."""
     return Block(message.payloads, message.nbytes, message.keep), metadata_of(flags, message.schema, message.values)
 
 

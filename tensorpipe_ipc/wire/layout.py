@@ -1,4 +1,4 @@
-"""Where payloads lie: in frames, small ones together and large ones each in its own, or all in one block.
+"""The layout of payloads: in frames, small ones together and large ones each in its own, or all in one block.
 
 Small is what has fewer than ``BULK`` bytes. In what they share, payloads begin at multiples of ``ALIGN``; empty ones lie
 nowhere. A block is the frames one after another, each at a multiple of ``ALIGN``.
@@ -71,7 +71,7 @@ def layout(sizes: Iterator[int]) -> tuple[int, int, int]:
 
 
 def places_of(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Where each payload lies (frame, start, end; frame -1: nowhere, it is empty), and how long each frame is."""
+    """Return the place of each payload (frame, start, end; frame -1: nowhere, it is empty), and the length of each frame."""
     packed, _, _ = layout(iter(sizes))
     frame_sizes = [packed] if packed else []
     end = 0
@@ -90,7 +90,7 @@ def places_of(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
 
 
 def in_block(places: list[tuple[int, int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """Where each payload lies if the frames follow each other in one block, each at a multiple of 64; and where all end."""
+    """Return the place of each payload where the frames follow each other in one block, each at a multiple of 64; and the end."""
     shift, end, found = 0, 0, {}
     for index, (frame, start, stop) in sorted(enumerate(places), key=lambda each: each[1][0]):
         if start == 0:

@@ -40,7 +40,7 @@ _SIZE_MASK = (1 << 64) - 1
 
 
 class Plan:
-    """How to build the trees of one spec. Checked once for a stream, made at its first message, used for each.
+    """The plan by which trees of one spec are built. It is made and checked at a stream's first message, and used for each.
 
     Attributes:
         leaves: how many leaves the spec has.
@@ -145,7 +145,7 @@ def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int, int]
 
 
 def _check_constant(spec: Buffer, op: int, at: int) -> int:
-    """Where a node ends that says more than its kind, and has no nodes in it."""
+    """Check a node that says more than its kind and has no nodes in it. Return where it ends."""
     if op in (Op.TYPED, Op.DTYPE, Op.SCALAR):
         row = BY_CODE.get(_byte(spec, at))
         if row is None or (op == Op.SCALAR and row.numpy is None):
@@ -417,7 +417,7 @@ def _registered_reader(entry: Registered, children: list[Build]) -> Build:
     fields, make = entry.fields, _list_reader(children)
 
     def cls() -> Any:
-        """What has the name now: a class that was defined anew (a notebook cell run again) replaces its elder."""
+        """The class that has the name now: one that was defined anew (a notebook cell run again) replaces its elder."""
         now = BY_NAME[entry.name]
         if (now.op, now.fields) != (entry.op, fields):
             raise UnsupportedLeaf(f"the message's {entry.name!r} is registered anew here, with other fields")

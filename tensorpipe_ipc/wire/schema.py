@@ -249,7 +249,7 @@ class Schema:
                 yield leaf.nbytes
 
     def frame_sizes(self) -> list[int]:
-        """How long each payload frame is."""
+        """Return the length of each payload frame."""
         return list(self._frame_sizes())
 
     def _frame_sizes(self) -> Iterable[int]:
@@ -260,7 +260,7 @@ class Schema:
 
 
 class _Opened(NamedTuple):
-    """What is kept of a schema for the messages that have it, once the first of them has brought its frames."""
+    """The parts of a schema, kept for all messages that have it, once the first of them has brought its frames."""
 
     spans: list[TensorMeta]  # of each, as a row of bytes
     leaves: list[LeafMeta]
@@ -272,7 +272,7 @@ class _Opened(NamedTuple):
     narrowed: bool  # whether any leaf has another dtype of its own
 
     def members(self) -> dict[int, list[int]]:
-        """Which leaves are views of each span."""
+        """Return the leaves that are views of each span."""
         found: dict[int, list[int]] = {}
         for index, leaf in enumerate(self.leaves):
             if leaf.span is not None:
@@ -402,7 +402,7 @@ def _values(data: memoryview, count: int) -> list[Any]:
 
 
 def _announced(data: memoryview) -> int:
-    """How many items a msgpack array says it has; -1 for no array. Asked before msgspec makes a list of them."""
+    """Return how many items a msgpack array announces; -1 for no array. Asked before msgspec makes a list of them."""
     first = data[0] if len(data) else 0
     if first in (0xDC, 0xDD):
         return int.from_bytes(data[1 : 3 if first == 0xDC else 5], "big")
@@ -419,7 +419,7 @@ def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int
 
 
 def _aligned(payload: memoryview) -> bool:
-    """Whether torch may compute on a payload where it lies: its kernels load whole items, and crash on crooked ones.
+    """Return whether torch may compute on a payload where it lies: its kernels load whole items, and crash on crooked ones.
 
     A small frame lies anywhere in ZeroMQ's receive buffer; a large one is a malloc of its own, after a head of 40 bytes.
     """

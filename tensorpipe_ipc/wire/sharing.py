@@ -1,4 +1,4 @@
-"""Which leaves of one message share memory, so that they still do when they arrive."""
+"""Leaves of one message that share memory, so that they still do when they arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Sharing"]
 
 
 class Sharing:
-    """Which leaves of one message share memory: the spans of memory they share, and the leaves as views of them.
+    """The spans of memory that leaves of one message share, and the leaves as views of them.
 
     Attributes:
         spans: a tensor for each, from the first byte that a leaf uses to the last: of uint8, or of the leaves' own dtype
@@ -83,7 +83,7 @@ class Sharing:
         self.spans.append(span)
 
     def _narrowed(self, leaves: list[torch.Tensor], members: list[int]) -> torch.dtype | None:
-        """What dtype the members are of, if it is one, and is to be narrowed."""
+        """Return the one dtype of the members, if it is to be narrowed."""
         dtypes = {leaves[index].dtype for index in members}
         if self._wire_dtype is None or len(dtypes) > 1:
             return None
@@ -92,7 +92,7 @@ class Sharing:
 
 
 def _all_apart(leaves: list[torch.Tensor]) -> bool:
-    """Whether each leaf has memory of its own, and so nearly always; asked for every message, so in few words."""
+    """Return whether each leaf has memory of its own, as nearly always. Asked for every message, so it is short."""
     try:
         return len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
     except (NotImplementedError, RuntimeError):  # one has no storage
@@ -109,7 +109,7 @@ def _sent_apart(leaves: list[torch.Tensor], spec: Sequence[bytes]) -> set[int]:
 
 
 def _is_view(leaf: torch.Tensor) -> bool:
-    """Whether strides and an offset into memory say all about the leaf. Of a conjugate or a sparse one they do not."""
+    """Return whether strides and an offset describe the leaf in full. Of a conjugate or a sparse one they do not."""
     return not (leaf.is_nested or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()) and bool(leaf.numel())
 
 

@@ -50,7 +50,7 @@ _MOST_NESTING = 500
 
 
 def is_too_nested(key: bytes | memoryview) -> bool:
-    """Whether a key's msgpack may be nested deeper than msgspec can read. A long tuple may look so, too."""
+    """Return whether a key's msgpack may be nested deeper than msgspec can read. A long tuple may look so, too."""
     if not key or key[0] not in _NESTING:
         return False
     pieces = (bytes(key[at : at + 4096]) for at in range(0, len(key), 4096))

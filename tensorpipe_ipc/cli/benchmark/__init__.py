@@ -1,4 +1,4 @@
-"""What ``latency`` and ``throughput`` have in common: their options, a bar while they measure, and what they write."""
+"""The common part of ``latency`` and ``throughput``: their options, a bar while they measure, and their output."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(
 
 
 def pipeline_of(arguments: argparse.Namespace) -> Pipeline:
-    """What the options say is measured.
+    """Return the pipeline that the options ask for.
 
     Raises:
         Failure: an option is for the other kind.
@@ -113,7 +113,7 @@ def pipeline_of(arguments: argparse.Namespace) -> Pipeline:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options say besides.
+    """Return the other arguments of the measurement, from the options.
 
     Raises:
         Failure: there is no such dtype.

@@ -1,4 +1,4 @@
-"""Who is attached to an endpoint, by which transport, and why."""
+"""Find the ends that are attached to an endpoint, their transport, and its reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["findings"]
 
 
 def findings(endpoint: str) -> Iterator[Finding]:
-    """What its ends have written down, and the kernel knows of its socket.
+    """Read what its ends have published, and ask the kernel about its socket.
 
     Raises:
         ValueError: it is no endpoint, or one within a process.
@@ -74,7 +74,7 @@ def _process(identity: Identity) -> str:
 
 
 def _command(pid: int) -> str:
-    """What it runs, without folders: for people."""
+    """Return the command of a process, without folders, for people."""
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
             words = file.read().split("\0")

@@ -9,7 +9,7 @@ __all__ = ["Finding", "State"]
 
 
 class State(enum.Enum):
-    """How it is marked."""
+    """The mark of a finding."""
 
     OK = "ok"
     NOTE = "--"  # neither good nor bad
@@ -17,7 +17,7 @@ class State(enum.Enum):
 
 
 class Finding(NamedTuple):
-    """What was looked at, and what was seen."""
+    """One thing that was looked at, and the result."""
 
     what: str
     state: State

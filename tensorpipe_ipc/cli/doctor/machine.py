@@ -1,4 +1,4 @@
-"""What the machine allows: each thing that shared memory needs is tried out, and the limits that will be met are named."""
+"""Try out each thing that shared memory needs on this machine, and name the limits that a program will meet."""
 
 from __future__ import annotations
 
