@@ -90,7 +90,7 @@ def places_of(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
 
 
 def in_block(places: list[tuple[int, int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """Return the place of each payload where the frames follow each other in one block, each at a multiple of 64; and the end."""
+    """Return the place of each payload where frames follow each other in one block, at multiples of 64; and where all end."""
     shift, end, found = 0, 0, {}
     for index, (frame, start, stop) in sorted(enumerate(places), key=lambda each: each[1][0]):
         if start == 0:
