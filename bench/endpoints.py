@@ -139,7 +139,7 @@ class Client(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was found for one transport and size. Times in microseconds, rates in messages a second."""
+    """The result for one transport and size. Times in microseconds, rates in messages a second."""
 
     transport: str
     size: int

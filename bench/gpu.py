@@ -57,7 +57,7 @@ class Ours:
         return got.to(self._device) if isinstance(got, torch.Tensor) else got
 
     def remark(self) -> str:
-        """What the table says beside it."""
+        """Return the table's remark on it."""
         return str(self.there.statistics().staged_because)
 
 
@@ -104,7 +104,7 @@ CEILINGS = ("page-locked, there and back", "a copy on the GPU")
 
 
 class Found(NamedTuple):
-    """What was found of one way at one size."""
+    """The result of one way at one size."""
 
     way: str
     size: str
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def why_not() -> str:
-    """Why it cannot be measured here; "" if it can."""
+    """Return why it cannot be measured here; "" if it can."""
     if not torch.version.cuda:
         return f"this torch ({torch.__version__}) is built without CUDA; install one that is, and run it where a GPU is"
     return "" if torch.cuda.is_available() else "torch finds no CUDA device here"

@@ -1,4 +1,4 @@
-"""How things are measured: rounds that alternate between rivals, peak memory in a fresh child, on what machine; and kept."""
+"""The way of measuring: rounds that alternate between rivals, peak memory in a fresh child, on what machine; and kept."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def keep(file: str | None, host: Mapping[str, str], **found: Any) -> None:
 
 
 def child(code: str) -> str:
-    """What a fresh Python prints that runs ``code`` from the project's root."""
+    """Run ``code`` in a fresh Python from the project's root. Return what it prints."""
     root = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

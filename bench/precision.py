@@ -1,4 +1,4 @@
-"""What a wire dtype saves and costs: bytes, time, memory and error of float32 tensors, through shared memory and tcp."""
+"""The savings and costs of a wire dtype: bytes, time, memory and error of float32 tensors, through shared memory and tcp."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = {"4 MB": 40, "100 MB": 6}
 
 
 class Precise(NamedTuple):
-    """What was found of one wire dtype at one size, over one transport."""
+    """The result of one wire dtype at one size, over one transport."""
 
     transport: str
     size: str

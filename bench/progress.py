@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal; elsewhere, as in a log, a line for each step."""
+"""The progress of a run: a bar on a terminal; elsewhere, as in a log, a line for each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``serializers`` finds, as the table and the plot take it."""
+"""The results of ``serializers``, for the table and the plot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Result"]
 
 
 class Result(NamedTuple):
-    """What was found of one rival at one shape."""
+    """The result of one rival at one shape."""
 
     method: str
     shape: tuple[int, ...]

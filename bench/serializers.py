@@ -155,7 +155,7 @@ def measure(shape: tuple[int, ...], iterations: int) -> list[Result]:
 
 
 def ratios(results: list[Result]) -> list[dict[str, Any]]:
-    """How many times faster raw is: to serialize than data_ptr by hand, to deserialize than the best by hand."""
+    """Return how many times faster raw is: to serialize than data_ptr by hand, to deserialize than the best by hand."""
     found = []
     for shape in dict.fromkeys(result.shape for result in results):
         of = {result.method: result for result in results if result.shape == shape}

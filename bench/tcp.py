@@ -153,7 +153,7 @@ OURS, KEYS, PYZMQ, BARE = "ours", "ours, with keys", ("pyzmq copy=True", "pyzmq 
 
 
 class Row(NamedTuple):
-    """What was found for one size: GB/s and page faults a message by rival, and ratios of ours (median, lowest, highest)."""
+    """The result for one size: GB/s and page faults a message by rival, and ratios of ours (median, lowest, highest)."""
 
     size: int
     rate: dict[str, float]

@@ -1,4 +1,4 @@
-"""What `make bench` asks for, one by one: installs what the extra ``peers`` wants here, and notes whom it could not, and why.
+"""Install the peers of `make bench`, one by one, as the extra ``peers`` names them. Note those that could not be, and why.
 
 ``python -m bench.wanted COMMAND ...``: the command that installs what stands behind it, as ``pip install`` does.
 """
@@ -58,7 +58,7 @@ def install(requirements: Sequence[str], command: Sequence[str], seconds: float 
 
 
 def not_installed() -> dict[str, str]:
-    """Why, of each that ``make bench`` could not install into this environment."""
+    """Return the reason for each peer that ``make bench`` could not install into this environment."""
     try:
         found: dict[str, str] = json.loads(_note().read_text())
     except OSError:

@@ -17,7 +17,7 @@ from tensorpipe_ipc.serializers.raw import Raw
 
 
 class Compressed:
-    """What ``raw`` makes of a tensor, through zlib."""
+    """The bytes that ``raw`` makes of a tensor, through zlib."""
 
     name = "zlib"
     zero_copy = True  # what decode returns lies on what it unpacked

@@ -46,7 +46,7 @@ MOST, LEAST = 2.5, 300.0
 
 
 def reasons(missing: Mapping[str, str]) -> dict[str, str]:
-    """Why peers are missing: as Python has it, and, where it was not installed, what the installer said."""
+    """Return why peers are missing: Python's reason, and the installer's where one was not installed."""
     said = not_installed()
     packages = {name: PEERS[name].package for name in missing}
     return {
@@ -63,7 +63,7 @@ def version_of(peer: Peer) -> str:
 
 
 def _note(peer: Peer) -> str:
-    """How a peer is used, and where it is not, as it cannot be."""
+    """Return how a peer is used, or why it cannot be."""
     lacks = [] if peer.trees or peer.family == "floor" else ["takes no dicts"]
     lacks += [] if peer.many or peer.family == "floor" else ["its ends cannot be shared"]
     return "; ".join([peer.note, *lacks])

@@ -1,4 +1,4 @@
-"""What the others see when a process is killed (SIGKILL), as observed: they go on, get an error, or hang.
+"""The view of the others when a process is killed (SIGKILL), as observed: they go on, get an error, or hang.
 
 *Consumer*: one is killed while it waits for a message; then 20 messages are put. Where ends can be shared, a second
 consumer was waiting too, and is looked at; else the producer. *Producer*: one is killed in the middle of a stream of
@@ -167,7 +167,7 @@ class Crowd:
         return True
 
     def comes(self, index: int, count: int) -> bool:
-        """Whether a member gets so far."""
+        """Return whether a member gets so far."""
         deadline = time.monotonic() + WAIT
         while (left := deadline - time.monotonic()) > 0:
             self.look(index, left)
@@ -177,7 +177,7 @@ class Crowd:
         return False
 
     def outcome(self, index: int, count: int, fine: str, small: bool = False) -> str:
-        """What becomes of a member that was to do so much."""
+        """Return what became of a member that was to do so much."""
         deadline = time.monotonic() + WAIT
         while (left := deadline - time.monotonic()) > 0:
             self.look(index, left)
@@ -261,7 +261,7 @@ def _of_ray(make: Make, victim: str, _: bool) -> str:
 
 
 def _left(field: Field, name: str) -> int | None:
-    """How many files of a tree stay in /dev/shm when all its processes are killed at once."""
+    """Count the files of a tree that stay in /dev/shm when all its processes are killed at once."""
     tree = field.trees[name]
     try:
         tree.tell("stand", Shape(64, SMALL * 10))

@@ -1,4 +1,4 @@
-"""What tensors cost that a receiver holds: descriptors and memory of a peer's whole tree, beyond what it has with none."""
+"""The cost of tensors that a receiver holds: descriptors and memory of a peer's whole tree, beyond those with none."""
 
 from __future__ import annotations
 

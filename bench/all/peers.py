@@ -1,4 +1,4 @@
-"""Who is compared: every peer, how it is used and why that is fair, and what it needs.
+"""The peers of the comparison: how each is used and why that is fair, and what it needs.
 
 A peer is described here without importing it. What it needs is imported in its own process tree (``tree``), which says
 why where that fails.

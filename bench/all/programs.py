@@ -1,4 +1,4 @@
-"""What senders and receivers do, and when the clock runs.
+"""The programs of senders and receivers, and the moments at which the clock runs.
 
 *One way*: from before the sender's call to after the receiver's, both read from CLOCK_MONOTONIC, which is one clock for
 all processes. The receiver says that it is about to receive; then the sender makes a message in memory that is new and
@@ -33,7 +33,7 @@ _clock = time.monotonic_ns
 
 
 class Message(NamedTuple):
-    """What is sent: a tensor of so many bytes or, with ``leaves``, a dict of so many tensors of so many bytes each."""
+    """A message: a tensor of so many bytes or, with ``leaves``, a dict of so many tensors of so many bytes each."""
 
     nbytes: int
     leaves: int = 0
@@ -148,7 +148,7 @@ def _let_go(link: Link) -> None:
 
 
 class Sharing(NamedTuple):
-    """How many processes are at the ends of a stream that several share, how many messages each sender sends, which turn."""
+    """The share of a stream between several processes: how many at each end, how many messages each sends, which turn."""
 
     senders: int
     receivers: int

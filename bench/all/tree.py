@@ -120,7 +120,7 @@ class Tree:
             self._control.send(task)
 
     def answer(self) -> Any:
-        """What a task gave.
+        """Return the result of a task.
 
         Raises:
             PeerFailed: it failed, or did not end in time.
@@ -216,7 +216,7 @@ def _lead(peer: Peer, folder: str, control: Connection) -> None:
 
 
 def _told(error: Exception) -> str:
-    """Why, in one line: the last one of what went wrong."""
+    """Return the reason in one line: the last one of what went wrong."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, ImportError):
         return f"cannot be imported: {lines[0]}"

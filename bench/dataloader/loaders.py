@@ -20,7 +20,7 @@ WORKERS = (1, 2)
 
 
 def _normalised(image: torch.Tensor) -> torch.Tensor:
-    """What a decoded image usually goes through: a flip, a mean and a deviation."""
+    """Normalise a decoded image as is usual: a flip, a mean and a deviation."""
     return image.flip(-1).sub(0.45).div(0.225).mul(0.225).add(0.45).round_()
 
 

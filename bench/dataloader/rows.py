@@ -1,4 +1,4 @@
-"""What is found of a case: both rivals' figures, their ratio, and what it is held to."""
+"""The result of a case: both rivals' figures, their ratio, and the limit that it is held to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Turn(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was found. Rates are batches or calls a second, memory is in MB: unique and proportional."""
+    """The result of one case. Rates are batches or calls a second, memory is in MB: unique and proportional."""
 
     case: str
     what: str

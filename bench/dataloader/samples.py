@@ -1,4 +1,4 @@
-"""What the loaders load: datasets that work for their samples, or have them ready, and what checks a batch.
+"""The datasets that the loaders load: some work for their samples, some have them ready; and the check of a batch.
 
 A sample is full of its own number, so that each batch can be checked.
 """

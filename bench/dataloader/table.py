@@ -1,4 +1,4 @@
-"""What was found, as a table for people: at most 80 columns wide."""
+"""The results as a table for people: at most 80 columns wide."""
 
 from __future__ import annotations
 

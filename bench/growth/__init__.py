@@ -1,4 +1,4 @@
-"""How one-way time and memory of our Queue grow: with size, leaves, leases held, queue depth, peers and messages passed.
+"""The growth of our Queue's one-way time and memory: with size, leaves, leases held, queue depth, peers and messages passed.
 
 At full scale, up to 1 GiB, 10,000 leaves, 10,000 leases, 10,000 waiting messages, 32 processes and 10 million messages;
 a size that would take more than a sixth of the memory that is left is left out, and said so.

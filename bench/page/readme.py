@@ -1,4 +1,4 @@
-"""What the documents show of a run of ``bench all``, between two marks, made from the results' file.
+"""The parts of documents that show a run of ``bench all``, between two marks, made from the results' file.
 
 The README has a table of five rows and a picture. ``docs/performance.md`` beside it has the whole table and all pictures.
 """

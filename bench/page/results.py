@@ -37,7 +37,7 @@ def of(kind: str, command: str, host: dict[str, str], found: list[dict[str, Any]
 
 
 def name_of(results: Results) -> str:
-    """What its files are called: date and machine, and the kind where that is not ``all``."""
+    """Return the name of its files: date and machine, and the kind where that is not ``all``."""
     kind = "" if results["kind"] == "all" else f"-{results['kind']}"
     return f"{results['date']}-{results['machine']['name']}{kind}"
 

@@ -1,4 +1,4 @@
-"""What the page tells in words and numbers: tables as rows of cells, for HTML, Markdown and the README alike."""
+"""The page's tables, as rows of cells, for HTML, Markdown and the README alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Table(NamedTuple):
 
 
 def shown(peer: str) -> str:
-    """What a peer is called where its note does not stand beside it."""
+    """Return the name of a peer where its note does not stand beside it."""
     return FLOORS.get(peer, peer)
 
 
@@ -136,7 +136,7 @@ def _ratio(row: dict[str, Any], turned: bool) -> str:
 
 
 def deaths(results: Results) -> Table:
-    """What is seen when a process is killed."""
+    """Return the table of what is seen when a process is killed."""
     lines = []
     for row in rows(results, "deaths"):
         left = "-" if row["left"] is None else str(row["left"])
@@ -145,7 +145,7 @@ def deaths(results: Results) -> Table:
 
 
 def peers(results: Results) -> Table:
-    """How each was used, or why it is missing."""
+    """Return how each peer was used, or why it is missing."""
     lines = []
     for peer in results["peers"]:
         text = f"*not here: {peer['missing']}" if peer["missing"] else peer["note"]
@@ -154,7 +154,7 @@ def peers(results: Results) -> Table:
 
 
 def failures(results: Results) -> Table:
-    """What somebody could not do."""
+    """Return the table of what peers could not do."""
     return Table(["", "where", "why"], [[one["peer"], one["item"], one["reason"]] for one in results["failed"]])
 
 

@@ -36,7 +36,7 @@ def headline(results: Results) -> str:
 
 
 def summary(results: Results) -> Iterator[str]:
-    """What is found, in a few lines, for the terminal."""
+    """Return the results in a few lines, for the terminal."""
     if results["kind"] == "growth":
         yield from growth_pictures.summary(results)
         return
@@ -56,7 +56,7 @@ def quicker(results: Results, item: str) -> Iterator[str]:
 
 
 def sentence(results: Results, item: str) -> str:
-    """What there is to see of an item; nothing where ours took no part."""
+    """Return a sentence on an item; "" where ours took no part."""
     return SENTENCES[item](results) if rows(results, item, peer=OURS) else ""
 
 
@@ -164,7 +164,7 @@ def _is_ahead(row: Row) -> bool:
 
 
 def _ahead(rivals: Sequence[Row], where: str = "") -> str:
-    """How many of the others are quicker, and who most of all; nothing where there are none."""
+    """Return how many of the others are quicker, and the quickest of them; "" where there are none."""
     if not rivals:
         return ""
     best, ahead, count = rivals[0], sum(map(_is_ahead, rivals)), len(rivals)

@@ -73,7 +73,7 @@ class _Part(NamedTuple):
 
 
 def _parts(results: Results) -> Iterator[_Part]:
-    """What the page has between its first table and its last lines."""
+    """Return the page between its first table and its last lines."""
     if results["kind"] == "growth":
         for name in growth_pictures.PICTURES:
             if rows(results, "growth", **{"with": name}):
@@ -105,7 +105,7 @@ def _title(results: Results) -> str:
 
 
 def _first(results: Results) -> tuple[str, tables.Table | None]:
-    """What the page says first, in a sentence, and the table below it."""
+    """Return the page's first sentence, and the table below it."""
     if results["kind"] == "growth":
         return "One-way time and memory of our Queue, as each of these grows by itself.", None
     return words.headline(results), tables.headline(results) if rows(results, "one way") else None

@@ -37,7 +37,7 @@ class Program(NamedTuple):
 
 
 class Link:
-    """What lies between the processes of a crew.
+    """The link between the processes of a crew.
 
     Attributes:
         there, back: from senders to receivers, and the other way where there is one.

@@ -60,7 +60,7 @@ Make = Callable[[int, int], Rival]
 
 
 class Effort(NamedTuple):
-    """How much is done, and who is told of it."""
+    """The effort of a run, and the listener that is told of it."""
 
     scale: float
     tell: Callable[[str], None]
@@ -112,7 +112,7 @@ def field(rivals: Mapping[str, Make], nbytes: int, bound: int = 0, both_ways: bo
 
 
 def available(rivals: Mapping[str, Make]) -> tuple[dict[str, Make], list[str]]:
-    """Those that can take part here, and why the others cannot."""
+    """Return the rivals that can take part here, and why the others cannot."""
     reasons = {name: missing(make) for name, make in rivals.items()}
     notes = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     return {name: make for name, make in rivals.items() if not reasons[name]}, notes

@@ -1,4 +1,4 @@
-"""What the items find, as the table, the plot and the file take it; and how rounds become figures.
+"""The results of the items, for the table, the plot and the file; and the way from rounds to figures.
 
 Every figure is a median of rounds, in each of which every rival had its turn; every ratio is the median of the rounds'
 own ratios, so that whatever disturbs the machine for a while disturbs both its sides.
@@ -16,7 +16,7 @@ Times = Mapping[str, Sequence[Sequence[float]]]  # of each rival, of each round:
 
 
 class Row(NamedTuple):
-    """What was found of one rival. ``p90`` and ``p99`` are of all rounds together; None where there are too few."""
+    """The result of one rival. ``p90`` and ``p99`` are of all rounds together; None where there are too few."""
 
     measure: str
     rival: str
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What a ratio is held to: shown, and never a failure, for the machine has its say too."""
+    """The limit of a ratio: shown, and never a failure, for the machine has its say too."""
 
     against: str
     least: float | None = None
@@ -40,7 +40,7 @@ class Limit(NamedTuple):
         return f"{words} {self.aim}".strip()
 
     def met(self, value: float) -> bool:
-        """Whether a ratio keeps it."""
+        """Return whether a ratio keeps the limit."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
@@ -56,7 +56,7 @@ class Ratio(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What one item found.
+    """The result of one item.
 
     Attributes:
         unit: of the rows' figures.

@@ -1,4 +1,4 @@
-"""What must not grow: with leases held, processes attached and messages passed."""
+"""The things that must not grow: with leases held, processes attached and messages passed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class _Moves(Ours):
 
 
 def measure(effort: Effort) -> Finding:
-    """What can be handed over without a copy, and a small put for comparison."""
+    """Measure what can be handed over without a copy, and a small put for comparison."""
     effort.tell("loans and moves")
     ours: dict[str, Make] = {PUT: Ours}
     notes = []

@@ -1,4 +1,4 @@
-"""What the two ends do, and when the clock runs.
+"""The programs of the two ends, and the moments at which the clock runs.
 
 *One way*: from before the sender's call to after the receiver's, both read from CLOCK_MONOTONIC, which is one clock for
 all processes. The receiver says that it is about to receive; then the sender makes a message in memory that is new and
@@ -195,7 +195,7 @@ def _many(link: Link, nbytes: int, count: int) -> list[Any]:
 
 
 class Sharing(NamedTuple):
-    """How many processes are at the ends of a stream that several share, and how many messages each sender sends."""
+    """The share of a stream between several processes: how many at each end, and how many messages each sends."""
 
     senders: int
     receivers: int

@@ -51,7 +51,7 @@ _numbers = count()
 
 @cache
 def pattern(nbytes: int) -> torch.Tensor:
-    """What every message of that size holds: 7 first, 9 last."""
+    """Return the content of a message of that size: 7 first, 9 last."""
     tensor = torch.ones(nbytes, dtype=torch.uint8)
     tensor[0], tensor[-1] = 7, 9
     return tensor
@@ -253,7 +253,7 @@ class Memcpy(_Tensors):
 
 
 def missing(rival: object) -> str:
-    """Why a rival cannot take part here; empty where it can."""
+    """Return why a rival cannot take part here; "" where it can."""
     needs: dict[object, str] = {FasterFifo: "faster_fifo", Iceoryx: "iceoryx2"}
     if rival in needs:
         try:
@@ -264,7 +264,7 @@ def missing(rival: object) -> str:
 
 
 def spin_option() -> dict[str, Any]:
-    """What makes our Queue spin before it blocks, where it can."""
+    """Return the option that makes our Queue spin before it blocks, where it can."""
     with contextlib.suppress(KeyError):
         return {inspect.signature(Queue).parameters["spin"].name: 1e-3}  # longer than the sender pauses
     return {}

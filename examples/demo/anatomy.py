@@ -1,4 +1,4 @@
-"""What each byte of a message means: its frames, taken apart into parts. Layouts stand in ``wire``, next to their code."""
+"""The meaning of each byte of a message: its frames, taken apart. Layouts stand in ``wire``, next to their code."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _expected = functools.lru_cache(maxsize=16)(lambda picture: by_whole_numbers(dec
 
 
 class Hop(NamedTuple):
-    """What was seen of one kind of message between two processes."""
+    """The record of one kind of message between two processes."""
 
     name: str
     kind: str
@@ -82,7 +82,7 @@ class Ledger:
         return (self._ended_ns - self._began_ns) / 1e9
 
     def hops(self) -> list[Hop]:
-        """What was seen of the messages that went one at a time."""
+        """Return the record of the messages that went one at a time."""
         return [Hop(*key, times) for key, times in sorted(self._one_way.items())]
 
     def _note(self, name: str, picture: Picture, nbytes: int, took_ns: int) -> None:

@@ -20,14 +20,14 @@ LONGEST = 1024  # pixels: a larger picture is scaled down, for its result has 12
 
 
 class Picture(NamedTuple):
-    """What to decode."""
+    """A picture to decode."""
 
     kind: str  # "photograph", "digit" or "image"
     source: str  # a photograph's file name, a digit's number, an image's path
 
 
 def shipped() -> list[Picture]:
-    """What scikit-learn ships: its two photographs in turn with a hundred of its digits."""
+    """Return the pictures that scikit-learn ships: its two photographs in turn with a hundred of its digits."""
     photographs = itertools.cycle(("china.jpg", "flower.jpg"))
     digits = range(100)
     return [

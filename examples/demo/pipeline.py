@@ -38,7 +38,7 @@ POLL = 0.1  # seconds until a child that died is noticed
 
 
 class Job(NamedTuple):
-    """What all three processes are told."""
+    """The task of all three processes."""
 
     pictures: list[Picture]
     streamed: int  # items to send as fast as they go
@@ -48,12 +48,12 @@ class Job(NamedTuple):
     results: str  # and of the second
 
     def picture(self, number: int) -> Picture:
-        """What item ``number`` is made from."""
+        """Return the picture that item ``number`` is made from."""
         return self.pictures[number % len(self.pictures)]
 
     @property
     def items(self) -> int:
-        """How many items there are."""
+        """Return how many items there are."""
         return self.streamed + self.paced
 
 
@@ -105,7 +105,7 @@ class Pipeline:
                 tp.Consumer(self._job.frames).close()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """What the worker sends, until both have said goodbye.
+        """Yield what the worker sends, until both have said goodbye.
 
         Raises:
             Failure: one of them died. It is named.

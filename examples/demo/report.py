@@ -1,4 +1,4 @@
-"""What the demo prints: a bar while it runs, tables after it, a message's bytes. At most 80 columns wide."""
+"""The demo's output: a bar while it runs, tables after it, a message's bytes. At most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Report:
         self._console.print(text, style=style or None, markup=False, soft_wrap=True)
 
     def stream(self, items: int, nbytes: int, seconds: float) -> None:
-        """How fast it went."""
+        """Print how fast it went."""
         table = _table("As fast as they go", "", "items", "MiB", "seconds", "items/s", "MiB/s")
         mib = nbytes / MIB
         table.add_row(
@@ -48,7 +48,7 @@ class Report:
         self._console.print(table)
 
     def hops(self, hops: Iterable[Hop]) -> None:
-        """How long one message takes."""
+        """Print how long one message takes."""
         table = _table("One at a time: one way, from put to get", "", "", "bytes", "items", "p50 us", "p99 us")
         table.columns[1].justify = "left"
         for hop in hops:
@@ -58,7 +58,7 @@ class Report:
         self.say("By time.monotonic_ns: CLOCK_MONOTONIC is one clock for all processes of a host.", "dim")
 
     def processes(self, rows: Iterable[tuple[str, int, Sequence[int]]]) -> None:
-        """What memory each process holds: name, pid and (resident, unique, ...) of each."""
+        """Print the memory that each process holds: name, pid and (resident, unique, ...) of each."""
         table = _table("Memory after the work", "", "pid", "resident MiB", "unique MiB")
         for name, pid, memory in rows:
             table.add_row(name, str(pid), f"{memory[0] / MIB:,.0f}", f"{memory[1] / MIB:,.0f}")

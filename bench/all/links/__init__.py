@@ -13,7 +13,7 @@ _numbers = count()
 
 
 class Shape(NamedTuple):
-    """What a peer is made for: how many messages may be on their way, of how many bytes at most, and between whom."""
+    """The task that a peer is made for: how many messages may be on their way, of how many bytes at most, and between whom."""
 
     bound: int
     nbytes: int

@@ -10,7 +10,7 @@ __all__ = ["Endpoints"]
 
 
 class Endpoints(_Tensors):
-    """Who is alone at its end binds."""
+    """Our endpoints. The end that is alone on its side binds."""
 
     def __init__(self, shape: Shape) -> None:
         self._endpoint, self._bound = f"ipc://{address()}", shape.bound or 64
