@@ -298,8 +298,10 @@ def _started(pid: int) -> float:
 
 
 def _is_zombie(pid: int) -> bool:
+    """Return whether all threads have ended. The first is a zombie before the others have let go of memory and descriptors."""
     try:
-        return _stat_fields(pid)[0] in "ZX"
+        fields = _stat_fields(pid)
+        return fields[0] in "ZX" and int(fields[17]) <= 1
     except OSError:
         return not psutil.LINUX and bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import signal
+import threading
 
 import msgspec
+import psutil
 import pytest
+from children import wait_until
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.process import Identity, identity, is_alive, memory
@@ -52,6 +57,29 @@ def test_a_child_is_alive_until_it_is_killed() -> None:
     assert not is_alive(who)
     assert reap(pid) == -signal.SIGKILL
     assert not is_alive(who)
+
+
+def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
+    """Its first one may have ended before the others: so it is, for a moment, when it is killed."""
+    reader, writer = os.pipe()
+
+    def leave_a_thread_behind() -> None:
+        os.write(writer, msgspec.json.encode(identity()))
+        threading.Thread(target=signal.pause).start()
+        ctypes.CDLL(None).syscall(
+            ctypes.c_long(60 if platform.machine() == "x86_64" else 93), 0
+        )  # exit, of this thread
+
+    pid = in_child(leave_a_thread_behind)
+    who = msgspec.json.decode(os.read(reader, 1000), type=Identity)
+    os.close(reader)
+    os.close(writer)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert is_alive(who)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert not is_alive(who)
+    assert reap(pid) == -signal.SIGKILL
 
 
 def test_a_process_id_used_again_is_another_process() -> None:
