@@ -221,7 +221,7 @@ class End:
         )
         self.journal = journal(campaign.folder / f"got{who}", JOURNAL_WORDS) if role == "got" else memoryview(b"")
         self.began, self.gone_at = time.monotonic(), 0.0  # gone: it has closed, or is dead
-        self.how = ""  # it was made to end; a key of KINDS
+        self.how, self.ends_at = "", np.inf  # it was made to end: how, a key of KINDS, and when
         self.allowed: set[int] = set()  # how that may be told
         self.since = stream.clock  # when it was made, or made to end; at the earliest when it was seen to be open
         self.seen = False
@@ -244,7 +244,8 @@ class End:
 
     def end(self, how: str) -> None:
         """Have it close, or leave by an exception."""
-        self.how, self.allowed, self.since = how, set(KINDS[how]), self.stream.clock
+        self.how, self.ends_at = how, time.monotonic()
+        self.allowed, self.since = set(KINDS[how]), self.stream.clock
         self.words[FATE] = CLOSE if how == "close" else RAISE
         if self.waits and how == "close":
             self.host.tell(self.who)
@@ -254,6 +255,7 @@ class End:
         """Its program was."""
         if not self.gone_at:
             self.gone_at, self.since = time.monotonic(), self.stream.clock
+            self.ends_at = min(self.ends_at, self.gone_at)
             if self.words[STATE] != ENDED:
                 said = self.words[STATE] == LEAVING or self.waits
                 self.allowed = {LOSS} | (self.allowed if said else set())
@@ -536,7 +538,7 @@ class Stream:
             gone = sum(bool(each.how) for each in left)
             fate = Fate(returned, missing, 0, missing, 0, gone * (most + 1) + (0 if self.kind.shares else most))
         else:
-            left = [each for each in left if each.gone_at < end.gone_at]
+            left = [each for each in left if each.ends_at < end.gone_at]
             unsure = 0 if self.kind.shares else most * (len(left) if self.kind.far else dead)
             by_error = end.how == "close" and not end.waits  # where another error leaves its block, it is warned
             fate = Fate(returned, missing, lost, told if by_error else lost, dead, unsure)
