@@ -54,7 +54,8 @@ class ProducerStatistics:
     in_flight: int
     """Messages that no consumer has taken yet."""
     lost: int
-    """Messages that were in flight when the consumer that had them left. What ``get`` had returned there is not among them."""
+    """Messages that were in flight when the consumer that had them left. What ``get`` had returned there is not among them; but
+    in frames a consumer that was killed, or cut off, may have had some of them."""
     resent: int
     """Messages sent again, as it was not known whether they had come when a connection broke (over tcp)."""
     rejected: int

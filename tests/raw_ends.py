@@ -78,6 +78,10 @@ class RawEnd:
         """Have a consumer wait in vain until it has said something to this end."""
         wait_in_vain(consumer, lambda: self._socket.poll(0))
 
+    def hear_first(self) -> int:
+        """From where on a producer that binds counts its messages, as its WELCOME says."""
+        return hello_of(self.hear_of(Kind.WELCOME)).sequence
+
     def is_quiet(self, seconds: float) -> bool:
         """Whether nothing comes for so long."""
         return not self._socket.poll(int(seconds * 1000))

@@ -261,15 +261,18 @@ def test_messages_that_were_on_their_way_when_a_line_was_cut() -> None:
 
 
 @pytest.mark.parametrize("consumer_binds", [False, True])
-def test_a_goodbye_to_an_end_out_of_sight(tmp_path: Path, consumer_binds: bool) -> None:
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "ipc"])
+def test_a_goodbye_to_an_end_out_of_sight(tmp_path: Path, endpoint: str, consumer_binds: bool) -> None:
     """A producer elsewhere, that puts, hears the goodbye of its consumer at once, though there is no file to look at."""
+    if endpoint == "ipc":
+        endpoint = f"ipc://{tmp_path}/goodbye.sock"
     with Child() as child:
         child.call(children.move_out_of_sight, str(tmp_path))
         if consumer_binds:
-            consumer = tp.Consumer("tcp://127.0.0.1:0")
+            consumer = tp.Consumer(endpoint)
             child.call(children.open_producer, consumer.endpoint, maxsize=4, linger=0.0)
         else:
-            endpoint = child.call(children.open_producer, "tcp://127.0.0.1:0", bind=True, maxsize=4, linger=0.0)
+            endpoint = child.call(children.open_producer, endpoint, bind=True, maxsize=4, linger=0.0)
             consumer = tp.Consumer(endpoint, bind=False)
         child.begin(children.put, 1)
         assert consumer.get(PATIENCE) == 1
@@ -279,7 +282,8 @@ def test_a_goodbye_to_an_end_out_of_sight(tmp_path: Path, consumer_binds: bool) 
             assert consumer.get(PATIENCE) == 0
         started = time.monotonic()
         consumer.close()
-        assert f"consumer pid {os.getpid()} on" in child.result()
+        assert f"consumer pid {os.getpid()} on" in (said := child.result())
+        assert "said goodbye" in said
         assert time.monotonic() - started < 1 + MARGIN
         assert child.call(children.producer_statistics).lost <= 4
         with contextlib.suppress(tp.PeerLost):

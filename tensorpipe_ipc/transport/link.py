@@ -15,9 +15,9 @@ REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one
        |  GOODBYE                                  |
        | ----------------------------------------> |
 
-Both sides count a producer's messages towards one peer from 1, so that a message that got lost with a connection is
-noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a binder its
-WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
+Both sides count a producer's messages towards one peer, from where its HELLO or WELCOME says, so that a message that got lost
+with a connection is noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a
+binder its WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
 
 **When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
 and what it had not taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged
@@ -209,34 +209,36 @@ class Link(Meeting):
         if self.owes_greeting() and not self.keeps:
             self.greet()  # its binder knows it by this connection then
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
-        told = [self._say(peer.routing, pack_goodbye(self.position(peer), self.ending)) for peer in there]
-        if self.awaits_welcome():
-            told.append(self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending)))
+        told = [peer for peer in there if self._say(peer.routing, pack_goodbye(self.position(peer), self.ending))]
+        unmet = self.awaits_welcome() and self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending))
         self._close_presence()
-        self._hear_answers()
-        return any(told)
+        if self.presence is not None:
+            self._hear_answers(
+                {peer.routing for peer in told if peer.sight.is_out_of_sight}, unmet=unmet and self.keeps
+            )
+        return bool(told) or unmet
 
     def _close_presence(self) -> None:
         if self.presence is not None:
             by_frames = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
             self.presence.close(LastWords(self.ending, {peer.hello.end: self.position(peer) for peer in by_frames}))
 
-    def _hear_answers(self) -> None:
+    def _hear_answers(self, waits: set[bytes], *, unmet: bool) -> None:
         """Keep the line for a moment, until the peers that are out of sight have read the goodbye and answered it.
 
         What has come and was not read yet, libzmq drops with the connection.
+
+        Args:
+            waits: those peers.
+            unmet: whether one is waited for, too, that has not said WELCOME yet.
         """
-        deadline, unmet = time.monotonic() + _ANSWERED, self.awaits_welcome()
-        while self.keeps and (
-            unmet or any(peer.sight.is_out_of_sight and not peer.away_at for peer in self.peers.values())
-        ):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
+        deadline = time.monotonic() + _ANSWERED
+        while (waits or unmet) and (left := deadline - time.monotonic()) > 0:
             incoming = self.socket.receive(min(left, SLICE))
             self.socket.received()
             if incoming is not None and _is_goodbye(incoming[1]):
                 unmet = False
+                waits.discard(incoming[0])
                 if incoming[0] in self.peers:
                     self._leaves(self.peers[incoming[0]], How.GOODBYE)
 
@@ -369,7 +371,7 @@ class Link(Meeting):
             elif kind == Kind.PIECE:
                 self.piece(peer, header, frames)
             else:
-                if self.keeps and peer.sight.is_out_of_sight:
+                if self.presence is not None and peer.sight.is_out_of_sight:
                     self._say(peer.routing, pack_goodbye(self.position(peer), Ending()))
                 self._ends(peer, ending_of(header), header.sequence)
         elif kind == Kind.HELLO:
@@ -437,8 +439,6 @@ class Link(Meeting):
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
         if routing not in self.peers and not reason:
-            self._find_again(routing, hello)
-        if routing not in self.peers and not reason:
             reason = self._no_place_for(hello)
         if not reason:
             peer = self._admit(routing, hello)
@@ -451,14 +451,7 @@ class Link(Meeting):
             self._answer(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
-
-    def _find_again(self, routing: bytes, hello: Hello) -> None:
-        """Know an end again that comes by a new connection. Over ipc it is this user's, so it is the one that it says."""
-        if self.socket.address.scheme == "ipc" and hello.end:
-            for peer in [each for each in self.peers.values() if each.is_still(hello)]:
-                del self.peers[peer.routing]
-                peer.routing, peer.gone_at = routing, 0.0
-                self.peers[routing] = peer
+        self.answered(peer)
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""

@@ -98,7 +98,8 @@ class Meeting(Role):
 
     def greet(self) -> None:
         """A connector's HELLO, when it is due."""
-        self.socket.is_connected()  # of its connections HELLO tells the number, too
+        if not self.socket.is_connected():  # which tells, too, whether this connection is another one
+            return
         now, connection = time.monotonic(), self.socket.connection
         if now - self._greeted < REPEAT and self._greeted_on == connection:
             return

@@ -59,6 +59,7 @@ class ReceiveLink(Link):
         self.asked: Peer
         self.duplicates = 0
         self._torn_at = 0.0
+        self._round = 0  # of a connector: how often it asked its binder to send what it misses, as each connection does
         self._regions = Regions()
         self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
         self.producers = producers
@@ -82,7 +83,7 @@ class ReceiveLink(Link):
             shared_memory=self.arrangement.terms(peer),
             end=self.end,
             folder=self.folder,
-            round=1 if peer is None else peer.round,
+            round=max(1, self._round if peer is None or not self.socket.binds else peer.round),
         )
 
     # -- queues
@@ -283,6 +284,7 @@ class ReceiveLink(Link):
         if now - peer.asked_at > _AGAIN:
             peer.asked_at = now
             peer.round += 1
+            self._round += 1
             kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
             self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
 
@@ -299,9 +301,8 @@ class ReceiveLink(Link):
             self._torn_at = self.socket.torn_at
 
     def reconnected(self) -> None:
-        """See Link."""
-        for peer in self.peers.values():
-            peer.round += 1
+        """See Role. The binder may know this end by the connection before, though it was not heard by that one."""
+        self._round += 1
 
     def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
         """See Link. It is put in its place; DATA of the same number completes the message."""
@@ -348,7 +349,7 @@ class ReceiveLink(Link):
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
         self.met_any = self.met_any or peer.settled
-        if sequence > peer.taken:
+        if peer.queue is None and sequence > peer.taken:
             # One that sends again will not send those: the end that was here before had them, or they were given up.
             self.lost += sequence - peer.taken if peer.taken > peer.began or not peer.resends else 0
             peer.taken, peer.assembly = sequence, None

@@ -35,6 +35,9 @@ class Role:
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """A HELLO or WELCOME said which message the peer last sent, or took."""
 
+    def answered(self, peer: Peer) -> None:
+        """A binder has said WELCOME to a peer."""
+
     def parted(self, peer: Peer) -> None:
         """The peer is gone. No call comes after anything that must not be done twice."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,8 @@ class SendLink(Link):
     ) -> None:
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
+        # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
+        self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
         self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
         self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
@@ -220,7 +223,7 @@ class SendLink(Link):
         peer.sent += 1
         self._framed += 1
         try:
-            self.socket.send(peer.routing, frames)
+            self.socket.send(peer.routing, frames, self._greeted_on)
         except Unreachable:
             peer.sent -= 1
             self._framed -= 1
@@ -351,13 +354,19 @@ class SendLink(Link):
         if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
             self._greeted = 0.0  # it is told at once from where on
         # It counts on where the last connection ended, which the other end may not have noticed.
-        peer.sent = peer.taken = self._vanished.get(peer.routing, 0) if self.socket.binds else self._sent
+        peer.sent = peer.taken = self._vanished.get(peer.routing, self._first) if self.socket.binds else self._sent
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
         if peer.queue is None:
             self.socket.prepare_for_bulk()
             self.credited(peer, sequence)
+            if not self.socket.binds:
+                self._resend_if_asked(peer)
+
+    def answered(self, peer: Peer) -> None:
+        """See Role. One that did not hear of this end by the connection before drops what comes before its WELCOME."""
+        if peer.queue is None:
             self._resend_if_asked(peer)
 
     def credited(self, peer: Peer, sequence: int) -> None:
@@ -370,6 +379,12 @@ class SendLink(Link):
             self._unacknowledged.let_go(kept)
             if kept.lent:
                 peer.unread.append(kept)
+
+    def reconnected(self) -> None:
+        """See Link. What was on its way in frames went with the connection; over tcp it is kept, and goes again."""
+        if not self.keeps:
+            for peer in [each for each in self.peers.values() if each.queue is None and each.settled]:
+                self._leaves(peer, How.LOST)
 
     def position(self, peer: Peer) -> int:
         """See Role."""

@@ -3,11 +3,10 @@
 A binder has a ROUTER, a connector a DEALER. High-water marks are off: what may be in flight is counted by credits, so
 nothing waits in ZeroMQ beyond them.
 
-* A DEALER over ipc or tcp learns from a monitor whether it is connected. With IMMEDIATE off it keeps what came by a
-  connection that ended (a last credit, a goodbye), and what was to go by it. Over ipc one that sends then begins anew with an
-  empty pipe: nothing that was meant for a binder that died reaches the one after it. Over tcp that would end the process
-  (libzmq asserts that a connection which was disconnected gets no heartbeat), and what was sent is sent again in any case: so
-  there, and over inproc, one that sends has IMMEDIATE on, and libzmq drops both with the connection.
+* A DEALER over ipc or tcp learns from a monitor whether it is connected. One that receives has IMMEDIATE off: what came by a
+  connection that ended is kept. One that sends has it on: libzmq drops what was to go by a connection as soon as that ends, so
+  nothing that was meant for a binder that died reaches the one after it. What came by it and was not read is dropped, too: a
+  last credit, or a goodbye, which stands in the other end's file.
 * A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
@@ -22,7 +21,6 @@ import errno
 import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
@@ -119,7 +117,6 @@ class FrameSocket:
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
         self._is_shown = False  # whether anybody has asked for fileno
         self._frames: list[Any] = []  # of the message that is being received
-        self._saved: deque[list[Any]] = deque()  # messages that came by a connection that ended
         self._came = 0  # bytes of them
         self.surplus = ""
         self._surplus = False  # whether it has more frames than a message of so many bytes has: they are not kept
@@ -133,7 +130,6 @@ class FrameSocket:
         self._gate: Gate | None = None
         self._gate_fd = -1
         self._monitored = not bind and address.scheme != "inproc"
-        self._keeps = False  # what came, when a connection ends
         self._is_shared = False  # whether others may put a socket where a connector looks for one
         self._is_believed = True  # whether it is known who sent the message that is being received
         self._made: os.stat_result | None = None  # the socket file of a binder
@@ -157,9 +153,7 @@ class FrameSocket:
         if not self.binds and address.path:
             check_folder(address.path)  # the socket may come later: it must be nobody else who puts it there
             check_socket_file(address.path)
-            # Where others may put a socket, what was to go by a connection that ended would go to theirs.
             self._is_shared = is_shared(os.path.dirname(address.path))
-            self._keeps = not self._receives and not self._is_shared
         options: dict[Any, Any] = {
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
@@ -174,10 +168,10 @@ class FrameSocket:
         options |= (
             {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
             if self.binds
-            else {zmq.IMMEDIATE: int(not (self._keeps or self._monitored and self._receives))}
+            else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
         )
         if not self.binds:
-            options[zmq.ROUTING_ID] = _routing_id()
+            options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
         if address.scheme == "tcp":
             options |= {zmq.IPV6: 1, **_HEARTBEATS}
         for option, value in options.items():
@@ -228,7 +222,7 @@ class FrameSocket:
                 raise Refused(f"{address.text} is in use: {error.strerror}; close its owner or use another") from None
             raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
 
-    def send(self, peer: bytes, frames: Sequence[Any]) -> None:
+    def send(self, peer: bytes, frames: Sequence[Any], connection: int = 0) -> None:
         """Send one message, which is copied.
 
         ZeroMQ could read large frames from the caller's memory. But then an exception of a signal's handler, or another
@@ -237,18 +231,28 @@ class FrameSocket:
         Args:
             peer: its routing id.
             frames: bytes-like objects.
+            connection: the number of a connector's connection that it is to go by.
 
         Raises:
-            Unreachable: the peer is not connected. Nothing was sent.
+            Unreachable: the peer is not connected, or by another connection. Nothing was sent.
         """
-        self.lend(peer, frames, large=False)
+        self.lend(peer, frames, large=False, connection=connection)
 
-    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False) -> list[Any]:
+    def lend(
+        self,
+        peer: bytes,
+        frames: Sequence[Any],
+        *,
+        large: bool = True,
+        mark: bool = False,
+        connection: int | None = None,
+    ) -> list[Any]:
         """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
 
         Args:
             large: False: they are copied.
             mark: lend the last one, however small: with it ZeroMQ has let go of all that went before, to this peer.
+            connection: as ``send``; None: any.
 
         Returns:
             A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
@@ -257,7 +261,7 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         self._is_silent = False
-        if self._monitored and not self.is_connected():
+        if self._monitored and not (self.is_connected() and connection in (None, self.connection)):
             raise Unreachable
         if self._cuts:
             frames = in_fragments(frames)
@@ -325,8 +329,6 @@ class FrameSocket:
         self._is_silent = False
         if self._torn and not self._mend():
             return None
-        if not self._frames and self._saved:
-            self._frames = self._saved.popleft()
         frames = self._frames
         if not frames:
             if self._gate is not None:
@@ -413,7 +415,7 @@ class FrameSocket:
         """Whether ``receive`` would find something now."""
         if self._gate is not None:
             self._gate.answer()
-        self._is_silent = not (self._frames or self._saved or self._events() & _POLLIN)
+        self._is_silent = not (self._frames or self._events() & _POLLIN)
         return not self._is_silent
 
     def is_connected(self, timeout: float = 0) -> bool:
@@ -434,23 +436,7 @@ class FrameSocket:
             self._drop_surplus() if self._surplus else self._mend()
         if self._handshakes is not None:
             self._handshakes.hear()
-            ended = self.connection not in (0, self._handshakes.connection)
-            if ended and self._keeps:
-                self._begin_anew(self._handshakes)
             self.connection = self._handshakes.connection
-
-    def _begin_anew(self, handshakes: Handshakes) -> None:
-        """Save what came by a connection that ended, and drop what was to go by it."""
-        try:
-            while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-                self._saved.append(_without_surplus(self._socket.recv_multipart(_LAST, copy=False)))
-        except BaseException:  # a signal's handler raised
-            self.torn_at = time.monotonic()
-            raise
-        # The connection that is let go may have got to the next binder meanwhile. By one name, the later of the two would be
-        # that binder's, and libzmq goes on with neither where that is not the one that stays.
-        self._socket.setsockopt(zmq.ROUTING_ID, _routing_id())
-        handshakes.connect_anew()
 
     def trouble(self) -> str:
         """Why a connector does not get in; "" as long as nothing is known to be in the way."""
@@ -571,25 +557,11 @@ class FrameSocket:
                 steps.callback(self._handshakes.close)
 
 
-def _without_surplus(frames: list[Any]) -> list[Any]:
-    """Return a message's frames, and of one that has too many the first few, which are no message."""
-    came = 0
-    for count, frame in enumerate(frames):
-        if count > _FRAMES + 2 * came // BULK:
-            return frames[:count]
-        came += len(frame)
-    return frames
-
-
 def _give_back_memory() -> None:
     """Have malloc give back what libzmq held many frames in, at 64 bytes each: it would keep it for more of them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
     if trim is not None:
         trim(0)
-
-
-def _routing_id() -> bytes:
-    return b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
 
 
 def library() -> tuple[str, str, bool]:

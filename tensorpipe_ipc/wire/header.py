@@ -12,7 +12,7 @@ Little-endian::
 * DATA: ``schema`` says what stands where and how to read the payloads, and is equal for all messages of a steady
   stream, so both ends keep it; ``values`` is a msgpack array of the numbers and strings that differ; ``packed`` is the
   small payloads, which are copied anyway and would cost more as a frame of their own (see ``message``).
-  ``sequence`` counts the producer's messages towards this peer, from 1.
+  ``sequence`` counts the producer's messages towards this peer, from that of its HELLO or WELCOME.
 * PIECE: a part of the large payloads of the DATA message of that ``sequence``, which follows when all its pieces are sent.
   ``schema`` is five numbers (``Piece``); the part is the next frame. Payloads follow each other in this, each at the next
   multiple of 64. A part ends where payloads of another dtype begin, where either was narrowed: so its receiver can restore

@@ -13,7 +13,7 @@ from typing import Any
 
 import children
 import pytest
-from children import PATIENCE, Child, wait_until
+from children import PATIENCE, Child, in_thread, wait_until
 from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -206,15 +206,9 @@ def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, mon
         terms = SharedMemoryTerms("auto", os.geteuid(), attached=12345)
         with RawEnd(consumer.endpoint) as raw:
             raw.say(hello("producer", shared_memory=terms, end=gone.token, folder=gone.folder))
-            wait_until(lambda: _gets_nothing(consumer) and consumer.statistics().peers)
-        wait_until(lambda: _gets_nothing(consumer) and not consumer.statistics().peers)
+            wait_in_vain(consumer, lambda: consumer.statistics().peers)
+        wait_in_vain(consumer, lambda: not consumer.statistics().peers)
         assert consumer.statistics().vanished == 0
-
-
-def _gets_nothing(consumer: tp.Consumer) -> bool:
-    with pytest.raises(tp.Empty):
-        consumer.get(0.02)
-    return True
 
 
 def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,11 +226,33 @@ def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyP
         assert producer.statistics().lost == 0
         assert consumer.get(PATIENCE) == 1
         until = time.monotonic() + 0.3
-        while time.monotonic() < until:
-            _gets_nothing(consumer)
+        wait_in_vain(consumer, lambda: time.monotonic() > until)
         producer.put(2, PATIENCE)
         assert consumer.get(PATIENCE) == 2
         assert consumer.statistics().vanished == 0
+
+
+def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In frames over ipc, by both ends, though nobody has looked in between."""
+    with tp.Consumer("busy", shared_memory="off") as consumer, tp.Producer("busy") as producer:
+        putting = in_thread(lambda: producer.put(0, PATIENCE))
+        assert consumer.get(PATIENCE) == 0
+        putting()
+        producer.flush(PATIENCE)
+        with monkeypatch.context() as swallowed:
+            swallowed.setattr(producer._link.socket, "lend", lambda *_, **__: [])
+            producer.put(1)
+            producer.put(2)
+        socket = producer._link.socket
+        assert socket._handshakes is not None
+        socket._handshakes.connect_anew()
+        wait_until(lambda: socket.is_connected(0.01))
+        putting = in_thread(lambda: producer.put(3, PATIENCE))
+        assert consumer.get(PATIENCE) == 3
+        putting()
+        assert (producer.statistics().lost, consumer.statistics().lost) == (2, 2)
+        with pytest.raises(tp.PeerLost, match="with 2 messages that it had not taken"):
+            producer.flush(PATIENCE)
 
 
 def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:

@@ -86,16 +86,48 @@ def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
         raw.say(hello("consumer", round=1))
         for number in range(3):
             producer.put(number, PATIENCE)
-        assert _sequences(raw, 3) == [1, 2, 3]
+        first = raw.hear_first()
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
         for _ in range(2):
-            raw.say(hello("consumer", round=2, sequence=1))
+            raw.say(hello("consumer", round=2, sequence=first + 1))
         _until(lambda: producer.statistics().resent == 2)
         producer.put(3, PATIENCE)
-        assert _sequences(raw, 3) == [2, 3, 4]
-        raw.say(pack(Kind.CREDIT, 4))
+        assert _sequences(raw, 3) == [first + 2, first + 3, first + 4]
+        raw.say(pack(Kind.CREDIT, first + 4))
         producer.flush(PATIENCE)
         assert producer.statistics().resent == 2
         assert producer._link._unacknowledged.nbytes == 0
+
+
+def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_port: int) -> None:
+    """Its binder may have sent as much as may be in flight, and all of that was swallowed with the WELCOME."""
+    endpoint, rounds = f"tcp://127.0.0.1:{free_port}", []
+    with tp.Consumer(endpoint, bind=False) as consumer:
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        for _ in range(2):
+            with RawEnd(endpoint, bind=True) as raw:
+                rounds.append(hello_of(raw.hear_of(Kind.HELLO)).round)
+                if len(rounds) == 2:
+                    raw.say(hello("producer", Kind.WELCOME, round=1))
+                    raw.say(*exchange.sent("after all"))
+        assert getting() == "after all"
+        assert rounds[0] < rounds[1]
+
+
+def test_a_producer_says_welcome_before_it_sends_again() -> None:
+    """To a consumer that did not hear the first one all that came before would be a stranger's."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", round=1))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        first = raw.hear_first()
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        raw.say(hello("consumer", round=2))
+        _until(lambda: producer.statistics().resent == 3)
+        assert raw.hear_header().kind == Kind.WELCOME
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        raw.say(pack(Kind.CREDIT, first + 3))
+        producer.flush(PATIENCE)
 
 
 def test_a_consumer_elsewhere_is_waited_for_and_then_given_up() -> None:
@@ -104,7 +136,8 @@ def test_a_consumer_elsewhere_is_waited_for_and_then_given_up() -> None:
         with RawEnd(producer.endpoint) as raw:
             raw.say(hello("consumer", identity=ELSEWHERE))
             producer.put(1, PATIENCE)
-            assert _sequences(raw, 1) == [1]
+            first = raw.hear_first()
+            assert _sequences(raw, 1) == [first + 1]
         away = r"consumer pid 2 on far-away \(out of sight: .*, not heard of for \d\.\d s\)"
         with pytest.raises(tp.Full, match=rf"not taken in time: {away} holds 1 untaken"):
             _flush_until_away(producer)
@@ -381,7 +414,7 @@ def test_the_size_of_pieces(identity: Identity) -> None:
         for tensor in tree:
             assert laid[at : at + len(tensor)] == bytes(tensor.numpy())
             at += -(-len(tensor) // 64) * 64
-        raw.say(pack(Kind.CREDIT, 1))
+        raw.say(pack(Kind.CREDIT, head.sequence))
         producer.flush(PATIENCE)
 
 
@@ -600,10 +633,11 @@ def test_who_says_it_took_what_it_did_not_read_gets_no_more(
     nbytes: int, producer: tp.Producer, deaf: zmq.Socket[bytes]
 ) -> None:
     """A CREDIT of 24 bytes made room for a megabyte, which stayed in this process."""
-    tensor, put = torch.zeros(nbytes, dtype=torch.uint8), 0
+    tensor, put, first = torch.zeros(nbytes, dtype=torch.uint8), 0, 0
     with contextlib.suppress(tp.Full):
         while put * nbytes < 1 << 28:
             producer.put(tensor, PATIENCE if not put else 0.3)
+            first = first if put else hello_of(unpack(memoryview(deaf.recv()))).sequence
             put += 1
-            deaf.send(pack(Kind.CREDIT, put))
+            deaf.send(pack(Kind.CREDIT, first + put))
     assert put * nbytes < 1 << 27
