@@ -111,12 +111,13 @@ class Meeting(Role):
     def introduce(self, timeout: float) -> bool:
         """Have a connector say HELLO that knows nobody, or whose connection is a new one.
 
-        False if its binder is not on the line within ``timeout`` seconds.
+        False if its binder is not on the line within ``timeout`` seconds, and nothing has come from one that was.
         """
         if self.socket.binds or (self.peers and not self.owes_greeting()):
             return True
-        if not self.socket.is_connected(timeout):
-            return False
+        came = self.socket.has_incoming()  # perhaps by a connection that has ended since
+        if not self.socket.is_connected(0 if came else timeout):
+            return came
         if not self.peers:
             self.meet_by_file()
         self.greet()

@@ -8,6 +8,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import exchange
@@ -29,7 +30,7 @@ from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.peer import How
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
-from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import Ending, Hello, Kind, Piece, pack, pack_goodbye, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
 
@@ -112,6 +113,24 @@ def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_
                     raw.say(*exchange.sent("after all"))
         assert getting() == "after all"
         assert rounds[0] < rounds[1]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp", "ipc"])
+def test_a_producer_that_met_who_computes_and_is_gone_was_there(endpoint: str, free_port: int, tmp_path: Path) -> None:
+    """Its WELCOME, its message and its goodbye have come, though their connection has ended before anybody looked."""
+    endpoint = f"ipc://{tmp_path}/gone.sock" if endpoint == "ipc" else f"tcp://127.0.0.1:{free_port}"
+    with tp.Consumer(endpoint, bind=False) as consumer:
+        with RawEnd(endpoint, bind=True) as raw:
+            raw.until_answered(consumer)
+            raw.hear_of(Kind.HELLO)
+            raw.say(hello("producer", Kind.WELCOME, round=int(endpoint.startswith("tcp"))))
+            raw.say(*exchange.sent("before it went"))
+            raw.say(pack_goodbye(1, Ending()))
+        (tmp_path / "gone.sock").unlink(missing_ok=True)
+        wait_until(lambda: not consumer._link.socket.is_connected())
+        assert consumer.get(PATIENCE) == "before it went"
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
 
 
 def test_a_producer_says_welcome_before_it_sends_again() -> None:
