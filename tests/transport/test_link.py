@@ -483,7 +483,7 @@ def _bad_messages() -> dict[str, list[bytes]]:
         "WELCOME from a connector": [hello("producer", Kind.WELCOME)],
         "REFUSED from a connector": [pack(Kind.REFUSED, 0, b"\x81\xa6reason\xa1x")],
         "DATA before HELLO": good,
-        "PIECE before HELLO": [pack_piece(1, Piece(0, 4, 4)), b"four"],
+        "PIECE before HELLO": [pack_piece(1, Piece(0, 4)), b"four"],
         "PIECE that says nothing": [schema[:5] + b"\7" + schema[6:], b"four"],
         "CREDIT before HELLO": [pack(Kind.CREDIT, 1)],
         "GOODBYE before HELLO": [pack(Kind.GOODBYE, 0)],
