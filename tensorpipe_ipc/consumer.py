@@ -231,6 +231,21 @@ class Consumer:
         with self._guard:
             return self._link.fileno()
 
+    def trim(self) -> int:
+        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+
+        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
+
+        Returns:
+            How many bytes that were; 0 without shared memory.
+
+        Raises:
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        with self._guard:
+            return self._link.trim()
+
     def statistics(self) -> ConsumerStatistics:
         """A snapshot of what happened so far; of an end that is closed, the last one."""
         if self._guard.closed and not self._guard.foreign:

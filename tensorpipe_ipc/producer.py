@@ -275,6 +275,21 @@ class Producer:
                 self._wait(deadline, "messages not taken")
             self._tell_of_losses()
 
+    def trim(self) -> int:
+        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+
+        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
+
+        Returns:
+            How many bytes that were; 0 without shared memory.
+
+        Raises:
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        with self._guard:
+            return self._link.trim()
+
     def statistics(self) -> ProducerStatistics:
         """A snapshot of what happened so far; of an end that is closed, the last one."""
         if self._guard.closed and not self._guard.foreign:

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from arenas import blocks_in_use, small_context
+from children import in_thread
 from crash_points import in_child, reap
 from programs import InFork, ran_in_fork
 
@@ -18,6 +19,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport.survey import survey
 
 MIB = 1 << 20
 PART = MIB >> 2
@@ -364,6 +366,35 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
             there.put(1)
             waiter.join(LIMIT)
             assert not waiter.is_alive()
+
+
+def between_endpoints():
+    """Return the bytes that the one segment of this process takes."""
+    (segment,) = survey([os.getpid()])
+    return segment.resident
+
+
+@pytest.mark.parametrize("way", ["a consumer waits", "a consumer trims", "a producer trims"])
+def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
+    """Of a burst that is over: by a consumer that waits for the next one, or by either end's trim."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1 if way == "a consumer waits" else 1e9)
+    with tp.Consumer("idle", shared_memory="require") as consumer, tp.Producer("idle") as producer:
+        putting = in_thread(lambda: [producer.put(octets(2 * MIB), LIMIT) for _ in range(8)])
+        for _ in range(8):
+            consumer.get(LIMIT)
+        putting()
+        if way == "a consumer waits":
+            waiting = in_thread(lambda: consumer.get(LIMIT))
+            wait_for(lambda: between_endpoints() < MIB)
+            producer.put(1, LIMIT)
+            assert waiting() == 1
+        else:
+            end = consumer if way == "a consumer trims" else producer
+            before = between_endpoints()
+            given = end.trim()
+            assert given > 2 * MIB
+            assert between_endpoints() == before - given < MIB
+            assert end.trim() == 0
 
 
 def test_threads_put_while_others_take_their_memory_away(ctx):

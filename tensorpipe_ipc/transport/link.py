@@ -591,6 +591,8 @@ class Link(Meeting):
         self._looked = now
         again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):
+            if peer.queue is not None:
+                peer.queue.arena.mind_idle()
             if self._is_gone(peer, again):
                 # of what an exception tore since it was last heard, its goodbye may have been the last
                 self._leaves(peer, How.GOODBYE if self.socket.torn_at > peer.heard else How.LOST)
@@ -600,6 +602,11 @@ class Link(Meeting):
             self._greeted = now
         elif not self.socket.binds:
             self.greet()
+
+    def trim(self) -> int:
+        """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
+        undertakers = {id(peer.queue.undertaker): peer.queue.undertaker for peer in self.peers.values() if peer.queue}
+        return sum(undertaker.trim() for undertaker in undertakers.values())
 
     def _is_gone(self, peer: Peer, again: bool) -> bool:
         """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
