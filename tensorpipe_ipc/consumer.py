@@ -62,7 +62,8 @@ class ConsumerStatistics:
     bytes: int
     """Bytes of their payloads."""
     lost: int
-    """Messages of which only the gap came: they were lost on the way."""
+    """Messages of which only the gap came: they were lost on the way. And those that an exception of a signal's handler, Ctrl-C
+    say, took out of the hand of ``get``."""
     duplicates: int
     """Messages that came again after a connection broke, and were dropped (over tcp)."""
     rejected: int
@@ -173,6 +174,8 @@ class Consumer:
     def get(self, timeout: float | None = None) -> Any:
         """Take one message. What is returned belongs to the caller, and may be written to.
 
+        An exception that a signal's handler raises meanwhile loses the message in hand at most, and counts it as lost.
+
         Args:
             timeout: seconds to wait; None for as long as it takes, 0 for not at all.
 
@@ -258,7 +261,7 @@ class Consumer:
         return ConsumerStatistics(
             messages=self._messages,
             bytes=self._bytes,
-            lost=link.lost + link.in_hand,
+            lost=link.lost_so_far,
             duplicates=link.duplicates,
             rejected=link.rejected,
             last_rejection=link.last_rejection,

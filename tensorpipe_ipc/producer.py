@@ -165,6 +165,8 @@ class Producer:
         Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned. Over
         tcp it is kept until it is known to be taken, and sent again where a connection broke before.
 
+        An exception that a signal's handler raises meanwhile leaves the message sent, once, or not sent.
+
         Args:
             tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
                 and dataclasses of them.

@@ -101,6 +101,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         object was taken: when it ends in order it waits a second at most for that. What is one object in ``obj`` is one
         object in what ``get`` returns, as pickle keeps it. Strings and numbers have no identity: they are only equal.
 
+        An exception that a signal's handler raises meanwhile leaves the object put, once, or not put.
+
         Args:
             obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.
             block: whether to wait for room.
@@ -282,8 +284,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
         Raises:
             ValueError: ``max_items`` is not positive.
-            Exception: as ``get`` does. Then all that were taken come with the next gets, those before the one at fault as they
-                were asked for here.
+            Exception: as ``get`` does, for the first of them. Where another one is at fault those before it are returned, and
+                the error is the next get's.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")

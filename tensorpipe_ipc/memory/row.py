@@ -23,7 +23,7 @@ for which no descriptor was left: rows.py. *Hazards* are memory/extents.py's: on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -101,17 +101,17 @@ class Operation:
         hazard: index of the word that names the extent which it takes a block from.
         credit_buffers, ticket_buffers, given_buffers: the same for ``os.readv`` and ``os.writev``.
         messages, nbytes: what this process did with it, for ``statistics()``.
-        kept: what an exception left: of a get its messages as far as they were decoded, of a put its blocks that no word
-            names; None: nothing.
-        block: of a put, the one that it has taken and that its word does not name yet; 0: none.
-        before: of such a get, how many others go first.
-        cause: what ended it.
-        shared: something for each but one of its messages that were set aside and are not served.
+        block: of a put, the one that it has just taken, and that is nowhere else on record; 0: none.
+        blocks: of a batch, those that were filled, and that its words do not name yet.
+        cause: the exception that ended it, until that is seen to.
+        before: of a get that took its tickets too early, how many others go first.
+        waiting: of a get, how many of its tickets were set aside and are not served yet.
     """
 
     __slots__ = (
         "before",
         "block",
+        "blocks",
         "cause",
         "counters",
         "credit",
@@ -119,25 +119,23 @@ class Operation:
         "given",
         "given_buffers",
         "hazard",
-        "kept",
         "messages",
         "nbytes",
         "purpose",
-        "shared",
         "size",
         "tally",
         "tally_before",
         "ticket",
         "ticket_buffers",
+        "waiting",
     )
 
     def __init__(self, segment: Segment, record: Record) -> None:
         self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = self.before = self.block = 0
-        self.kept: list[Any] | None = None
+        self.messages = self.nbytes = self.tally_before = self.before = self.block = self.waiting = 0
+        self.blocks: list[int] = []
         self.cause: BaseException | None = None
-        self.shared: list[Any] = []
         self.counters, self.hazard = record.counters, record.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (

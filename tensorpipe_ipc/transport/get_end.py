@@ -1,7 +1,7 @@
 """The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in undertaker.py.
 
-An exception (a signal handler's, at any point) leaves what was taken on record. It is set aside, for the next get: see
-queue_end.py.
+An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
+aside for the next get. After that it is lost, and counted, as if the process had died there: see queue_end.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import os
 import select
 import signal
-from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
@@ -30,10 +29,10 @@ from tensorpipe_ipc.memory.arena import (
     SMALLEST,
 )
 from tensorpipe_ipc.memory.leases import Octets
-from tensorpipe_ipc.memory.row import BATCH, GET, Operation
+from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.transport import tasks
-from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
+from tensorpipe_ipc.transport.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, Aside, QueueEnd
 from tensorpipe_ipc.transport.queue_record import TOLD
 from tensorpipe_ipc.transport.token_pipe import LAST_BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
@@ -74,6 +73,7 @@ class GetEnd(QueueEnd):
     Attributes:
         spin: seconds for which a get looks for a message before it sleeps.
         undecodable: messages that this process dropped, as decoding them failed.
+        lost: messages that this process lost, as an exception came when their blocks had been let go.
     """
 
     spin, _spins = 0.0, 0
@@ -82,19 +82,17 @@ class GetEnd(QueueEnd):
     def _forget(self) -> None:
         super()._forget()
         self._getting: list[Operation] = []  # spare ones
-        self._ready: deque[Any] = deque()  # messages that only have to be returned
-        self._aside: deque[_Aside] = deque()  # gets that are to be served before others
-        self.undecodable = 0
+        self._aside: list[Aside] = []  # tickets that were taken, and are to be served before others
+        self.undecodable = self.lost = 0
 
     @property
     def holds_back(self) -> bool:
         """Whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
-        return bool(self._ready or self._aside or self._left)
+        return bool(self._aside or self._left)
 
     def qsize(self) -> int:
         """How many messages wait, those among them that an interrupted get of this process had taken."""
-        aside = sum(each.message is not _DROPPED for each in list(self._aside))
-        return super().qsize() + len(self._ready) + aside
+        return super().qsize() + len(self._aside)
 
     def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
         """Take the next message.
@@ -115,19 +113,18 @@ class GetEnd(QueueEnd):
         deadline = timeout and monotonic() + timeout
         while True:
             try:
-                if self._ready or self._aside or self._left:
+                if self._aside or self._left:
                     self._take_up()
                     if self.words[self.record.dropped]:
                         self._drop_aside()
                     message = self._get_aside(decode, lease_from)
                     if message is not _NOTHING:
-                        self._tell_of_aside()
                         return message
                 return self._get(deadline, decode, lease_from)
             except _Again:
                 continue
             except BaseException:
-                self._tell_of_aside()
+                self._tell_of_left()
                 raise
 
     def fileno(self) -> int:
@@ -145,18 +142,23 @@ class GetEnd(QueueEnd):
             self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
             self.tickets.ring()
 
+    def _tell_of_left(self) -> None:
+        """After an exception, which may have come when a bell was taken: have others hear of what is in the log."""
+        if self.words[self._watch] and self.tickets.spills:
+            self.tickets.tell_of_more()
+        self._tell_of_aside()
+
     def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
         """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
 
         Args:
             deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
         """
-        operation: Operation | None
         try:
-            operation = self._getting.pop()
+            operation = self._getting[-1]
+            del self._getting[-1]
         except IndexError:
             operation = self._operation(GET)
-        message: Any = _NOTHING
         process = self._process
         try:
             words = self.words
@@ -182,28 +184,25 @@ class GetEnd(QueueEnd):
             message = self._open(word, decode, lease_from)  # G4
             if process != self._process:
                 return message  # of a fork within; the steps that remain are the parent's
-            self._let_go(word)  # G5
+            nbytes = words[word + NBYTES]
             if self._has_tasks:
                 tasks.count_taken(words, operation.tally)  # J3
-            words[operation.ticket] = 0  # G6
+            self._let_go(word)  # G5
+            words[operation.ticket] = 0  # G6; from here on there is no call, so no exception: the message is returned
             words[operation.given] = 0  # G7
             if self._has_tasks:
-                tasks.settle_taken(words, operation.tally)  # J4
+                words[operation.tally] -= 1  # J4
             counted = operation.messages = operation.messages + 1
             words[operation.counters] = counted
-            counted = operation.nbytes = operation.nbytes + words[word + NBYTES] & _WORD
+            counted = operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters + 1] = counted
-            spare, operation = operation, None
-            self._getting.append(spare)
+            self._getting += (operation,)
             return message
         except BaseException as error:
             if process != self._process:
                 raise
-            if operation is None:
-                self._ready.append(message)
-            else:
-                operation.kept, operation.cause = [message], error
-                self._left.append(operation)
+            operation.cause = error
+            self._left.append(operation)
             self._take_up()
             raise
 
@@ -223,30 +222,14 @@ class GetEnd(QueueEnd):
         deadline = timeout and monotonic() + timeout
         while True:
             if self._has_tasks or most == 1 or self.holds_back:
-                left = deadline and max(0, deadline - monotonic())
-                return self._get_held_back(most, left, decode, lease_from)
+                return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]
             try:
                 return self._get_many(min(most, BATCH), deadline, decode, lease_from)
             except _Again:
                 continue
             except BaseException:
-                self._tell_of_aside()
+                self._tell_of_left()
                 raise
-
-    def _get_held_back(self, most: int, timeout: float | None, decode: Decode, lease_from: int) -> list[Any]:
-        """All that is set aside and due: whoever calls may not come again, and nobody else can take it."""
-        messages, process = [self.get(timeout, decode, lease_from)], self._process
-        try:
-            while len(messages) < most and self.holds_back:
-                messages.append(self.get(0, decode, lease_from))
-        except (Empty, ShutDown):
-            pass
-        except BaseException:
-            if process == self._process:
-                self._ready.extendleft(reversed(messages))
-                self._tell_of_aside()
-            raise
-        return messages
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
         operation, messages = self._batch(GET), list[Any]()
@@ -254,50 +237,68 @@ class GetEnd(QueueEnd):
             return [self._get(deadline, decode, lease_from)]
         process = self._process
         try:
-            words = self.words
+            words, given = self.words, operation.given
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
             if deadline is None and not words[self._watch] and not self.leases.kept:
                 count = self._take_idly(buffers) if words[GROWN] else 0
                 count = count or os.readv(self._read_end, buffers) >> 3  # G1
             else:
                 count = self._wait(operation, buffers, deadline, decode)
-            tickets = words[operation.ticket : operation.ticket + count].tolist()
-            if words[self._watch] and max(tickets) > LAST_BELL:
+            found = self._tickets_in(operation, count)
+            if not found:
+                raise _Again
+            if words[self._watch]:
                 self._tell_of_more()
-            if min(tickets) <= LAST_BELL:
-                raise _Again  # each is served by itself
-            blocks = [self._word_of(ticket) for ticket in tickets]
+            blocks = [self._word_of(words[operation.ticket + i]) for i in found]
             if self.credits is not None:
-                for i, word in enumerate(blocks):
-                    words[operation.given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
-                self.credits.give([operation.given_buffers[0][: 8 * count]])  # G3
+                for i, word in zip(found, blocks, strict=True):
+                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                buffer = operation.given_buffers[0]
+                many = [buffer[: 8 * count]] if len(found) == count else [buffer[8 * i : 8 * i + 8] for i in found]
+                self.credits.give(many)  # G3
             for word in blocks:
-                messages.append(self._open(word, decode, lease_from))  # G4
+                try:
+                    messages.append(self._open(word, decode, lease_from))  # G4
+                except Exception as error:
+                    if not messages or is_a_signals(error, error.__traceback__):
+                        raise
+                    break  # those before it are returned, and it is the next get's
             if process != self._process:
                 return messages  # as in _get
-            for word in blocks:
+            done = blocks[: len(messages)]
+            nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
+            left = [Aside(operation, i) for i in rest]
+            waiting, stop = len(left), rest[0] if rest else count
+            for word in done:
                 self._let_go(word)  # G5
-            for i in range(count):
-                words[operation.ticket + i] = 0  # G6
-            if self.credits is not None:
-                for i in range(count):
-                    words[operation.given + i] = 0  # G7
-            operation.messages += count
-            operation.nbytes = operation.nbytes + sum(words[word + NBYTES] for word in blocks) & _WORD
+            words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
+            words[given : given + stop] = _ZEROS[:stop]  # G7
+            operation.messages += count - waiting
+            operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-            spare, operation = operation, None
-            self._batches[GET].append(spare)
+            operation.waiting, self._aside = waiting, self._aside + left
+            if not waiting:
+                spare = self._batches[GET]
+                spare += (operation,)
             return messages
         except BaseException as error:
             if process != self._process:
                 raise
-            if operation is None:
-                self._ready.extend(messages)
-            else:
-                operation.kept, operation.cause = messages, error
-                self._left.append(operation)
+            operation.cause = error
+            self._left.append(operation)
             self._take_up()
             raise
+
+    def _tickets_in(self, operation: Operation, count: int) -> list[int]:
+        """Return which of an operation's first words have tickets in them, once the bells among them are heard."""
+        words, found = self.words, list[int]()
+        for i, ticket in enumerate(words[operation.ticket : operation.ticket + count].tolist()):
+            if ticket > LAST_BELL:
+                found.append(i)
+            elif ticket:
+                self._hear(ticket)
+                words[operation.ticket + i] = 0
+        return found
 
     def _wait(self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode) -> int:
         if deadline == _PIPED:
@@ -387,9 +388,7 @@ class GetEnd(QueueEnd):
                 words[self.record.shut] = TOLD
             taken = tickets.take_past_bells(buffers, put_back)
             if taken:
-                if words[first] > LAST_BELL:
-                    return taken
-                raise _Again  # each is served by itself
+                return taken
             if last_look:
                 break
             self.undertaker.settle_puts(self.number, deadline)
@@ -454,131 +453,161 @@ class GetEnd(QueueEnd):
         if self.leases.early:
             self.leases.early.pop(word, None)
 
-    def _set_aside(self, operation: Operation) -> bool:
-        """Have later gets serve what an exception left in an operation, before all others."""
-        words, left, kept, had_bell = self.words, list[_Aside](), operation.kept, False
-        if kept is None:
-            return True
-        for i in range(operation.size):
-            message = kept[i] if i < len(kept) else _NOTHING
-            if 0 < words[operation.ticket + i] <= LAST_BELL:
-                had_bell = True
-                self._hear(words[operation.ticket + i])
-                words[operation.ticket + i] = 0
-            elif words[operation.ticket + i] or message is not _NOTHING:
-                left.append(_Aside(operation, i, message))
-        if had_bell and self.tickets.spills and not isinstance(operation.cause, _Again):
-            self.tickets.tell_of_more()  # as this get does not look at the log
-        if not left:
-            operation.before = 0
-        elif operation.before:
-            left[0].before = operation.before
-        else:
-            for aside in left:
-                if aside.message is _NOTHING:  # the one that was being decoded
-                    self._drop_unless_it_may_pass(aside, operation.cause)
-                    break
-        operation.cause = None
-        spare, backwards = self._getting if operation.size == 1 else self._batches[GET], left[::-1]
-        operation.shared = left[1:]
-        if not left:
-            operation.kept = None
-            spare.append(operation)
-        elif operation.before:
-            operation.kept, operation.before = None, 0
-            self._aside.extend(left)
-        else:
-            operation.kept = None
-            self._aside.extendleft(backwards)
+    def _finish_get(self, operation: Operation) -> bool:
+        """See to the tickets that an exception left in an operation. False: what it gave cannot be judged now.
+
+        A ticket whose block was not let go is served again, before all others. Else its message is lost, and counted.
+        """
+        asides = [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
+        if asides:
+            asides[0].cause, asides[0].before = operation.cause, operation.before
+        try:
+            left = [aside for aside in asides if self._comes_again(aside)]
+        except InDoubt:
+            return False
+        count, is_early = len(left), operation.before > 0
+        operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
+        self._aside = self._aside + left if is_early else left + self._aside
+        if not count:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
         return True
 
-    def _drop_unless_it_may_pass(self, aside: _Aside, error: BaseException | None) -> None:
-        """Drop a message that cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
-        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, error.__traceback__):
-            return
-        aside.tries += 1
-        if aside.tries >= _TRIES or not _may_pass(error):
-            aside.message = _DROPPED
+    def _finish_aside(self, aside: Aside) -> bool:
+        """The same for a ticket that had been set aside, and whose serving an exception ended."""
+        try:
+            comes_again = self._comes_again(aside)
+        except InDoubt:
+            return False
+        if comes_again:
+            self._aside = [aside, *self._aside]
+        else:
+            self._is_over(aside.operation)
+        aside.cause = None  # with no call since then
+        return True
+
+    def _is_over(self, operation: Operation) -> None:
+        """One ticket less waits in an operation. No call is in here, and what comes before it has none after its last store."""
+        operation.waiting -= 1
+        if not operation.waiting:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
+
+    def _comes_again(self, aside: Aside) -> bool:
+        """Return whether a ticket is to be served, or served again. If not, it is done with: lost, or dropped.
+
+        Raises:
+            InDoubt: what was given of it cannot be judged now.
+        """
+        operation, i = aside.operation, aside.index
+        ticket = self.words[operation.ticket + i]
+        if not ticket:
+            return False  # an exception has this looked at twice
+        word, is_due = ticket >> 32 << SMALLEST - 3, self._is_due(ticket)
+        if is_due and not self._is_to_be_dropped(aside):
+            return True
+        if is_due or isinstance(aside.cause, ProtocolError):  # of the latter the block is somebody else's
+            self._give_credit(operation, i, word)
+            self._complete(operation, i, word if is_due else 0)
             self.undecodable += 1
+        else:
+            words = operation.credit + i, operation.ticket + i, operation.given + i, operation.tally
+            record = Record(operation.purpose, 1, *words)
+            self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
+            self.lost += 1
+        return False
+
+    def _is_due(self, ticket: int) -> bool:
+        """Whether the block of a ticket waits to be got: it was not let go, or will be again."""
+        word = ticket >> 32 << SMALLEST - 3
+        state = self.words[word]
+        return (state & 15 == QUEUED or word in self.leases.early) and state >> GENERATION_AT == ticket & 0xFFFFFFFF
+
+    def _is_to_be_dropped(self, aside: Aside) -> bool:
+        """Whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
+        error = aside.cause
+        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, error.__traceback__):
+            return False
+        aside.tries += 1
+        return aside.tries >= _TRIES or not _may_pass(error)
 
     def _get_aside(self, decode: Decode, lease_from: int) -> Any:
-        """Serve what interrupted gets left, and tickets that came too early once they are due; else ``_NOTHING``."""
-        try:  # and not contextlib.suppress: a signal could come as it is left, when the message is nowhere
-            for message in iter(self._ready.popleft, _NOTHING):
-                return message
-        except IndexError:
-            pass
-        for aside in list(self._aside)[:1]:
+        """Serve what exceptions left, and tickets that came too early once they are due; else ``_NOTHING``."""
+        while self._aside:
+            try:
+                aside = self._aside[0]
+            except IndexError:  # another thread serves it
+                break
             if aside.before > 0:
                 aside.before -= 1
                 try:
                     return self._get(_PIPED, decode, lease_from)
                 except (Empty, ShutDown):
                     aside.before = 0
-        for _ in range(len(self._aside)):
-            try:
-                for aside in iter(self._aside.popleft, None):  # noqa: B007
-                    break
-            except IndexError:  # another thread serves it
-                break
+                    continue
+            if len(self._aside) > 1:
+                self._tell_of_aside()
+            if not self._aside or self._aside[0] is not aside:
+                continue
+            del self._aside[0]  # with no call since it was looked at
             process = self._process
             try:
-                done = self._serve(aside, decode, lease_from)
+                return self._serve(aside, decode, lease_from)
             except BaseException as error:
                 if process != self._process:
                     raise
-                self._aside.appendleft(aside)
-                if aside.operation is not None and aside.message is _NOTHING:
-                    self._drop_unless_it_may_pass(aside, error)
+                aside.cause = error
+                self._left.append(aside)
+                self._take_up()
                 raise
-            if not done:
-                self._aside.append(aside)
-            message, aside.message = aside.message, _DROPPED
-            if message is not _DROPPED:
-                return message
         return _NOTHING
 
-    def _serve(self, aside: _Aside, decode: Decode, lease_from: int) -> bool:
-        """Bring a get that was set aside to its end. False: whether its credit was given cannot be judged now."""
-        operation = aside.operation
-        if operation is None:
-            return True
-        ticket, process = self.words[operation.ticket + aside.index], self._process
-        if ticket and aside.message is _NOTHING:
-            aside.message = self._open(self._word_of(ticket), decode, lease_from)
-        if process != self._process:
-            return True  # as in _get
-        try:
-            self._complete(operation, aside.index)
-        except InDoubt:
-            return False
-        spare = self._getting if operation.size == 1 else self._batches[GET]
-        operation.messages += 1
-        self.words[operation.counters] = operation.messages
-        aside.operation = None
-        try:  # each thread that serves one takes one away, and who finds none is the last
-            operation.shared.pop()
-        except IndexError:
-            spare.append(operation)
-        return True
+    def _serve(self, aside: Aside, decode: Decode, lease_from: int) -> Any:
+        """Bring a get that was set aside to its end.
 
-    def _complete(self, operation: Operation, index: int) -> None:
-        """G2 to G7 of a ticket but for G4, whichever of them were done."""
-        words, ticket_word, given_word = self.words, operation.ticket + index, operation.given + index
-        ticket = words[ticket_word]
-        if ticket:
-            word = ticket >> 32 << SMALLEST - 3
-            if self.credits is not None:
-                words[given_word] = words[given_word] or words[word + CREDIT] + NEXT_LAP & _WORD
-                self.undertaker.give_credit(self._ends, self.number, given_word)
-            with contextlib.suppress(ProtocolError):
-                self._let_go(self._word_of(ticket))
-            if self._has_tasks:
-                tasks.count_taken(words, operation.tally)
-        words[ticket_word] = 0
-        words[given_word] = 0
+        Raises:
+            SharedMemoryError: whether its place was given back cannot be judged now.
+        """
+        operation, i, process = aside.operation, aside.index, self._process
+        word = self._word_of(self.words[operation.ticket + i])
+        try:
+            self._give_credit(operation, i, word)  # G2, G3
+        except InDoubt:
+            raise SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with") from None
+        message = self._open(word, decode, lease_from)  # G4
+        if process != self._process:
+            return message  # as in _get
+        self._complete(operation, i, word)
+        operation.messages += 1  # with no call, as in _get
+        self.words[operation.counters] = operation.messages
+        operation.waiting -= 1
+        if not operation.waiting:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
+        return message
+
+    def _give_credit(self, operation: Operation, index: int, word: int) -> None:
+        """G2 and G3, unless they were done."""
+        if self.credits is not None:
+            words, given = self.words, operation.given + index
+            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
+            self.undertaker.give_credit(self._ends, self.number, given)
+
+    def _complete(self, operation: Operation, index: int, word: int) -> None:
+        """G5 to G7. No call comes after G6.
+
+        Args:
+            word: of the block; 0: there is none to let go.
+        """
+        words, tally = self.words, operation.tally
         if self._has_tasks:
-            tasks.settle_taken(words, operation.tally)
+            tasks.count_taken(words, tally)  # J3
+        if word:
+            self._let_go(word)  # G5
+        words[operation.ticket + index] = 0  # G6
+        words[operation.given + index] = 0  # G7
+        if self._has_tasks:
+            words[tally] -= words[tally] & 1  # J4
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
@@ -621,18 +650,6 @@ class _Again(Exception):
     """There was nothing to deliver, but it is not time to wait either."""
 
 
-class _Aside:
-    """A ticket of a get that was not completed, to be served by a later one."""
-
-    __slots__ = ("before", "index", "message", "operation", "tries")
-
-    def __init__(self, operation: Operation, index: int, message: Any) -> None:
-        self.operation: Operation | None = operation  # None: nothing is on record any more
-        self.index, self.message = index, message
-        self.before = 0  # how many others go first
-        self.tries = 0  # how often it could not be decoded
-
-
 def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
     """Return whether an exception came from a signal's handler, and so says nothing about what it interrupted."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -653,4 +670,5 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
 
 
 _PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
-_NOTHING, _DROPPED = object(), object()
+_NOTHING = object()
+_ZEROS = memoryview(bytes(8 * BATCH)).cast("Q")

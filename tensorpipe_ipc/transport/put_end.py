@@ -95,7 +95,8 @@ class PutEnd(QueueEnd):
         if self._left:
             self._take_up()
         try:
-            operation = self._putting.pop()
+            operation = self._putting[-1]
+            del self._putting[-1]
         except IndexError:
             operation = self._operation(PUT)
         process = self._process
@@ -114,11 +115,10 @@ class PutEnd(QueueEnd):
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
             operation.block = 0  # from here on the word says what is to be done
             self._queue(operation, word, generation)
-        except BaseException:
+        except BaseException as error:
             if process != self._process:
                 raise  # of a fork within; what it was about is the parent's to do
-            operation.kept = [operation.block] if operation.block else []
-            operation.block = 0
+            operation.cause = error
             self._left.append(operation)
             self._take_up()
             raise
@@ -177,8 +177,7 @@ class PutEnd(QueueEnd):
         if self._left:
             self._take_up()
         deadline = None if timeout is None else monotonic() + timeout
-        words, blocks, count = self.words, list[int](), len(messages)
-        unnamed, process = blocks, self._process
+        words, count, process = self.words, len(messages), self._process
         try:
             if self.credits is not None:
                 count = self._take_credits(operation, count, deadline)  # P1, P2
@@ -188,14 +187,17 @@ class PutEnd(QueueEnd):
                 block = self._block(kind, room, deadline, operation, waits=not i)
                 if not block:
                     break
-                blocks.append(block)
+                operation.blocks += (block,)
+                operation.block = 0
                 self._fill(block, words[operation.credit + i], payload, metadata)  # P3
             tickets = [
-                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS for block in blocks
+                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS
+                for block in operation.blocks
             ]
+            nbytes = sum(payload.nbytes for payload, _ in messages[: len(tickets)])
             for i in range(len(tickets)):
                 words[operation.ticket + i] = tickets[i]  # P4
-            unnamed, operation.block = [], 0
+            operation.blocks = []
             if words[self._watch]:
                 self._refuse_if_shut()
             for ticket in tickets:
@@ -210,19 +212,19 @@ class PutEnd(QueueEnd):
                 words[operation.ticket + i] = 0  # P8
             if self.credits is not None and len(tickets) < count:
                 self._give_unused(operation, len(tickets), count)
-        except BaseException:
+            count = len(tickets)
+        except BaseException as error:
             if process != self._process:
                 raise  # as in put
-            taken, operation.block = operation.block, 0
-            operation.kept = [*unnamed, taken] if taken and taken not in blocks else unnamed
+            operation.cause = error
             self._left.append(operation)
             self._take_up()
             raise
-        operation.messages += len(blocks)
-        operation.nbytes += sum(payload.nbytes for payload, _ in messages[: len(blocks)])
+        operation.messages += count
+        operation.nbytes += nbytes
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         self._batches[PUT].append(operation)
-        return len(blocks)
+        return count
 
     def put_held(self, handover: Handover, metadata: bytes, timeout: float | None = None) -> bool:
         """Queue a block that this process holds, as it lies. Whatever is raised, its lease goes on.
@@ -245,10 +247,11 @@ class PutEnd(QueueEnd):
         if not at or self.words[handover.word] != handover.held:
             return False
         try:
-            operation = self._putting.pop()
+            operation = self._putting[-1]
+            del self._putting[-1]
         except IndexError:
             operation = self._operation(PUT)
-        within, process = False, self._process
+        is_seen_to, process = False, self._process
         try:
             words, credit = self.words, 0
             if words[self._watch]:
@@ -257,41 +260,40 @@ class PutEnd(QueueEnd):
             if self.credits is not None:
                 credit = self._take_credit(operation, deadline)  # P1, P2
             with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
-                within = True
                 try:
-                    may_leave = self._hand_over(operation, handover, metadata, at, credit)
-                    within = False
-                except BaseException:
+                    self._hand_over(operation, handover, metadata, at, credit)
+                except BaseException as error:  # seen to before anybody forks
+                    is_seen_to = True
                     if process == self._process:
-                        operation.kept = []
+                        operation.cause = error
                         self._left.append(operation)
                         self._take_up()
                     raise
-        except BaseException:
-            if not within and process == self._process:
-                operation.kept = []
+        except BaseException as error:
+            if not is_seen_to and process == self._process:
+                operation.cause = error
                 self._left.append(operation)
                 self._take_up()
+            if isinstance(error, _MayNotLeave):
+                return False
             raise
-        if not may_leave:
-            operation.kept = []
-            self._left.append(operation)  # which gives its credit back
-            self._take_up()
-            return False
         operation.messages += 1
         operation.nbytes += handover.nbytes
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         self._putting.append(operation)
         return True
 
-    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> bool:
-        """P3 to P8 of a held block, and the emptying of its tensors. False, and nothing done: somebody else has some, too."""
+    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
+        """P3 to P8 of a held block, and the emptying of its tensors.
+
+        Raises:
+            _MayNotLeave: somebody else has some, too.
+        """
         words, word, length = self.words, handover.word, len(metadata)
         self._handovers[operation.ticket] = handover
         handover.begin()
         if not handover.may_leave():
-            self._settle_handover(operation)
-            return False
+            raise _MayNotLeave
         words[word + CREDIT] = credit  # P3
         words[word + NBYTES] = handover.nbytes
         words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
@@ -301,16 +303,13 @@ class PutEnd(QueueEnd):
         words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
         self._queue(operation, word, generation)
         self._settle_handover(operation)
-        return True
 
-    def _settle_handover(self, operation: Operation) -> bool:
-        """Whether the operation, which is over or undone, was of a held block."""
+    def _settle_handover(self, operation: Operation) -> None:
+        """See to the held block of an operation that is over or undone, if it was of one."""
         handover = self._handovers.get(operation.ticket)
-        if handover is None:
-            return False
-        handover.settle()
-        self._handovers.pop(operation.ticket, None)
-        return True
+        if handover is not None:
+            handover.settle()
+            self._handovers.pop(operation.ticket, None)
 
     def block_for(self, timeout: float | None, nbytes: int, taker: Taker) -> int:
         """Take a block to be held, and put later. Its state is WRITING, and the taker has it.
@@ -378,7 +377,8 @@ class PutEnd(QueueEnd):
                 arena.mind_idle()
                 arena.harvest(kind)
             try:
-                block = free.pop()
+                block = free[-1]
+                del free[-1]
             except IndexError:
                 pass
             else:
@@ -472,19 +472,21 @@ class PutEnd(QueueEnd):
     def _finish_put(self, operation: Operation) -> bool:
         """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
         spare = self._putting if operation.size == 1 else self._batches[PUT]
-        if operation.kept is None:
-            return True
-        named = {ticket >> 32 for ticket in self.words[operation.ticket : operation.ticket + operation.size]}
-        while operation.kept:
-            block = operation.kept.pop()
-            if block >> SMALLEST not in named:
-                self.arena.discard(block)
+        words, blocks = self.words, operation.blocks
+        named = {ticket >> 32 for ticket in words[operation.ticket : operation.ticket + operation.size]}
+        if operation.block:
+            blocks += (operation.block,)
+            operation.block = 0
+        while blocks:
+            if blocks[-1] >> SMALLEST not in named:
+                words[blocks[-1] >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free
+            del blocks[-1]
         try:
             self._give_back(operation)
         except InDoubt:
             return False
-        operation.kept = None
-        spare.append(operation)
+        operation.cause = None
+        spare += (operation,)
         return True
 
     def _give_unused(self, operation: Operation, start: int, stop: int) -> None:
@@ -504,10 +506,14 @@ class PutEnd(QueueEnd):
         record = Record(
             operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
         )
+        is_held = operation.ticket in self._handovers
         for each in record.each():
-            block = self.undertaker.finish_put(self._ends, self.number, self.rows.index, each)
-            if not self._settle_handover(operation) and block:
-                self.words[block >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free
+            self.undertaker.finish_put(self._ends, self.number, self.rows.index, each, frees=not is_held)
+        self._settle_handover(operation)
+
+
+class _MayNotLeave(Exception):
+    """Others have tensors of a block that is to be handed over, too."""
 
 
 def _room(handover: Handover, nbytes: int) -> int:

@@ -1,32 +1,28 @@
 """What both ends of a queue in shared memory know, and the operations on record that they work with.
 
-**Exceptions.** A signal's handler may raise wherever CPython looks for signals, that is after a call, on entering a
-function and on jumping back; and again while the first exception is on its way. What it ends is not lost, however often:
+**Exceptions.** A signal's handler may raise wherever CPython looks for signals: after a call, on entering a function and on
+jumping back; and again while the first exception is on its way. What is then promised is what is promised of a death, but that
+this process finishes its operation itself, as the undertaker would:
 
-* What put or get had begun stands in the operation's words, as for the undertaker. In its ``except`` clause an operation
-  is put into ``_left``, before any call at which another exception could come, and from there taken up, at once or by the
-  next put or get, whichever ends without an exception.
-* Whoever takes something out of such a list puts it back unless he has done all of it, and marks what is done in the
-  same breath as he hands it on: there is no call in between.
+* A put was done, or nothing of it is left. A get loses its message at most, and counts it, and that only if the message's
+  block had been let go. Else its ticket is set aside, and the next get serves it.
+* What put or get had begun stands in the operation's words. In its ``except`` clause the operation is put into ``_left``,
+  before any call at which another exception could come, and from there taken up, at once or by the next put or get.
+* Whoever takes something out of a list, and whoever marks what is done, does so with no call until it is on record again.
+  So a list's last entry is taken by ``values[-1]`` and ``del values[-1]``: after ``values.pop()`` an exception may come. No
+  other thread comes in between either: CPython lets it run at the same moments.
 
 Python 3.10 looks for signals also when a function has returned, before its caller has what it returned. What is lost there is
-lost, as it would be in the caller's own ``message = queue.get()``: one message in some 20,000, where handlers raise
-hundreds of times a second.
+lost, and not counted, as in the caller's own ``message = queue.get()``.
 
 **Forks** within a put or a get, by a signal's handler, a finalizer or ``__setstate__``: what is under way is the parent's, and
 so is its operation. In the child it ends at the first exception, or when the message is decoded, with no store to shared
 memory: ``_process`` is another there. A child must not return into a put or into a wait, which nothing can stop.
-
-``for x in iter(values.popleft, None): break`` takes an element with no moment at which an exception could come between
-removal and assignment. The ordinary ``pop`` on the way of every put and get may lose an operation so, but only one with
-nothing in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections import deque
 from threading import get_ident
 
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -37,7 +33,7 @@ from tensorpipe_ipc.transport.tasks import Tasks
 from tensorpipe_ipc.transport.token_pipe import BELL, DROP, SHUT, TokenPipe
 from tensorpipe_ipc.transport.undertaker import Ends, Undertaker
 
-__all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "QueueEnd"]
+__all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "Aside", "QueueEnd"]
 
 FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header, but where these words of the header say
 METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
@@ -106,7 +102,7 @@ class QueueEnd:
         self.tickets.turn = _Turn(self.rows, self.record.turn)
         self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
         self._operations: list[Operation] = []  # all of them
-        self._left: deque[Operation] = deque()  # those that exceptions ended
+        self._left: list[Operation | Aside] = []  # what exceptions ended
         self.tasks = Tasks(self.rows, self.number, self._operations)
 
     def _renew(self) -> None:
@@ -119,38 +115,40 @@ class QueueEnd:
         """A further operation: this process's first, or others are under way in threads or interrupted code."""
         self.undertaker.attach()
         operation = self.rows.operation(self.number, direction)
-        self._operations.append(operation)
+        self._operations += (operation,)
         return operation
 
     def _batch(self, direction: int) -> Operation | None:
         """None: this process's row has no room for one more; for single ones it has."""
-        with contextlib.suppress(IndexError):
-            return self._batches[direction].pop()
+        spare = self._batches[direction]
+        if spare:
+            operation = spare[-1]
+            del spare[-1]
+            return operation
         self.undertaker.attach()
         try:
             operation = self.rows.operation(self.number, direction, BATCH)
         except SharedMemoryError:
             return None
-        self._operations.append(operation)
+        self._operations += (operation,)
         return operation
 
     def _take_up(self) -> None:
         """Finish what exceptions ended, as far as it can be judged now."""
         for _ in range(len(self._left)):
             try:
-                for operation in iter(self._left.popleft, None):  # noqa: B007
-                    break
+                left = self._left[0]
+                del self._left[0]
             except IndexError:  # another thread takes it up
                 return
+            done = False
             try:
-                done = self._finish(operation)
-            except BaseException:
-                self._left.append(operation)
-                raise
-            if not done:
-                self._left.append(operation)
+                done = left.cause is None or self._finish(left)
+            finally:
+                if not done:
+                    self._left.append(left)
 
-    def _finish(self, operation: Operation) -> bool:
+    def _finish(self, left: Operation | Aside) -> bool:
         """Finish a put, or have a get served later. Whether that could be done."""
         raise NotImplementedError
 
@@ -175,3 +173,21 @@ class QueueEnd:
         if not (words[record.shut] and (bell == SHUT or words[record.dropped])):
             self.undertaker.shut(self._ends, self.number, drop=bell == DROP)
         self.tickets.ring(bell)
+
+
+class Aside:
+    """A ticket of a get that was not completed, to be served by a later one.
+
+    Attributes:
+        operation, index: where it stands.
+        before: how many others go first.
+        tries: how often its message could not be decoded.
+        cause: the exception that ended the last try, until that is seen to.
+    """
+
+    __slots__ = ("before", "cause", "index", "operation", "tries")
+
+    def __init__(self, operation: Operation, index: int) -> None:
+        self.operation, self.index = operation, index
+        self.before = self.tries = 0
+        self.cause: BaseException | None = None

@@ -107,6 +107,8 @@ class ReceiveLink(Link):
             fd = peer.queue.tickets.fileno()
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
+            self.lost += peer.queue.lost
+            peer.queue.lost = 0
         self._only = None
         super().unshare(peer)
 
@@ -204,6 +206,12 @@ class ReceiveLink(Link):
         if peer.left:
             self._forget_if_drained(peer)
         return message
+
+    @property
+    def lost_so_far(self) -> int:
+        """Messages that were lost: ``lost``, and by exceptions that came inside a get of a queue, or behind it."""
+        queues = [peer.queue for peer in self._sharing.values()]
+        return self.lost + self.in_hand + sum(queue.lost for queue in queues if queue is not None)
 
     def count_in_hand(self) -> None:
         """Count the message as lost that an exception of a signal's handler took out of the last get's hand, if it did."""

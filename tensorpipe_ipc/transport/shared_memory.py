@@ -36,6 +36,7 @@ from typing import Any
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.transport.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.transport.put_end import Copy, Payload, PutEnd
+from tensorpipe_ipc.transport.queue_end import Aside
 from tensorpipe_ipc.transport.queue_record import Life, QueueRecord
 from tensorpipe_ipc.transport.token_pipe import TokenPipe
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, Undertaker
@@ -108,10 +109,12 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         operations = [each for each in self._operations if self.words[each.purpose] & 0xFF == direction]
         return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
 
-    def _finish(self, operation: Operation) -> bool:
+    def _finish(self, left: Operation | Aside) -> bool:
         """See QueueEnd."""
-        is_put = self.words[operation.purpose] & 0xFF == PUT
-        return self._finish_put(operation) if is_put else self._set_aside(operation)
+        if isinstance(left, Aside):
+            return self._finish_aside(left)
+        is_put = self.words[left.purpose] & 0xFF == PUT
+        return self._finish_put(left) if is_put else self._finish_get(left)
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""

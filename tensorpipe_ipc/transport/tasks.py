@@ -7,8 +7,8 @@ Each operation (memory/row.py) has a tally of what was done with it, in a word t
              └─────────────┴─┘
 
     put                                 get                                task_done
-    P4  T = the ticket                  G5  block FREE or HELD             D   n + 1
-    J1  n + 1, and the low bit          J3  n + 1, and the low bit
+    P4  T = the ticket                  J3  n + 1, and the low bit         D   n + 1
+    J1  n + 1, and the low bit          G5  block FREE or HELD
     P5  …  P6  the ticket is given      G6  T = 0
     J2  low bit = 0                     J4  low bit = 0
     P8  T = 0

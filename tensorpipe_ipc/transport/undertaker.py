@@ -272,7 +272,7 @@ class Undertaker:
         ends = self.queues.get(queue)
         if ends is not None:
             if direction != DONE:
-                finish = self.finish_put if direction == PUT else self._finish_get
+                finish = self.finish_put if direction == PUT else self.finish_get
                 for each in record.each():
                     finish(ends, queue, row, each)
         elif self.bury(queue):
@@ -289,11 +289,11 @@ class Undertaker:
 
     # ---- a put ----
 
-    def finish_put(self, ends: Ends, queue: int, row: int, record: Record) -> int:
+    def finish_put(self, ends: Ends, queue: int, row: int, record: Record, *, frees: bool = False) -> None:
         """Also for the living, in their own row, when an exception ended a put.
 
-        Returns:
-            The block whose ticket was not given, now WRITING again; 0 for none.
+        Args:
+            frees: a block whose ticket was not given is to be free. Else it is WRITING again, and the sweep frees it.
         """
         words, ungiven = self.words, 0
         ticket = words[record.ticket]
@@ -309,8 +309,9 @@ class Undertaker:
             if ends.record.has_tasks:
                 tasks.settle_put(words, record.tally, given=not ungiven)
             words[record.ticket] = 0
+            if frees and ungiven:
+                words[ungiven >> 3] &= ~HOLDER  # with no call since then: nobody else knows of it
         self._return_credit(ends, queue, record)
-        return ungiven
 
     def _return_credit(self, ends: Ends, queue: int, record: Record) -> None:
         words, credits = self.words, ends.credits
@@ -339,7 +340,8 @@ class Undertaker:
 
     # ---- a get ----
 
-    def _finish_get(self, ends: Ends, queue: int, row: int, record: Record) -> None:
+    def finish_get(self, ends: Ends, queue: int, row: int, record: Record) -> None:
+        """Also for the living, in their own row, when an exception came between G5 and G6."""
         words = self.words
         ticket = words[record.ticket]
         if 0 < ticket <= LAST_BELL:
@@ -375,7 +377,7 @@ class Undertaker:
             self.words[row_word(row) + LOST] = (lost >> 40) + 1 << 40 | mark
 
     def lost(self) -> int:
-        """How many messages were lost with consumers that had taken them, since the segment exists."""
+        """How many messages were lost since the segment exists: with consumers that had taken them, or by exceptions."""
         return sum(self.words[row_word(row) + LOST] >> 40 for row in self.rows.used())
 
     # ---- a shutdown ----

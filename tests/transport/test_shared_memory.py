@@ -13,6 +13,7 @@ import time
 
 import pytest
 from crash_points import LIMIT, PACKAGE, SIGNAL_CHECKS, Interrupt, in_child, raise_interrupt, reap, run_traced
+from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import Arena
@@ -82,8 +83,8 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
     assert numbers(queue, piped) == list(range(piped))  # by others: this one believes the pipe to be full of them
     operation = queue._operation(GET) if size == 1 else queue._batch(GET)
     assert os.readv(queue.tickets._log, operation.ticket_buffers) == 8 * size
-    operation.kept, operation.before = [], 500
-    queue._set_aside(operation)
+    operation.before = 500
+    queue._finish_get(operation)
     assert numbers(queue, count - piped) == list(range(piped, count))
 
 
@@ -358,26 +359,60 @@ def test_threads_use_both_ends_at_once(undertaker, payload):
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_an_exception_at_any_moment_of_get_loses_nothing(undertaker, payload, maxsize, size):
+def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_it(undertaker, payload, maxsize, size):
+    """A message that is copied is not lost at all."""
     queue = SharedMemoryQueue.create(undertaker, maxsize)
-    raised = 0
     for point in range(1, STEPS):
-        content = point.to_bytes(4, "little") * (size // 4)
+        content, lost = point.to_bytes(4, "little") * (size // 4), undertaker.lost()
         queue.put(payload(content), timeout=0)
         got = []
-        try:
-            run_traced(lambda: got.append(queue.get(0)), point, raise_interrupt, SIGNAL_CHECKS, before=False)  # noqa: B023
-        except Interrupt:
-            raised += 1
-            if not got:
-                got.append(queue.get(0))
-        assert [bytes(message.payload) for message in got] == [content]
+        raised = interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
+        with contextlib.suppress(Empty):
+            got.append(queue.get(0))
+        lost = undertaker.lost() - lost
+        assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
+        assert lost == 0 or size == LARGE
         got.clear()
-        with pytest.raises(Empty):
-            queue.get(0)
-    assert 10 < raised < STEPS - 10
-    for _ in range(maxsize):
-        queue.put(payload(b""), timeout=0)
+        check_whole(undertaker, queue, payload)
+        if not raised:
+            break
+    assert 5 < point < STEPS - 10
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("maxsize", [0, 2])
+@pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
+def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(undertaker, payload, maxsize, size):
+    """What the first one left to be got again is not lost with the second, also where somebody polls."""
+    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue.fileno()
+    raised = 0
+    for point in range(1, STEPS):
+        for first in (2, 5, 8):
+            content, lost = bytes([point, first]) * (size // 2), undertaker.lost()
+            queue.put(payload(content), timeout=0)
+            got = []
+            interrupted_at(first, lambda: got.append(queue.get(0)))  # noqa: B023
+            if not got:
+                raised += interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
+            with contextlib.suppress(Empty):
+                got.append(queue.get(0))
+            lost = undertaker.lost() - lost
+            assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
+            assert lost == 0 or size == LARGE
+            got.clear()
+        if point % 10 == 0:
+            check_whole(undertaker, queue, payload)
+    assert raised > 20
+
+
+def interrupted_at(point, action):
+    """Whether a signal's handler raised at the n-th moment of an action at which it may run: it had so many."""
+    try:
+        run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
+    except Interrupt:
+        return True
+    return False
 
 
 # raised between open() and the with statement's own, which no code can be written to survive
@@ -388,11 +423,7 @@ def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(undert
     raised, outcomes = 0, set()
     for point in range(1, STEPS):
         content = point.to_bytes(4, "little") * 100
-        put = functools.partial(queue.put, payload(content), timeout=0)
-        try:
-            run_traced(put, point, raise_interrupt, SIGNAL_CHECKS, before=False)
-        except Interrupt:
-            raised += 1
+        raised += interrupted_at(point, functools.partial(queue.put, payload(content), timeout=0))
         count = queue.qsize()
         outcomes.add(count)
         assert [bytes(queue.get(0).payload) for _ in range(count)] == [content] * count
