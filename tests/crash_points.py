@@ -55,13 +55,15 @@ class Tracer:
             self.after[id(frame)] = True  # on entering a function it does
         if event == "opcode":
             self.opcode(frame)
+        elif event == "exception":
+            self.after[id(frame)] = False  # nor does it when a call has raised
         return self
 
     def opcode(self, frame):
         is_step = _instructions(frame.f_code)[frame.f_lasti] in self.opcodes
         was_step = self.after.get(id(frame), False)
         self.after[id(frame)] = is_step
-        if (was_step and frame.f_lineno is not None) or (is_step and self.before):  # None: the call raised
+        if was_step or (is_step and self.before):
             self.step()
 
     def step(self):

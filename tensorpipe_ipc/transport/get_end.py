@@ -111,21 +111,22 @@ class GetEnd(QueueEnd):
                 the next that this process gets.
         """
         deadline = timeout and monotonic() + timeout
-        while True:
-            try:
-                if self._aside or self._left:
-                    self._take_up()
-                    if self.words[self.record.dropped]:
-                        self._drop_aside()
-                    message = self._get_aside(decode, lease_from)
-                    if message is not _NOTHING:
-                        return message
-                return self._get(deadline, decode, lease_from)
-            except _Again:
-                continue
-            except BaseException:
-                self._tell_of_left()
-                raise
+        try:
+            while True:
+                try:
+                    if self._aside or self._left:
+                        self._take_up()
+                        if self.words[self.record.dropped]:
+                            self._drop_aside()
+                        message = self._get_aside(decode, lease_from)
+                        if message is not _NOTHING:
+                            return message
+                    return self._get(deadline, decode, lease_from)
+                except _Again:
+                    continue
+        except BaseException:
+            self._tell_of_left()
+            raise
 
     def fileno(self) -> int:
         """A descriptor that is readable while ``get`` would not wait; now and then when it would, too.
@@ -220,16 +221,17 @@ class GetEnd(QueueEnd):
             As ``get`` does.
         """
         deadline = timeout and monotonic() + timeout
-        while True:
-            if self._has_tasks or most == 1 or self.holds_back:
-                return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]
-            try:
-                return self._get_many(min(most, BATCH), deadline, decode, lease_from)
-            except _Again:
-                continue
-            except BaseException:
-                self._tell_of_left()
-                raise
+        try:
+            while True:
+                if self._has_tasks or most == 1 or self.holds_back:
+                    return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]
+                try:
+                    return self._get_many(min(most, BATCH), deadline, decode, lease_from)
+                except _Again:
+                    continue
+        except BaseException:
+            self._tell_of_left()
+            raise
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
         operation, messages = self._batch(GET), list[Any]()
@@ -448,8 +450,8 @@ class GetEnd(QueueEnd):
             return
         with self.rows.no_fork:  # a child either has it as its own, or does not have it
             words[word] = anchor.held
-        if word not in live or live[word] is not anchor:  # the array died before that store, and nobody else frees it
-            words[word] &= ~HOLDER
+            if word not in live or live[word] is not anchor:  # its array died before, and nobody else frees it
+                words[word] &= ~HOLDER
         if self.leases.early:
             self.leases.early.pop(word, None)
 

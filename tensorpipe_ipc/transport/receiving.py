@@ -104,11 +104,11 @@ class ReceiveLink(Link):
     def unshare(self, peer: Peer) -> None:
         """See Link."""
         if peer.queue is not None:
+            self.lost += peer.queue.lost  # first: ``lost_so_far`` asks those that are shared
+            peer.queue.lost = 0
             fd = peer.queue.tickets.fileno()
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
-            self.lost += peer.queue.lost
-            peer.queue.lost = 0
         self._only = None
         super().unshare(peer)
 

@@ -1,12 +1,14 @@
 """A queue through shared memory: order, bounds, timeouts, leases, signals, forks, and random kills."""
 
 import contextlib
+import fcntl
 import functools
 import gc
 import hashlib
 import multiprocessing
 import os
 import random
+import select
 import signal
 import threading
 import time
@@ -404,6 +406,23 @@ def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(undertaker
         if point % 10 == 0:
             check_whole(undertaker, queue, payload)
     assert raised > 20
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("many", [False, True])
+def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(undertaker, payload, many):
+    """Also where it comes when the bell that tells of the log has been taken."""
+    queue = SharedMemoryQueue.create(undertaker)
+    fcntl.fcntl(queue.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    for i in range(1500):
+        queue.put(number(payload, i), timeout=0)
+    numbers(queue, 512)
+    point = 1
+    while interrupted_at(point, lambda: queue.get_many(2, 0) if many else queue.get(0)):
+        assert queue.tickets.spilled()
+        assert select.select([queue.fileno()], [], [], 0)[0], f"silent after an exception at moment {point}"
+        point += 1
+    assert point > 30
 
 
 def interrupted_at(point, action):
