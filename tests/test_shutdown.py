@@ -19,6 +19,7 @@ from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.transport.get_end import _drop as drop
 from tensorpipe_ipc.transport.token_pipe import SHUT
 
 LIMIT = 20  # seconds
@@ -362,3 +363,31 @@ def test_an_immediate_shutdown_elsewhere_drops_what_was_to_be_got_again_here() -
     assert reap(in_child(lambda: there.shutdown(immediate=True))) == 0
     refused(there, GETS["get"])
     there.join()
+
+
+def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() -> None:
+    """It saw the head of the log, and another process, which drops, too, took that before it."""
+    there = JoinableQueue()
+    fcntl.fcntl(there.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    for number in range(520):
+        there.put(number)
+    tickets = there._queue.tickets
+    tickets.turn = None  # which whoever is stopped may have
+    look = tickets._head
+
+    def drop_one() -> None:
+        there._queue._get(0, drop)
+        there._queue.tasks.done()
+
+    def another_takes_it() -> bytes:
+        found = look()
+        if found and tickets.unread() and tickets.waiting() == tickets.spilled():  # but bells are in the pipe
+            del tickets._head  # type: ignore[method-assign]
+            assert reap(in_child(drop_one)) == 0
+        return found
+
+    tickets._head = another_takes_it  # type: ignore[method-assign]
+    there.shutdown(immediate=True)
+    assert "_head" not in vars(tickets)
+    assert there._queue.tasks.unfinished() == 0
+    assert there.qsize() == 0

@@ -613,9 +613,9 @@ class GetEnd(QueueEnd):
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
-        self._take_up()
-        self._drop_aside()
         while True:
+            self._take_up()
+            self._drop_aside()  # also what came too early
             try:
                 self._get(0, _drop)
                 if self._has_tasks:

@@ -42,8 +42,7 @@ METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
 class _Turn:
     """A lock of a byte of the record, by the description that carries this process's row.
 
-    To the kernel all threads of this process are one holder, so they are told apart here. (A thread that an exception ended
-    as it had just taken the turn has it until it leaves it again: others go on without, as they do when it is stopped.)
+    To the kernel all threads of this process are one holder, so they are told apart here.
     """
 
     __slots__ = ("_byte", "_rows", "_thread")
@@ -57,8 +56,12 @@ class _Turn:
         if self._thread not in (0, thread):
             return False
         self._thread = thread  # no call since the look: no other thread has come in between
-        if self._rows.try_lock(self._byte, 1):
-            return True
+        try:
+            if self._rows.try_lock(self._byte, 1):
+                return True
+        except BaseException:  # a signal handler's, when it was just locked, perhaps
+            self.leave()
+            raise
         self._thread = 0
         return False
 
