@@ -94,14 +94,16 @@ class Tasks:
         """
         if not self._has_taken() and self.unfinished() <= 0:
             raise ValueError("task_done() called too many times")
+        operations = self.operations
         try:
-            operation = self.operations.pop()
+            operation = operations[-1]
+            del operations[-1]
         except IndexError:
             operation = self._rows.operation(self._number, DONE)
-        try:
-            self._words[operation.tally] += 2
-        finally:
-            self.operations.append(operation)
+        self._words[operation.tally] += 2
+        operations += (
+            operation,
+        )  # with no call since it was taken: no exception of a signal's handler comes in between
 
     def _has_taken(self) -> bool:
         """Whether this process took more than it finished: the usual case, which needs no look at other rows."""
