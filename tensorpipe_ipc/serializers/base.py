@@ -15,7 +15,7 @@ from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemo
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
-__all__ = ["ANY", "Serializer", "dense_order", "describe", "expect", "plain"]
+__all__ = ["ANY", "Serializer", "check_size", "dense_order", "describe", "expect", "plain"]
 
 ANY = 1 << 62  # bytes: more than any tensor has
 
@@ -67,7 +67,7 @@ def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
 
     Args:
         tensor: any.
-        most: bytes that it may have, if it is gathered.
+        most: bytes that it may have, if it is copied here.
 
     Raises:
         SharedMemoryError: it would have more.
@@ -76,6 +76,8 @@ def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
         Closed: it is a GPU's, and this is a fork of a process that used CUDA.
     """
     _refuse_exotic(tensor)
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or not tensor.is_cpu:
+        check_size(tensor, most)
     if not tensor.is_cpu:
         tensor = _to_cpu(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -88,13 +90,28 @@ def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
     return tensor
 
 
-def _gathered(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    if tensor.nbytes > most:
+def check_size(tensor: torch.Tensor, most: int, itemsize: int = 0) -> None:
+    """See that a plain tensor may fit, before it is copied.
+
+    Args:
+        tensor: a strided one.
+        most: bytes.
+        itemsize: bytes that each of its items is sent as; 0: its own.
+
+    Raises:
+        SharedMemoryError: it takes more.
+    """
+    nbytes = tensor.numel() * (itemsize or tensor.itemsize)
+    if nbytes > most:
         raise SharedMemoryError(
             errno.ENOSPC,
-            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} takes {tensor.nbytes} bytes to send "
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} takes {nbytes} bytes to send "
             f"and can never fit: the capacity is {most} bytes; send it before it is expanded, or in parts",
         )
+
+
+def _gathered(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    check_size(tensor, most)
     try:
         return tensor.contiguous()
     except RuntimeError as error:  # torch has no type for it; whatever else it may be, its own text says

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import Serializer, dense_order
+from tensorpipe_ipc.serializers.base import ANY, Serializer, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, Written
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
@@ -79,6 +79,7 @@ class Narrowing:
 
         Raises:
             UnsupportedLeaf: the serializer has no bytes for such a tensor, or none for one of the wire dtype.
+            SharedMemoryError: as ``Serializer.encode``, where the serializer has a limit.
         """
         if not is_narrowed(tensor.dtype, self.wire_dtype) or not _is_plain(tensor):
             return self._serializer.encode(tensor)
@@ -88,6 +89,7 @@ class Narrowing:
             meta = narrowed_meta(own, self.wire_dtype, tensor.shape, order)
             if meta.nbytes >= BULK:
                 return meta, _Cast(self, tensor if order is None else tensor.permute(order), meta.nbytes)
+        check_size(tensor, getattr(self._serializer, "most", ANY), self.wire_dtype.itemsize)
         narrow = self._cast(tensor)
         try:
             meta, payload = self._serializer.encode(narrow)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import describe, expect, plain
+from tensorpipe_ipc.serializers.base import ANY, check_size, describe, expect, plain
 from tensorpipe_ipc.wire.metas import TensorMeta
 
 __all__ = ["NumpyArray"]
@@ -22,18 +22,26 @@ __all__ = ["NumpyArray"]
 
 class NumpyArray:
     """The serializer ``numpy``: dtypes that NumPy has too. Copies once to encode, and not to decode. Arrives
-    C-contiguous, whatever its strides were."""
+    C-contiguous, whatever its strides were.
+
+    Attributes:
+        most: bytes that a tensor may have.
+    """
 
     name = "numpy"
     zero_copy = True
+    most = ANY
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a .npy file of it.
 
         Raises:
             UnsupportedLeaf: as ``plain`` says, and for a dtype that NumPy lacks (bfloat16, float8, complex32).
+            SharedMemoryError: it has more than ``most`` bytes.
         """
-        tensor = plain(tensor).contiguous()
+        tensor = plain(tensor, self.most)
+        check_size(tensor, self.most)
+        tensor = tensor.contiguous()
         meta = describe(tensor)
         if meta.numpy_dtype is None:
             raise UnsupportedLeaf(
@@ -44,7 +52,7 @@ class NumpyArray:
         return meta, file.getvalue()  # which is not copied
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """A tensor on the payload's memory; on a copy of it, where that may not be written to.
+        """A tensor on the payload's memory; on a copy of it, where that may not be written to, or its items lie crooked.
 
         Raises:
             ProtocolError: no .npy file, or of another dtype or shape than ``meta``.
@@ -56,7 +64,7 @@ class NumpyArray:
         items = payload[start:]
         if len(items) != meta.nbytes:
             raise ProtocolError(f"the .npy file holds {len(items)} bytes of items, {meta!r} has {meta.nbytes}")
-        if items.readonly:
+        if items.readonly or start % dtype.itemsize:
             items = memoryview(bytearray(items))
         array = np.ndarray(shape, dtype, items, order="F" if fortran else "C")
         return expect(torch.from_numpy(array), meta)

@@ -16,26 +16,33 @@ from typing import IO, Any
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import describe, expect, plain
+from tensorpipe_ipc.serializers.base import ANY, check_size, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
 __all__ = ["TorchSave"]
 
 
 class TorchSave:
-    """The serializer ``torch_save``: also sparse, quantized and nested tensors. Copies to encode and to decode."""
+    """The serializer ``torch_save``: also sparse, quantized and nested tensors. Copies to encode and to decode.
+
+    Attributes:
+        most: bytes that a tensor may have; of those of other layouts the size is known when they are saved.
+    """
 
     name = "torch_save"
     zero_copy = False
+    most = ANY
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a ``torch.save`` file of it.
 
         Raises:
             UnsupportedLeaf: a subclass, a meta tensor, an mkldnn tensor, or one that torch cannot save.
+            SharedMemoryError: it has more than ``most`` bytes.
         """
         if not _has_own_layout(tensor):
-            tensor = plain(tensor)
+            tensor = plain(tensor, self.most)
+            check_size(tensor, self.most)
             # A view would drag its whole storage into the file.
             tensor = tensor if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() else tensor.clone()
             return describe(tensor), _save(tensor)

@@ -95,3 +95,14 @@ def test_metas_that_numpy_lacks_are_refused() -> None:
     for meta in (OPAQUE, meta_of(torch.bfloat16, (2,))):
         with pytest.raises(ProtocolError, match="holds '<f8'"):
             NUMPY.decode(meta, memoryview(payload))
+
+
+def test_items_that_lie_crooked_are_copied() -> None:
+    """A file whose head has another length than NumPy gives it: torch takes memory to be aligned."""
+    payload = bytes(NUMPY.encode(torch.arange(4, dtype=torch.float64))[1])
+    head = payload[10:128].rstrip(b" \n") + b" " * 5 + b"\n"
+    crooked = bytearray(payload[:8] + len(head).to_bytes(2, "little") + head + payload[128:])
+    assert (10 + len(head)) % 8
+    tensor = NUMPY.decode(meta_of(torch.float64, (4,)), memoryview(crooked))
+    assert tensor.data_ptr() % 8 == 0
+    assert tensor.tolist() == [0, 1, 2, 3]
