@@ -323,6 +323,9 @@ class Consumer:
         while True:
             self._guard.check()
             turns += 1
+            # What came was no message, and more of it may come.
+            if turns > 1 and link.is_late(deadline) and self._is_over(0):
+                return _ENDED
             left = remaining(deadline)
             patience = 0 if link.has_ended() else left
             if link.shares_memory:
@@ -352,12 +355,22 @@ class Consumer:
                     link.taken(peer, header)
                     link.in_hand = False  # as above
                     return taken
-            elif not link.socket.has_incoming() or link.is_late(deadline) or turns % _TURNS == 0:
-                if link.has_ended():
-                    return _ENDED
-                link.complain_if_alone()
-                if left <= 0:
-                    raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
+            elif (not link.socket.has_incoming() or turns % _TURNS == 0) and self._is_over(left):
+                return _ENDED
+
+    def _is_over(self, left: float) -> bool:
+        """Return whether the stream has ended, as nothing has come.
+
+        Raises:
+            Empty: the time is over, too.
+        """
+        link = self._link
+        if link.has_ended():
+            return True
+        link.complain_if_alone()
+        if left <= 0:
+            raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
+        return False
 
     def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
         schema = schema_of(header.schema)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -41,6 +45,7 @@ class RawEnd:
             self._socket.bind(endpoint)
         else:
             self._socket.connect(endpoint)
+        self._heard: deque[list[bytes]] = deque()
         self.binds = bind
         self.peer = b""
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -55,11 +60,8 @@ class RawEnd:
 
     def hear(self) -> list[bytes]:
         """The frames of the next message."""
-        assert self._socket.poll(int(PATIENCE * 1000)), "nothing came"
-        frames = self._socket.recv_multipart()
-        if self.binds:
-            self.peer = frames.pop(0)
-        return frames
+        assert not self.is_quiet(PATIENCE), "nothing came"
+        return self._heard.popleft()
 
     def hear_header(self) -> Header:
         """The first frame of the next message, taken apart."""
@@ -83,8 +85,17 @@ class RawEnd:
         return hello_of(self.hear_of(Kind.WELCOME)).sequence
 
     def is_quiet(self, seconds: float) -> bool:
-        """Whether nothing comes for so long."""
-        return not self._socket.poll(int(seconds * 1000))
+        """Whether nothing comes for so long; but for empty messages, which ends say to see whether somebody is there."""
+        deadline = time.monotonic() + seconds
+        while not self._heard:
+            if not self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                return True
+            frames = self._socket.recv_multipart()
+            if self.binds:
+                self.peer = frames.pop(0)
+            if frames != [b""]:
+                self._heard.append(frames)
+        return False
 
     def close(self) -> None:
         """Close the socket; what was sent goes on leaving for a second."""
@@ -98,6 +109,63 @@ class RawEnd:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class RawLine:
+    """A connection to a tcp port on which ZeroMQ's own protocol is spoken by hand: it reads only when it is told to."""
+
+    def __init__(self, endpoint: str, name: bytes = b"") -> None:
+        """Connect as a DEALER.
+
+        Args:
+            endpoint: of a binder without keys.
+            name: the routing id that it asks for.
+        """
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.settimeout(PATIENCE)
+        self._socket.connect(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+        self._socket.sendall(_GREETING)
+        self._read(len(_GREETING))
+        properties = ((b"Socket-Type", b"DEALER"), (b"Identity", name))
+        body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in properties)
+        self._socket.sendall(b"\x04" + bytes([6 + len(body)]) + b"\x05READY" + body)
+        self._read(self._read(2)[1])
+
+    def _read(self, count: int) -> bytes:
+        found = self._socket.recv(count, socket.MSG_WAITALL)
+        assert len(found) == count, "it was hung up on"
+        return found
+
+    def say(self, *frames: bytes) -> None:
+        """Send messages of one frame each."""
+        self._socket.sendall(b"".join(b"\x02" + struct.pack(">Q", len(frame)) + frame for frame in frames))
+
+    def heard(self, seconds: float) -> int:
+        """Read until nothing comes for so long. Return how many bytes came."""
+        self._socket.settimeout(seconds)
+        count = 0
+        with contextlib.suppress(TimeoutError):
+            while found := len(self._socket.recv(1 << 16)):
+                count += found
+        return count
+
+    def reset(self) -> None:
+        """Hang up, so that the other side is told of a broken connection. Again: nothing."""
+        if self._socket.fileno() >= 0:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._socket.close()
+
+    def __enter__(self) -> RawLine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.reset()
+
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
 def hello(role: str, kind: int = Kind.HELLO, **changes: Any) -> bytes:

@@ -26,14 +26,14 @@ import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
 from programs import InFork
-from raw_ends import RawEnd, hello, hello_of, map_with, refusal_of
+from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of
 from secured import connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport import address_claim, link
 from tensorpipe_ipc.transport.addresses import parse
-from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack
+from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
 
 pytestmark = pytest.mark.limit(20)
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -131,18 +131,27 @@ def test_a_stranger_names_a_consumers_descriptors(victim: subprocess.Popen[bytes
 @needs_root
 def test_a_stranger_names_a_producers_descriptors(victim: subprocess.Popen[bytes], seen: list[str]) -> None:
     """The same towards a producer, which gives no word of what it puts to whom it shares no queue with."""
-    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer:
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as first:
+        first.say(
+            hello("producer")
+        )  # is answered: with the first answer of all, pyzmq's thread begins, and has descriptors
+        wait_until(lambda: _is_full(producer) and not first.is_quiet(0))
         hellos = _named("consumer", victim)
         before = len(os.listdir("/proc/self/fd"))
         seen.clear()
         _of_another_user(lambda: _say_all(producer.endpoint, "consumer", hellos))
         for _ in range(10):
             producer.statistics()
-            with pytest.raises(tp.Full):
-                producer.put("word", 0.02)
-        assert producer.statistics().rejected >= 3
+            assert _is_full(producer)
+        assert producer.statistics().rejected >= 4
         assert len(os.listdir("/proc/self/fd")) <= before
         _was_not_touched(victim, seen)
+
+
+def _is_full(producer: tp.Producer) -> bool:
+    with pytest.raises(tp.Full):
+        producer.put("word", 0.02)
+    return True
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
@@ -172,6 +181,76 @@ def test_a_binder_names_descriptors(role: str, victim: subprocess.Popen[bytes], 
             _was_not_touched(victim, seen)
             os.kill(os.getpid(), signal.SIGCONT)  # the listener hears signals
             assert seen[-1].startswith("os.kill")
+
+
+def test_a_squatter_leads_nobody_to_another_binder(seen: list[str]) -> None:
+    """Somebody has the port that a producer connects to, and says WELCOME as another consumer of its user, whom it has met: the
+    producer takes none of that one's memory, and that one gets nothing."""
+    with tp.Consumer(LOOPBACK, producers=None) as other, RawEnd("tcp://127.0.0.1:*", bind=True) as squatter:
+        with RawEnd(other.endpoint) as raw:
+            raw.say(hello("producer", shared_memory=SharedMemoryTerms("auto", os.geteuid())))
+            with pytest.raises(tp.Empty):
+                other.get(0.1)
+            welcome = raw.hear_of(Kind.WELCOME)
+        with tp.Producer(squatter.endpoint, linger=0) as producer:
+            putting = in_thread(lambda: producer.put("word", PATIENCE))
+            squatter.hear_of(Kind.HELLO)
+            seen.clear()
+            said = ""
+            while "not to be seen" not in said:
+                squatter.say(pack_control(Kind.WELCOME, hello_of(welcome)))
+                terms = hello_of(squatter.hear_of(Kind.HELLO)).shared_memory
+                assert terms is not None
+                assert not terms.attached
+                said = terms.why_not
+            putting()
+            squatter.hear_of(Kind.DATA)
+            squatter.say(pack(Kind.CREDIT, 1))
+            producer.flush(PATIENCE)
+            assert producer.statistics().transport.startswith("frames")
+        assert not [each for each in seen if "/proc/" in each]
+        with pytest.raises(tp.Empty):
+            other.get(0.05)
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_stranger_names_the_file_of_another_binder(role: str) -> None:
+    """What it was told at one port it says at another: nothing is opened, and it does not seem present when it has gone."""
+    made = tp.Consumer if role == "producer" else tp.Producer
+    options: dict[str, Any] = {"bind": True, "peer_timeout": 0.2, **({"linger": 0} if role == "consumer" else {})}
+    with tp.Consumer(LOOPBACK) as other, made(LOOPBACK, **options) as end:
+        told = {"end": other._link.end, "folder": other._link.folder}
+
+        def peers() -> str:
+            with contextlib.suppress(tp.Empty, tp.Full, tp.PeerLost):
+                end.get(0.02) if isinstance(end, tp.Consumer) else end.wait_for(9, 0.02)
+            return str(end.statistics().peers)
+
+        before = len([*_links_to("end")])
+        with RawEnd(end.endpoint) as raw:
+            raw.say(hello(role, **told))
+            wait_until(lambda: "out of sight: it names the file of an end that binds" in peers())
+            assert len([*_links_to("end")]) == before
+        wait_until(lambda: peers() == "()")
+
+
+def test_two_connections_of_one_name_do_not_end_a_process() -> None:
+    """Somebody connects twice by one name, says something by the first, and breaks it off: libzmq ended the process."""
+    with Child() as child:
+        endpoint = child.call(children.open_consumer, LOOPBACK, shared_memory="off")
+        child.begin(children.take, 1)
+        with RawLine(endpoint, b"same") as first:
+            first.say(hello("producer"))
+            with RawLine(endpoint, b"same") as second:
+                second.say(hello("producer"))
+                time.sleep(0.1)  # until the one name is the other's
+                first.say(hello("producer"))
+                time.sleep(0.1)
+                first.reset()
+                time.sleep(0.5)  # a heartbeat's
+        with tp.Producer(endpoint, shared_memory="off") as producer:
+            producer.put("lives", PATIENCE)
+            assert child.result() == ["lives"]
 
 
 # -- ipc: whose socket it is

@@ -212,19 +212,25 @@ def _peers_of(end: Any) -> str:
 
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
-def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool) -> None:
-    """What the goodbye would have said stands in the end's own file: each side learns how the other ended, and what is lost."""
+def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool, tmp_path: Path) -> None:
+    """What the goodbye would have said stands in the end's own file: each side learns how the other ended, and what is lost.
+
+    With keys, as by another port than the binder's two ends share memory only then.
+    """
+    keys = secured.make_keys(tmp_path / "keys")
+    binds: dict[str, Any] = {"bind": True, "shared_memory": shared_memory, "security": secured.binders(keys)}
+    security = secured.connectors(keys)
     for closes in ("producer", "consumer"):
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             if producer_binds:
-                producer = enter(tp.Producer("tcp://127.0.0.1:0", bind=True, linger=0, shared_memory=shared_memory))
+                producer = enter(tp.Producer("tcp://127.0.0.1:0", linger=0, **binds))
                 line = enter(Proxy(int(producer.endpoint.rpartition(":")[2])))
-                consumer = enter(tp.Consumer(line.endpoint, bind=False))
+                consumer = enter(tp.Consumer(line.endpoint, bind=False, security=security))
             else:
-                consumer = enter(tp.Consumer("tcp://127.0.0.1:0", shared_memory=shared_memory))
+                consumer = enter(tp.Consumer("tcp://127.0.0.1:0", **binds))
                 line = enter(Proxy(int(consumer.endpoint.rpartition(":")[2])))
-                producer = enter(tp.Producer(line.endpoint, linger=0))
+                producer = enter(tp.Producer(line.endpoint, linger=0, security=security))
             _met(producer, consumer)
             producer.flush(PATIENCE)
             line.silence()

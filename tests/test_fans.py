@@ -8,11 +8,13 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from proxy import Proxy
+from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport import link
@@ -224,10 +226,16 @@ def test_the_connection_is_cut_and_both_live(producer_binds: bool) -> None:
 
 @pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
 @pytest.mark.parametrize("producer_binds", [False, True])
-def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(producer_binds: bool, transport: str) -> None:
-    """Both ends live: what was put is still there, nobody counts as lost, and the consumer takes all of it."""
+def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(
+    producer_binds: bool, transport: str, tmp_path: Path
+) -> None:
+    """Both ends live: what was put is still there, nobody counts as lost, and the consumer takes all of it.
+
+    With keys, as the port is not the binder's own.
+    """
+    keys = make_keys(tmp_path / "keys")
     with contextlib.ExitStack() as stack:
-        binds = {"bind": True, "endpoint": "tcp://127.0.0.1:0"}
+        binds = {"bind": True, "endpoint": "tcp://127.0.0.1:0", "security": binders(keys)}
         if producer_binds:
             producer = stack.enter_context(tp.Producer(**binds))
         else:
@@ -235,9 +243,9 @@ def test_a_line_that_is_cut_does_not_end_a_queue_in_shared_memory(producer_binds
         bound = producer.endpoint if producer_binds else consumer.endpoint
         line = stack.enter_context(Proxy(int(bound.rpartition(":")[2])))
         if producer_binds:
-            consumer = stack.enter_context(tp.Consumer(line.endpoint, bind=False))
+            consumer = stack.enter_context(tp.Consumer(line.endpoint, bind=False, security=connectors(keys)))
         else:
-            producer = stack.enter_context(tp.Producer(line.endpoint))
+            producer = stack.enter_context(tp.Producer(line.endpoint, security=connectors(keys)))
         putting = in_thread(lambda: producer.put("met", PATIENCE))
         assert consumer.get(PATIENCE) == "met"
         putting()

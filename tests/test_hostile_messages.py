@@ -23,6 +23,7 @@ from raw_ends import RawEnd, hello
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.transport import link
 from tensorpipe_ipc.wire.header import Kind, pack
 from tensorpipe_ipc.wire.spec import Op
 
@@ -279,6 +280,39 @@ def test_a_signal_is_heard_while_a_message_is_read(name: str) -> None:
             ended = time.process_time()
     moments = [began, *(moment for moment in heard if began < moment < ended), ended]
     assert max(after - before for before, after in itertools.pairwise(moments)) < 0.25
+
+
+def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:
+    """A peer says without end what cannot be read: a get of 50 ms does not deal with all of it."""
+    with _talk() as (consumer, raw):
+        for sequence in range(1, 30_000):
+            raw.say(pack(Kind.DATA, sequence))
+        children.wait_until(consumer._link.socket.has_incoming)
+        for _ in range(3):
+            before, began = consumer.statistics().rejected, time.process_time()
+            with pytest.raises(tp.Empty):
+                consumer.get(0.05)
+            assert time.process_time() - began < 0.5
+            assert consumer.statistics().rejected > before
+        assert consumer._link.socket.has_incoming()
+
+
+def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another one says without end keeps nobody from being told who is gone."""
+    monkeypatch.setattr(link, "REPEAT", 0.05)
+    monkeypatch.setattr(link, "_NOISE", 0.05)
+    with tp.Consumer("flooded", shared_memory="off", producers=1) as consumer, RawEnd(consumer.endpoint) as raw:
+        with children.Child() as child:
+            child.call(children.open_producer, consumer.endpoint, shared_memory="off")
+            child.begin(children.put, "word")
+            assert consumer.get(PATIENCE) == "word"
+            child.result()
+            child.kill()
+            for _ in range(100_000):
+                raw.say(pack(Kind.CREDIT, 1))
+        with pytest.raises(tp.PeerLost, match="vanished"):
+            consumer.get(PATIENCE)
+        assert consumer._link.socket.has_incoming(), "the flood is not over"
 
 
 def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:

@@ -62,9 +62,9 @@ from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed
 from tensorpipe_ipc.transport.peer import How, Peer
-from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight
+from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight, is_binders
 from tensorpipe_ipc.transport.role import misfit
-from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket
+from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket, SocketError
 from tensorpipe_ipc.wire.header import (
     Ending,
     Header,
@@ -94,8 +94,11 @@ _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
-_REMEMBERED = 1000  # ends that have ended
+_REMEMBERED = 1000  # ends that have ended, and connections
+_POST_LONG = 0.001  # seconds of work for the notice of an end with some hundred peers
+_POST_RARELY = 20  # times as long nothing more is posted then
 MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
+_NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 
@@ -162,12 +165,20 @@ class Link(Meeting):
         self.last_rejection = ""
         self._refusal: Exception | None = None
         self.ended_ends: dict[int, None] = {}  # those that said how they ended: they do not come again
+        self._superseded: dict[bytes, None] = {}  # by routing id: connections of peers that have come by another since
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
+        self._is_posted = False  # whether this end's file is up to date
+        self._posts_from = 0.0  # when it may be brought up to date again
         try:
             self.socket = FrameSocket(
-                address, bind=bind, receives=self.role == "consumer", security=security, told=self.reject
+                address,
+                bind=bind,
+                receives=self.role == "consumer",
+                window=opening.window,
+                security=security,
+                told=self.reject,
             )
         except Refused:
             here = whereabouts.binder_here(address.text) if bind else None
@@ -178,7 +189,7 @@ class Link(Meeting):
                 "close it, or use another name"
             ) from None
         whereabouts.note(id(self), self.endpoint, self.role, binds=bind)
-        self.presence = Presence() if address.scheme != "inproc" else None
+        self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
         self.folder = self.presence.folder if self.presence is not None else 0
         self._post()
@@ -197,6 +208,11 @@ class Link(Meeting):
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
+
+    def greet_first(self) -> None:
+        """Have a connector say HELLO by a connection before anything else. Its binder knows it by that only."""
+        if not self.socket.binds and self.socket.is_monitored and self.socket.is_connected() and self.owes_greeting():
+            self.greet()
 
     def say_goodbye(self) -> bool:
         """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.
@@ -258,6 +274,8 @@ class Link(Meeting):
             return None
         if len(self.peers) > met:
             return None  # by the file, which may lead to more than a socket has
+        if time.monotonic() - self._looked > REPEAT:
+            self.look_around()  # there may be no end of what comes
         incoming = self.socket.receive(min(timeout, SLICE))
         if incoming is None:
             self.look_around()
@@ -269,16 +287,8 @@ class Link(Meeting):
             self.reject(error, self.peers.get(routing))
             self._answer_misfit(routing, error)
             data = None
-        except (
-            ArithmeticError,
-            LookupError,
-            MemoryError,
-            RecursionError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            if isinstance(error, TensorPipeError) or is_a_signals(error, error.__traceback__):
+        except Exception as error:
+            if isinstance(error, (TensorPipeError, SocketError)) or is_a_signals(error, error.__traceback__):
                 raise
             self.reject(error, self.peers.get(routing))  # whatever a message does to what reads it, the next one comes
             data = None
@@ -409,9 +419,9 @@ class Link(Meeting):
     def _meet_stranger(self, routing: bytes, kind: int) -> None:
         """Somebody talks as if we had met. He met a binder that died, or none at all.
 
-        Over tcp, what is left of a connection that a new one took over comes so, too, by a name that ROUTER gave it.
+        What is left of a connection that a new one has taken the place of comes so, too.
         """
-        if self.keeps and routing.startswith(b"\0"):
+        if routing in self._superseded:
             return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
@@ -439,6 +449,8 @@ class Link(Meeting):
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
         if routing not in self.peers and not reason:
+            self._find_again(routing, hello)
+        if routing not in self.peers and not reason:
             reason = self._no_place_for(hello)
         if not reason:
             peer = self._admit(routing, hello)
@@ -452,6 +464,16 @@ class Link(Meeting):
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
         self.answered(peer)
+
+    def _find_again(self, routing: bytes, hello: Hello) -> None:
+        """Know an end again that comes by a new connection. Nobody but its binders has heard its token."""
+        for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
+            del self.peers[peer.routing]
+            self._superseded[peer.routing] = None
+            while len(self._superseded) > _REMEMBERED:
+                del self._superseded[next(iter(self._superseded))]
+            peer.routing, peer.gone_at = routing, 0.0
+            self.peers[routing] = peer
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""
@@ -472,7 +494,7 @@ class Link(Meeting):
         out = [peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None]
         out.sort(key=lambda peer: (bool(peer.kept), not peer.away_at, peer.heard))
         for peer in out[:_ASKED]:
-            if not peer.kept and not self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer))):
+            if not peer.kept and not self._say(peer.routing, _NOTHING):
                 self._leaves(peer, How.LOST)
                 return True
         if not out or not self._is_in_sight(hello):
@@ -529,6 +551,8 @@ class Link(Meeting):
         """See Meeting."""
         if self.presence is None:
             return Sight()
+        if hello.folder and is_binders(hello.end) is self.socket.binds:
+            return Sight(why_not=f"it names the file of an end that {'binds' if self.socket.binds else 'connects'}")
         return Sight(hello.end, hello.folder, self.presence.why_not or "it says that it has no runtime folder")
 
     def _ends(self, peer: Peer, ending: Ending, position: int) -> None:
@@ -560,13 +584,22 @@ class Link(Meeting):
 
     def _post(self) -> None:
         """Tell whoever may look who is attached, and how."""
-        way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
         self.restock(MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values()))
-        if self.presence is not None:
+        self._is_posted = False
+        self._post_notice()
+
+    def _post_notice(self) -> None:
+        """Bring this end's file up to date; with many peers, in a part of the time only, as each message may change it."""
+        if self.presence is not None and not self._is_posted and time.monotonic() >= self._posts_from:
+            began = time.thread_time()
+            way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
             peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
             refusal = str(self._refusal or "")
             notice = Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal)
             self.presence.post(framed(notice))
+            self._is_posted = True
+            took = time.thread_time() - began
+            self._posts_from = time.monotonic() + took * _POST_RARELY if took > _POST_LONG else 0.0
 
     def disconnect(self, linger: float) -> None:
         """Close the socket; what was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left."""
@@ -589,6 +622,7 @@ class Link(Meeting):
         if now - self._looked < SLICE / 2 and not at_once and not self.has_lost_connection():
             return
         self._looked = now
+        self._post_notice()
         again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:
@@ -613,8 +647,8 @@ class Link(Meeting):
         gone = peer.sight.is_gone()
         if not self.socket.binds:
             connected = self.socket.is_connected()
-        elif gone or again:  # repeats what may have got lost, and tells whether it can be said
-            connected = self._say(peer.routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
+        elif gone or again:
+            connected = self._say(peer.routing, _NOTHING)
         else:
             connected = True
         if gone:

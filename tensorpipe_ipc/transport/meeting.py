@@ -52,7 +52,8 @@ from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms, pack_cont
 
 __all__ = ["REPEAT", "Meeting"]
 
-REPEAT = 0.5  # seconds between a waiting connector's HELLOs
+REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
+_RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
 _AGAIN = 0.02  # seconds between two looks for a file
 
 
@@ -75,6 +76,7 @@ class Meeting(Role):
         self.spares = Spares()
         self._greeted = 0.0  # when a connector last said HELLO
         self._greeted_on = 0  # and on which of its connections
+        self._greets_after = REPEAT  # how long after
         self._left_on = 0  # the one by which its binder left
         self._looked_for_file = 0.0
 
@@ -101,12 +103,14 @@ class Meeting(Role):
         if not self.socket.is_connected():  # which tells, too, whether this connection is another one
             return
         now, connection = time.monotonic(), self.socket.connection
-        if now - self._greeted < REPEAT and self._greeted_on == connection:
+        if now - self._greeted < self._greets_after and self._greeted_on == connection:
             return
         if self._greeted_on != connection:
             self.reconnected()
+        is_news = not self._greeted or self._greeted_on != connection or not self.socket.is_monitored
         if self._say(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
             self._greeted, self._greeted_on = now, connection
+            self._greets_after = REPEAT if is_news else min(2 * self._greets_after, _RARELY)
 
     def introduce(self, timeout: float) -> bool:
         """Have a connector say HELLO that knows nobody, or whose connection is a new one.
@@ -184,7 +188,8 @@ class Meeting(Role):
     def take_spare(self, peer: Peer) -> None:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
         self._greeted = 0.0  # what becomes of it, the binder is to know at once
-        found = rendezvous_file.find(self.socket.address, peer.hello.end)
+        is_known = self.has_keys or self.socket.address.scheme != "tcp"
+        found = rendezvous_file.find(self.socket.address, peer.hello.end, anywhere=is_known)
         why_not = f"the binder's rendezvous file is not to be seen in {runtime_folder()} here"
         try:
             queue = None if found is None else self._claimed(found)

@@ -43,7 +43,7 @@ class Peer:
         kept: what was sent to it over tcp and is not known to be taken, oldest first.
         unread: what it says it took, though ZeroMQ was not seen to have let go of it.
         unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
-        round: how often a consumer that binds asked this peer to send what it misses.
+        round: the number by which a consumer last asked this peer to send what it misses.
         served: the other end's ``round`` that was dealt with last.
         began: ``taken`` when the two met.
         asked_at: when a consumer asked because of a gap, until the gap is filled.

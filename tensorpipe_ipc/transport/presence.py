@@ -2,7 +2,7 @@
 
 An open end over ipc or tcp holds an OFD write lock on a file of its own in the user's runtime folder::
 
-    <token>.end     0600; the token is random, and HELLO tells it
+    <token>.end     0600; the token is random but for its highest bit, which an end that binds has; HELLO tells it
 
 The kernel drops that lock when the end closes it, or when its process dies. A peer that finds the file opens it once, and keeps
 it open. So it learns at once that the end is gone, whatever became of the connection, and whether or not the process lives on.
@@ -12,6 +12,8 @@ it open. So it learns at once that the end is gone, whatever became of the conne
   the file open reads the ending there, also where the GOODBYE was lost with a connection. A killed end leaves no ending.
 * HELLO also tells a mark of the folder. An end that names this very folder, and has no file in it, is gone. An end with another
   folder (of another host, user or container) is *out of sight*: only its connection tells of it.
+* A binder's token anybody learns who reaches its port. So it is looked for only of one that says WELCOME: whoever connects
+  and names it is out of sight.
 * The file is found by listing the folder and comparing names. No path is made from what a peer said, and only files that are
   this user's alone are opened.
 * Files of killed ends are removed by the next end that opens or closes in the folder. It takes the lock first. An end that has
@@ -38,9 +40,10 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.addresses import check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import Ending
 
-__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "sweep"]
+__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "is_binders", "sweep"]
 
 SUFFIX = ".end"
+_BINDS = 1 << 63  # of a token
 _LONGEST = 1 << 16  # bytes of last words: some for each of the most peers that an end may have
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -70,8 +73,9 @@ class Presence:
         why_not: why there is no file; "" if there is one.
     """
 
-    def __init__(self) -> None:
-        self.token = _token()
+    def __init__(self, *, binds: bool = False) -> None:
+        self._binds = binds
+        self.token = _token(binds)
         self.folder = 0
         self.why_not = ""
         self._path = ""
@@ -93,7 +97,7 @@ class Presence:
             _watch_forks()
             _open_here.add(self)
             while not self._make(folder):
-                self.token = _token()
+                self.token = _token(self._binds)
         self.folder = _mark_of(os.stat(folder))
 
     def _make(self, folder: str) -> bool:
@@ -228,8 +232,13 @@ def _remove(path: str, descriptor: int) -> None:
             os.unlink(path)
 
 
-def _token() -> int:
-    return int.from_bytes(os.urandom(8), "little") | 1
+def _token(binds: bool) -> int:
+    return int.from_bytes(os.urandom(8), "little") % _BINDS | 1 | _BINDS * binds
+
+
+def is_binders(token: int) -> bool:
+    """Return whether a token is that of an end that binds."""
+    return token >= _BINDS
 
 
 def _name_of(token: int) -> str:

@@ -59,8 +59,9 @@ class ReceiveLink(Link):
         self.asked: Peer
         self.duplicates = 0
         self._torn_at = 0.0
-        self._round = 0  # of a connector: how often it asked its binder to send what it misses, as each connection does
         self._regions = Regions()
+        # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
+        self._round = 1 - opening.bind
         self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
         self.producers = producers
         self.ended = 0
@@ -83,7 +84,7 @@ class ReceiveLink(Link):
             shared_memory=self.arrangement.terms(peer),
             end=self.end,
             folder=self.folder,
-            round=max(1, self._round if peer is None or not self.socket.binds else peer.round),
+            round=self._round if peer is None else peer.round,
         )
 
     # -- queues
@@ -265,6 +266,7 @@ class ReceiveLink(Link):
 
         An exception that comes before it is counted as taken has it come again.
         """
+        self.greet_first()
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
         skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
         self.lost += skipped
@@ -291,8 +293,7 @@ class ReceiveLink(Link):
         now = time.monotonic()
         if now - peer.asked_at > _AGAIN:
             peer.asked_at = now
-            peer.round += 1
-            self._round += 1
+            self._next_round(peer)
             kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
             self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
 
@@ -309,8 +310,13 @@ class ReceiveLink(Link):
             self._torn_at = self.socket.torn_at
 
     def reconnected(self) -> None:
-        """See Role. The binder may know this end by the connection before, though it was not heard by that one."""
+        """See Link. Its binder may have met this end by the last connection, and sent what was lost with it."""
         self._round += 1
+        for peer in self.peers.values():
+            peer.round = self._round
+
+    def _next_round(self, peer: Peer) -> None:
+        self._round = peer.round = max(self._round, peer.round) + 1
 
     def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
         """See Link. It is put in its place; DATA of the same number completes the message."""
@@ -335,6 +341,8 @@ class ReceiveLink(Link):
 
     def met(self, peer: Peer) -> None:
         """See Role."""
+        self._round += self.socket.binds
+        peer.round = self._round
         end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
         if end in known:  # one that was given up is back
             sequence = sequence if sequence > known[end] else known[end]
@@ -364,7 +372,8 @@ class ReceiveLink(Link):
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
         if peer.hello.round > peer.served:  # a new connection of the other end's
             peer.served = peer.hello.round
-            peer.round += self.socket.binds
+            if self.socket.binds:
+                self._next_round(peer)
 
     def parted(self, peer: Peer) -> None:
         """See Role."""

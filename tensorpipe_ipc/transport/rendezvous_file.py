@@ -153,11 +153,18 @@ def read(address: Address) -> Rendezvous | None:
     return None
 
 
-def find(address: Address, end: int) -> Rendezvous | None:
-    """What the binder that said it is ``end`` has written down, by whatever address it is reached."""
+def find(address: Address, end: int, *, anywhere: bool) -> Rendezvous | None:
+    """What the binder that said it is ``end`` has written down.
+
+    Args:
+        anywhere: also one that has another address here, and is reached by a path of another name, or from another host's name.
+            Only of a binder that is known to be who it says: else it could name any that its connector's user has open.
+    """
     found = read(address)
     if found is not None and found.hello.end == end:
         return found
+    if not anywhere:
+        return None
     with contextlib.suppress(OSError):
         for path in _all():
             with contextlib.suppress(OSError):

@@ -57,7 +57,9 @@ class SendLink(Link):
         # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
         self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
-        self._vanished: dict[bytes, int] = {}  # what was last sent to those who may have lost their connection only
+        self._vanished: dict[
+            int, int
+        ] = {}  # by end: what was last sent to those who may have lost only their connection
         self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
         self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
@@ -273,6 +275,7 @@ class SendLink(Link):
         small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
         peer.unmarked += small
         mark = peer.unmarked >= _MARK
+        self.greet_first()
         try:
             kept.lent += self.socket.lend(peer.routing, part, mark=mark)
         except Unreachable:
@@ -354,7 +357,7 @@ class SendLink(Link):
         if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
             self._greeted = 0.0  # it is told at once from where on
         # It counts on where the last connection ended, which the other end may not have noticed.
-        peer.sent = peer.taken = self._vanished.get(peer.routing, self._first) if self.socket.binds else self._sent
+        peer.sent = peer.taken = self._vanished.get(peer.hello.end, self._first) if self.socket.binds else self._sent
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. It says so again by each new connection."""
@@ -398,13 +401,13 @@ class SendLink(Link):
         """See Role."""
         while peer.kept:
             self._unacknowledged.let_go(peer.kept.popleft())
-        if self.socket.binds and peer.queue is None:
+        if self.socket.binds and peer.queue is None and peer.hello.end:
             if peer.left is How.LOST:
-                self._vanished[peer.routing] = peer.sent
+                self._vanished[peer.hello.end] = peer.sent
                 while len(self._vanished) > _REMEMBERED:
                     del self._vanished[next(iter(self._vanished))]
             else:
-                self._vanished.pop(peer.routing, None)
+                self._vanished.pop(peer.hello.end, None)
         if peer.queue is not None and peer.left is How.LOST:
             peer.queue.undertaker.look()
         untaken = _load(peer)

@@ -1,13 +1,17 @@
 """ZeroMQ's door: contexts, sockets and their errors. The rest of the package sees frames and peers only.
 
 A binder has a ROUTER, a connector a DEALER. High-water marks are off: what may be in flight is counted by credits, so
-nothing waits in ZeroMQ beyond them.
+nothing waits in ZeroMQ beyond them. But for what a consumer says over tcp, where a stranger may ask for ever and never read.
+What a producer says there, beside its messages, is not said again before ZeroMQ has let go of what was said before.
 
 * A DEALER over ipc or tcp learns from a monitor whether it is connected. One that receives has IMMEDIATE off: what came by a
   connection that ended is kept. One that sends has it on: libzmq drops what was to go by a connection as soon as that ends, so
   nothing that was meant for a binder that died reaches the one after it. What came by it and was not read is dropped, too: a
   last credit, or a goodbye, which stands in the other end's file.
 * A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
+* Each connection has a name that ROUTER makes. A connector that named itself would need ROUTER_HANDOVER, by which a new
+  connection takes the name of an old one. That one goes on without a pipe; over tcp libzmq ends the process (!_io_error) if
+  something comes by it, and it is reset: whoever reaches the port could do so. HELLO says who it is that comes again.
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
 * Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
@@ -39,7 +43,7 @@ from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, hold_reaper, release
 from tensorpipe_ipc.wire.layout import BULK
 
-__all__ = ["FrameSocket", "Unreachable", "library"]
+__all__ = ["FrameSocket", "SocketError", "Unreachable", "library"]
 
 SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a name some time after close
@@ -65,7 +69,13 @@ _BACKLOG = 1024
 # Frames that a message has beside those of ``BULK`` bytes or more, and the rest of each where long ones are cut: the sender's
 # name, the header, an empty one that ends what was cut off. An empty frame is two bytes on the wire, and hundreds here.
 _FRAMES = 4
+# Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
+_UNREAD = 64
 _SURPLUS_AT_ONCE = 5000
+_MOST_UNREAD = 1024  # peers, until those are forgotten that have read
+
+
+SocketError = zmq.ZMQError  # of this end's own socket, whatever came
 
 
 class Unreachable(Exception):
@@ -91,6 +101,7 @@ class FrameSocket:
         *,
         bind: bool,
         receives: bool,
+        window: int = 0,
         security: Curve | None = None,
         told: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -100,6 +111,7 @@ class FrameSocket:
             address: where.
             bind: whether to have the address.
             receives: whether this is the end that the messages come to.
+            window: how many messages may be in flight to or from one peer.
             security: keys to use.
             told: is called with a ``Refused`` for everybody who comes with a key that is not on the list.
 
@@ -123,6 +135,9 @@ class FrameSocket:
         self._torn = False  # whether that was cut short
         self.torn_at = 0.0
         self._heard: Any = None  # the last frame that came to an end that sends
+        self._window = window
+        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
+        self._may_be_unread = address.scheme == "tcp" and not receives
         self._receives = receives
         self._has_keys = security is not None
         self._cuts = self._has_keys or address.scheme == "tcp"
@@ -155,7 +170,8 @@ class FrameSocket:
             check_socket_file(address.path)
             self._is_shared = is_shared(os.path.dirname(address.path))
         options: dict[Any, Any] = {
-            zmq.SNDHWM: 0,
+            zmq.SNDHWM: min(2 * self._window + _UNREAD, 1 << 30) if self._receives and address.scheme == "tcp" else 0,
+            # Over tcp libzmq ends the process (!_io_error) where a connection ends whose reading a mark has stopped.
             zmq.RCVHWM: 0,
             zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._cuts else _LARGEST,
             zmq.LINGER: 0,
@@ -166,12 +182,10 @@ class FrameSocket:
             zmq.BACKLOG: _BACKLOG,  # so that a burst of strangers does not crowd out a friend, who would wait a second
         }
         options |= (
-            {zmq.ROUTER_MANDATORY: 1, zmq.ROUTER_HANDOVER: 1}
+            {zmq.ROUTER_MANDATORY: 1}
             if self.binds
             else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
         )
-        if not self.binds:
-            options[zmq.ROUTING_ID] = b"\1" + os.urandom(16)  # a first byte of 0 is the ROUTER's own
         if address.scheme == "tcp":
             options |= {zmq.IPV6: 1, **_HEARTBEATS}
         for option, value in options.items():
@@ -276,10 +290,7 @@ class FrameSocket:
                     hold_reaper()
                     trackers.append(send(frame, flags, copy=False, track=True))
                 elif mark and index == last:
-                    hold_reaper()
-                    marked = zmq.Frame(bytes(frame), track=True, copy=False, copy_threshold=0)
-                    trackers.append(send(marked, flags, copy=False, track=True))
-                    del marked
+                    trackers.append(send(_marked(bytes(frame)), flags, copy=False, track=True))
                 else:
                     send(frame, flags)
         except zmq.ZMQError as error:
@@ -292,14 +303,29 @@ class FrameSocket:
         return trackers
 
     def send_small(self, peer: bytes, frame: bytes) -> bool:
-        """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent."""
+        """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent.
+
+        Nothing is sent, either, to one over tcp that has not read what was sent to it so before.
+        """
         self._is_silent = False
         if self._monitored and not self.is_connected():
             return False
+        unread = self._unread.get(peer)
+        if unread is not None and not unread.tracker.done:
+            if unread.count >= _UNREAD:
+                return True
+            unread.count += 1
+        marked = None
+        if self._may_be_unread and (unread is None or unread.tracker.done):
+            with suppress(RuntimeError):  # pyzmq's thread has ended with the program
+                marked = _marked(frame)
         try:
             if self.binds:
                 self._socket.send(peer, _MORE)
-            self._socket.send(frame, _LAST)
+            if marked is None:
+                self._socket.send(frame, _LAST)
+            else:
+                self._note_unread(peer, self._socket.send(marked, _LAST, copy=False, track=True))
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -308,6 +334,11 @@ class FrameSocket:
             self._abort()
             raise
         return True
+
+    def _note_unread(self, peer: bytes, tracker: Any) -> None:
+        if len(self._unread) >= _MOST_UNREAD:
+            self._unread = {peer: unread for peer, unread in self._unread.items() if not unread.tracker.done}
+        self._unread[peer] = _Unread(tracker)
 
     def _abort(self) -> None:
         """End a message that was cut off, somewhere, by an exception: its last frame is empty, as no payload frame is.
@@ -409,7 +440,8 @@ class FrameSocket:
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
         if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:
-            prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
+            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that speaks an old version
+                prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
 
     def has_incoming(self) -> bool:
         """Whether ``receive`` would find something now."""
@@ -448,6 +480,11 @@ class FrameSocket:
         if not self._monitored and not self.binds:
             self.connection = 1 if events & _POLLOUT else 0
         return events
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether each new connection of a connector has a new number."""
+        return self._monitored
 
     @property
     def is_watched(self) -> bool:
@@ -555,6 +592,22 @@ class FrameSocket:
                 steps.callback(self._gate.close)
             if self._handshakes is not None:
                 steps.callback(self._handshakes.close)
+
+
+def _marked(frame: bytes) -> zmq.Frame:
+    """A small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it."""
+    hold_reaper()
+    return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+
+
+class _Unread:
+    """What was sent to one peer, and may still be with ZeroMQ."""
+
+    __slots__ = ("count", "tracker")
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker  # of the first of them
+        self.count = 1
 
 
 def _give_back_memory() -> None:

@@ -21,7 +21,7 @@ Little-endian::
 * GOODBYE: ``sequence`` is the last that was sent. No body; or, from an end that failed, a msgpack map (``Ending``).
 
 A control message is short, and what is not is not read. So what one end repeats of another, which may say anything, is cut:
-the host's name and why there is no shared memory as they come in, a refusal's reason as it goes out. Of
+the names of the host and of its boot, and why there is no shared memory, as they come in, a refusal's reason as it goes out. Of
 each text that comes in, what a terminal would obey becomes a question mark.
 
 The version stands for the whole format: the prefix, the schema, the spec, the metas. Golden bytes in the tests hold it.
@@ -73,6 +73,7 @@ MAX_HEADER = 1 << 23  # 8 MiB: room for the metas of MAX_NODES leaves of a few d
 MAX_CONTROL = 1 << 12  # a HELLO needs some 300 bytes; an unknown peer gets no more to say
 MAX_NAMES = 2640  # of the serializers that a consumer accepts: 40 of the longest; all else takes less than what is left
 _MAX_HOST = 255  # bytes; POSIX allows no longer name
+_MAX_BOOT = 80  # the kernel's 36, and an inode
 _MAX_WHY_NOT = 512
 _MAX_REASON = 4000
 _MAX_FAILURE = 1024
@@ -153,7 +154,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         end: a random number that no other end has, and the name of its file (``transport.presence``).
         folder: a mark of the folder that this file is in; 0 where there is none.
         round: from a producer that sends again what a connection swallowed, by which of its connections it says so, from 1
-            (from a binder always 1); from one that does not, 0. From a consumer, how often it has asked for that.
+            (from a binder always 1); from one that does not, 0. From a consumer, a number that grows with each time that it
+            asks for that.
     """
 
     role: str
@@ -325,7 +327,7 @@ def _without_excess(body: Any) -> Any:
     return replace(
         body,
         role=shown(body.role),
-        identity=replace(who, host=cut(shown(who.host), _MAX_HOST), boot=shown(who.boot)),
+        identity=replace(who, host=cut(shown(who.host), _MAX_HOST), boot=cut(shown(who.boot), _MAX_BOOT)),
         serializer=shown(body.serializer),
         accepts=tuple(map(shown, body.accepts)),
         shared_memory=terms,

@@ -427,7 +427,7 @@ def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch
 
 
 def test_who_says_that_it_is_another_end() -> None:
-    """An end that is attached already, or the binder itself, is not believed to have come once more: it would seem present."""
+    """One that names the end of another process, or the binder itself, is not believed: it would seem present."""
     with (
         tp.Consumer("tcp://127.0.0.1:0") as consumer,
         RawEnd(consumer.endpoint) as one,
@@ -436,10 +436,39 @@ def test_who_says_that_it_is_another_end() -> None:
         _attach(consumer, one, end=5)
         for token in (5, consumer._link.end):
             before = consumer.statistics().rejected
-            two.say(hello("producer", end=token, folder=consumer._link.folder))
+            other = msgspec.structs.replace(process.identity(), pid=os.getpid() + 1)
+            two.say(hello("producer", identity=other, end=token, folder=consumer._link.folder))
             _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
             assert "attached already" in consumer.statistics().last_rejection
         assert len(consumer.statistics().peers) == 1
+
+
+def test_an_ends_file_does_not_grow_by_what_a_stranger_says_of_itself() -> None:
+    """Of its texts only so much is repeated as there is of a true one."""
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
+        assert consumer._link.presence is not None
+        before = os.path.getsize(consumer._link.presence._path)
+        _attach(consumer, raw, identity=msgspec.structs.replace(process.identity(), host="h" * 1000, boot="b" * 2000))
+        assert os.path.getsize(consumer._link.presence._path) < before + 1000
+
+
+class _Present(Presence):
+    def close(self, last_words: Any = None) -> None:
+        super().close(last_words)
+
+
+@pytest.mark.parametrize("address", ["moves", "tcp://127.0.0.1:0"])
+def test_an_end_that_comes_by_another_connection(address: str) -> None:
+    """It is known again by its token, and was never gone."""
+    with tp.Consumer(address) as consumer, contextlib.closing(_Present()) as presence:
+        with RawEnd(consumer.endpoint) as one:
+            _attach(consumer, one, end=presence.token, folder=presence.folder)
+        with RawEnd(consumer.endpoint) as two:
+            two.say(hello("producer", end=presence.token, folder=presence.folder))
+            two.until_answered(consumer)
+            assert two.hear_header().kind == Kind.WELCOME
+            assert len(consumer.statistics().peers) == 1
+            assert consumer.statistics().vanished == 0
 
 
 def _put_when_let_in(producer: tp.Producer) -> None:

@@ -439,7 +439,7 @@ def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
         with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
             getting = in_thread(lambda: consumer.get(PATIENCE))
             raw.hear_of(Kind.HELLO)
-            dying = {"identity": dead, "end": 7, "folder": consumer._link.folder}
+            dying = {"identity": dead, "end": 7 | 1 << 63, "folder": consumer._link.folder}
             raw.say(hello("producer", Kind.WELCOME, shared_memory=TERMS, **dying))
             with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
                 getting()

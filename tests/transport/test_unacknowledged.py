@@ -18,7 +18,8 @@ import pytest
 import torch
 import zmq
 from children import PATIENCE, in_thread, wait_until
-from raw_ends import RawEnd, hello, hello_of
+from proxy import Proxy
+from raw_ends import RawEnd, RawLine, hello, hello_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
@@ -26,7 +27,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport import assembly, peer, receiving, unacknowledged
+from tensorpipe_ipc.transport import assembly, link, meeting, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.peer import How
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
@@ -79,6 +80,75 @@ def test_a_consumer_asks_for_what_is_missing() -> None:
         assert [consumer.get(PATIENCE) for _ in range(3)] == [2, 3, 4]
         found = consumer.statistics()
         assert (found.messages, found.lost, found.duplicates) == (4, 0, 1)
+
+
+def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
+    """The producer has met it, and sent: by the next connection all comes, though the consumer has missed nothing yet."""
+    options: dict[str, Any] = {"maxsize": 4, "shared_memory": "off"}
+    with (
+        tp.Producer(LOOPBACK, bind=True, linger=0, **options) as producer,
+        Proxy(int(producer.endpoint.rpartition(":")[2])) as line,
+        tp.Consumer(line.endpoint, bind=False, **options) as consumer,
+    ):
+        wait_until(lambda: consumer._link.socket.is_connected(0.05))
+        line.silence("back")
+        _listen(consumer)
+        for number in range(4):
+            producer.put(number, PATIENCE)
+        line.cut()
+        line.heal()
+        flushing = in_thread(lambda: producer.flush(PATIENCE))
+        assert [consumer.get(PATIENCE) for _ in range(4)] == [0, 1, 2, 3]
+        flushing()
+
+
+def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
+    """It was given up, and has not noticed: it is told a higher round, so that it sends again; its window may be full."""
+    with tp.Consumer(LOOPBACK, peer_timeout=0.1, producers=None) as consumer:
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", identity=ELSEWHERE, round=1, end=5))
+            _listen(consumer)
+            first = hello_of(raw.hear_of(Kind.WELCOME)).round
+        while consumer.statistics().peers:
+            _listen(consumer)
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", identity=ELSEWHERE, round=2, end=5))
+            _listen(consumer)
+            assert hello_of(raw.hear_of(Kind.WELCOME)).round > first
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str) -> None:
+    """It says HELLO 12,000 times, of which each is answered by 300 bytes, if somebody reads them."""
+    made: Any = tp.Consumer if role == "producer" else tp.Producer
+    with made(LOOPBACK, bind=True, shared_memory="off") as end, RawLine(end.endpoint) as deaf:
+        deaf.say(*[hello(role)] * 12_000)
+
+        def all_was_heard() -> bool:
+            with contextlib.suppress(tp.Empty, tp.Full):
+                end.get(0.05) if role == "producer" else end.wait_for(2, 0.05)
+            return not end._link.socket.has_incoming()
+
+        wait_until(all_was_heard)
+        answered = deaf.heard(0.2) / 300
+        assert 1 < answered < 10_000, "libzmq had kept what the kernel had no room for"
+
+
+def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes, and does not look at what comes, keeps it: an end that waits for it repeats itself ever more seldom."""
+    for module in (link, meeting):
+        monkeypatch.setattr(module, "REPEAT", 0.05)
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        _listen(consumer, 0.3)
+        assert raw.hear_header().kind == Kind.WELCOME
+        assert raw.is_quiet(0), "but for empty messages"
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw, tp.Consumer(raw.endpoint, bind=False) as consumer:
+        _listen(consumer, 0.6)
+        hellos = 0
+        while not raw.is_quiet(0):
+            hellos += raw.hear_header().kind == Kind.HELLO
+        assert 1 <= hellos <= 5
 
 
 def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
