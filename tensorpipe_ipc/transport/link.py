@@ -165,7 +165,9 @@ class Link(Meeting):
         self.last_rejection = ""
         self._refusal: Exception | None = None
         self.ended_ends: dict[int, None] = {}  # those that said how they ended: they do not come again
-        self._superseded: dict[bytes, None] = {}  # by routing id: connections of peers that have come by another since
+        self._over: dict[
+            bytes, None
+        ] = {}  # by routing id: connections of ends that have ended, or come by another since
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
@@ -222,8 +224,8 @@ class Link(Meeting):
         self.hear_claimants()
         if not self.keeps and any(peer.by_file for peer in self.peers.values()):
             self.socket.is_connected(_ANSWERED)
-        if self.owes_greeting() and not self.keeps:
-            self.greet()  # its binder knows it by this connection then
+        if self.peers or not self.keeps:
+            self.greet_first()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [peer for peer in there if self._say(peer.routing, pack_goodbye(self.position(peer), self.ending))]
         unmet = self.awaits_welcome() and self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending))
@@ -419,9 +421,10 @@ class Link(Meeting):
     def _meet_stranger(self, routing: bytes, kind: int) -> None:
         """Somebody talks as if we had met. He met a binder that died, or none at all.
 
-        What is left of a connection that a new one has taken the place of comes so, too.
+        So comes, too, what is left of a connection that a new one has taken the place of, or whose end has ended: its file may
+        tell so before its GOODBYE has come.
         """
-        if routing in self._superseded:
+        if routing in self._over or not self.socket.binds and self._greeted_on == self._left_on != 0:
             return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
@@ -444,6 +447,7 @@ class Link(Meeting):
             return
         hello = unpack_control(header, Hello)
         if self.has_left(hello):
+            self._note_over(routing)
             return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
@@ -468,12 +472,16 @@ class Link(Meeting):
     def _find_again(self, routing: bytes, hello: Hello) -> None:
         """Know an end again that comes by a new connection. Nobody but its binders has heard its token."""
         for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
-            del self.peers[peer.routing]
-            self._superseded[peer.routing] = None
-            while len(self._superseded) > _REMEMBERED:
-                del self._superseded[next(iter(self._superseded))]
+            self._note_over(peer.routing)
+            del self.peers[peer.routing]  # no exception comes between this and the last of it
             peer.routing, peer.gone_at = routing, 0.0
             self.peers[routing] = peer
+
+    def _note_over(self, routing: bytes) -> None:
+        """Note that what comes by a connection from now on is no news."""
+        self._over[routing] = None
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""
@@ -571,6 +579,8 @@ class Link(Meeting):
                 self.ended_ends[peer.hello.end] = None
                 while len(self.ended_ends) > _REMEMBERED:
                     del self.ended_ends[next(iter(self.ended_ends))]
+                if self.socket.binds:
+                    self._note_over(peer.routing)
             if last_words is not None:
                 self._ends(peer, last_words.ending, self._position_of(last_words))
                 return

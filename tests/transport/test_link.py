@@ -21,12 +21,13 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
-from tensorpipe_ipc.transport.presence import Presence
+from tensorpipe_ipc.transport.presence import LastWords, Presence
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
     MAX_HEADER,
     MAX_NAMES,
     VERSION,
+    Ending,
     Kind,
     Piece,
     SharedMemoryTerms,
@@ -469,6 +470,40 @@ def test_an_end_that_comes_by_another_connection(address: str) -> None:
             assert two.hear_header().kind == Kind.WELCOME
             assert len(consumer.statistics().peers) == 1
             assert consumer.statistics().vanished == 0
+
+
+def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
+    """Its GOODBYE, or a HELLO before it, may come later than that is seen: nobody has broken a rule."""
+    with tp.Consumer("late") as consumer, RawEnd(consumer.endpoint) as one, RawEnd(consumer.endpoint) as two:
+        presence = Presence()
+        _attach(consumer, one, end=presence.token, folder=presence.folder)
+        presence.close(LastWords(Ending(), {}))
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        two.say(hello("producer", end=presence.token, folder=presence.folder))
+        for number, raw in enumerate([one, two]):
+            raw.say(pack(Kind.GOODBYE, 0))
+            raw.say(b"x")
+            _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
+            assert "GOODBYE" not in consumer.statistics().last_rejection
+            assert consumer.statistics().rejected == number + 1, "x is no message"
+
+
+def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
+    """The same of the end that the address belongs to."""
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw, tp.Consumer(raw.endpoint, bind=False) as consumer:
+        presence = Presence(binds=True)
+        _listen(consumer, lambda: not raw.is_quiet(0))
+        raw.say(hello("producer", Kind.WELCOME, end=presence.token, folder=presence.folder))
+        _listen(consumer, lambda: consumer.statistics().peers)
+        presence.close(LastWords(Ending(), {}))
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        raw.say(pack(Kind.GOODBYE, 0))
+        raw.say(b"x")
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        assert "GOODBYE" not in consumer.statistics().last_rejection
+        assert consumer.statistics().rejected == 1, "x is no message"
 
 
 def _put_when_let_in(producer: tp.Producer) -> None:

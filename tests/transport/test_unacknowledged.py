@@ -30,6 +30,7 @@ from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport import assembly, link, meeting, peer, receiving, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.peer import How
+from tensorpipe_ipc.transport.presence import Sight
 from tensorpipe_ipc.transport.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
 from tensorpipe_ipc.wire.header import Ending, Hello, Kind, Piece, pack, pack_goodbye, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import ALIGN
@@ -100,6 +101,26 @@ def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
         flushing = in_thread(lambda: producer.flush(PATIENCE))
         assert [consumer.get(PATIENCE) for _ in range(4)] == [0, 1, 2, 3]
         flushing()
+
+
+def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was cut and is back, and nothing was said by it since. The goodbye is known for one by whom only the line tells of."""
+    monkeypatch.setattr(link.Link, "_sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    with tp.Consumer(LOOPBACK) as consumer, Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+        producer = tp.Producer(line.endpoint, shared_memory="off")
+        putting = in_thread(lambda: producer.put("word", PATIENCE))
+        assert consumer.get(PATIENCE) == "word"
+        putting()
+        producer.flush(PATIENCE)
+        socket = producer._link.socket
+        before = socket.connection
+        line.cut()
+        line.heal()
+        wait_until(lambda: socket.is_connected(0.05) and socket.connection != before)
+        producer.close()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().rejected == 0
 
 
 def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
