@@ -16,8 +16,9 @@ REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one
        | ----------------------------------------> |
 
 Both sides count a producer's messages towards one peer, from where its HELLO or WELCOME says, so that a message that got lost
-with a connection is noticed and none is taken twice. While it waits, a connector repeats its HELLO every half second, and a
-binder its WELCOME: a binder that was restarted in between does not know the connector, and each learns where the other stands.
+with a connection is noticed and none is taken twice. While it waits, a connector repeats its HELLO, ever more seldom: a binder
+that was restarted in between does not know it. It is answered by a WELCOME, so that each learns where the other stands. A
+binder that misses something, or does not know who talks, says HELLO to have the connector say its own.
 
 **When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
 and what it had not taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged
@@ -165,12 +166,11 @@ class Link(Meeting):
         self.last_rejection = ""
         self._refusal: Exception | None = None
         self.ended_ends: dict[int, None] = {}  # those that said how they ended: they do not come again
-        self._over: dict[
-            bytes, None
-        ] = {}  # by routing id: connections of ends that have ended, or come by another since
+        self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
+        self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
         self._is_posted = False  # whether this end's file is up to date
         self._posts_from = 0.0  # when it may be brought up to date again
         try:
@@ -633,6 +633,9 @@ class Link(Meeting):
             return
         self._looked = now
         self._post_notice()
+        if self.socket.torn_at > self._torn_at:
+            self._torn_at = self.socket.torn_at
+            self.tore()
         again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:
@@ -651,6 +654,14 @@ class Link(Meeting):
         """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
         undertakers = {id(peer.queue.undertaker): peer.queue.undertaker for peer in self.peers.values() if peer.queue}
         return sum(undertaker.trim() for undertaker in undertakers.values())
+
+    def tore(self) -> None:
+        """An exception tore something out of a receive, perhaps a CREDIT: have those who may have sent it say it again."""
+        self._greeted = 0.0  # a connector's HELLO is answered by that
+        if self.socket.binds:
+            for peer in self.peers.values():
+                if peer.queue is None:
+                    self._say(peer.routing, pack_control(Kind.HELLO, self.own_hello(None)))
 
     def _is_gone(self, peer: Peer, again: bool) -> bool:
         """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""

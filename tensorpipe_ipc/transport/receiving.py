@@ -58,7 +58,6 @@ class ReceiveLink(Link):
         self.met_any = False
         self.asked: Peer
         self.duplicates = 0
-        self._torn_at = 0.0
         self._regions = Regions()
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
@@ -298,16 +297,18 @@ class ReceiveLink(Link):
             self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
 
     def look_around(self, *, at_once: bool = False) -> None:
-        """See Link. What an exception tore out of a receive has to be sent again, and may have been the last."""
+        """See Link."""
         super().look_around(at_once=at_once)
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._forget_if_drained(peer)
-        if self.socket.torn_at > self._torn_at:
-            for peer in self.peers.values():
-                if peer.resends and peer.queue is None:
-                    peer.asked_at = 0.0
-                    self._ask(peer)
-            self._torn_at = self.socket.torn_at
+
+    def tore(self) -> None:
+        """See Link. It has to be sent again, and may have been the last."""
+        super().tore()
+        for peer in self.peers.values():
+            if peer.resends and peer.queue is None:
+                peer.asked_at = 0.0
+                self._ask(peer)
 
     def reconnected(self) -> None:
         """See Link. Its binder may have met this end by the last connection, and sent what was lost with it."""

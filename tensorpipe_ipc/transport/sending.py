@@ -57,9 +57,7 @@ class SendLink(Link):
         # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
         self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
-        self._vanished: dict[
-            int, int
-        ] = {}  # by end: what was last sent to those who may have lost only their connection
+        self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
         self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
         self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first

@@ -182,9 +182,7 @@ class FrameSocket:
             zmq.BACKLOG: _BACKLOG,  # so that a burst of strangers does not crowd out a friend, who would wait a second
         }
         options |= (
-            {zmq.ROUTER_MANDATORY: 1}
-            if self.binds
-            else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
+            {zmq.ROUTER_MANDATORY: 1} if self.binds else {zmq.IMMEDIATE: int(not (self._monitored and self._receives))}
         )
         if address.scheme == "tcp":
             options |= {zmq.IPV6: 1, **_HEARTBEATS}

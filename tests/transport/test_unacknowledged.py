@@ -123,6 +123,46 @@ def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyP
         assert consumer.statistics().rejected == 0
 
 
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("address", ["torn", LOOPBACK])
+def test_a_credit_that_an_exception_tore_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, address: str, producer_binds: bool
+) -> None:
+    """A signal's handler raised within pyzmq's recv, which had the frame. Nobody waits for what is repeated now and then."""
+    frames: dict[str, Any] = {"shared_memory": "off"}
+    for module in (link, meeting):
+        monkeypatch.setattr(module, "REPEAT", 4 * PATIENCE)
+    with contextlib.ExitStack() as stack:
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer(address, bind=True, maxsize=1, linger=0, **frames))
+            consumer = stack.enter_context(tp.Consumer(producer.endpoint, bind=False, **frames))
+        else:
+            consumer = stack.enter_context(tp.Consumer(address, **frames))
+            producer = stack.enter_context(tp.Producer(consumer.endpoint, maxsize=1, linger=0, **frames))
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        producer.flush(PATIENCE)
+        producer.put(2, PATIENCE)
+        assert consumer.get(PATIENCE) == 2
+        with monkeypatch.context() as tearing:
+            tearing.setattr(producer._link.socket, "_receive_frame", lambda flags: _tear(producer._link.socket, flags))
+            with pytest.raises(_RaisedError):
+                producer.put(3, PATIENCE)
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        producer.put(3, PATIENCE)
+        assert getting() == 3
+
+
+class _RaisedError(Exception):
+    """By a signal's handler."""
+
+
+def _tear(socket: Any, flags: tuple[int]) -> None:
+    socket._socket.recv(*flags, copy=False)
+    raise _RaisedError
+
+
 def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
     """It was given up, and has not noticed: it is told a higher round, so that it sends again; its window may be full."""
     with tp.Consumer(LOOPBACK, peer_timeout=0.1, producers=None) as consumer:
