@@ -192,13 +192,17 @@ class Broken:
         return int, ("x",)
 
 
-@pytest.mark.parametrize("maxsize", [0, 4])
-def test_the_descriptor_tells_of_what_comes_again(maxsize: int) -> None:
+@pytest.mark.parametrize("maxsize", [0, 5])
+@pytest.mark.parametrize("before", [[], [0]])
+def test_the_descriptor_tells_of_what_comes_again(maxsize: int, before: list[int]) -> None:
     """What was taken beside an object that cannot be made again waits here, and not in the pipe."""
     there = Queue(maxsize)
     with select.epoll() as poll:
         poll.register(there.fileno(), select.EPOLLIN)
-        there.put_many([Broken(), 1, 2, 3])
+        there.put_many([*before, Broken(), 1, 2, 3])
+        if before:
+            assert there.get_many(64) == before
+            assert poll.poll(LIMIT), "silent"
         with pytest.raises(ValueError, match="invalid literal"):
             there.get_many(64)
         got = list[object]()
@@ -207,10 +211,10 @@ def test_the_descriptor_tells_of_what_comes_again(maxsize: int) -> None:
             assert there.qsize() == 3 - len(got)
             got.append(there.get_nowait())
     assert got == [1, 2, 3]
-    for number in range(4):
+    for number in range(5):
         there.put_nowait(number)
     assert there.full() == bool(maxsize)
-    assert [there.get_nowait() for _ in range(4)] == [0, 1, 2, 3]
+    assert [there.get_nowait() for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
 def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> None:

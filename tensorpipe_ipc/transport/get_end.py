@@ -140,7 +140,11 @@ class GetEnd(QueueEnd):
 
     def _tell_of_aside(self) -> None:
         """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
-        if self._is_polled and self.holds_back and not self.tickets.unread():
+        if self.holds_back:
+            self._ring_if_polled()
+
+    def _ring_if_polled(self) -> None:
+        if self._is_polled and not self.tickets.unread():
             self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
             self.tickets.ring()
 
@@ -272,6 +276,8 @@ class GetEnd(QueueEnd):
             nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
             left = [Aside(operation, i) for i in rest]
             waiting, stop = len(left), rest[0] if rest else count
+            if left:
+                self._ring_if_polled()
             for word in done:
                 self._let_go(word)  # G5
             words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
@@ -549,7 +555,7 @@ class GetEnd(QueueEnd):
                     aside.before = 0
                     continue
             if len(self._aside) > 1:
-                self._tell_of_aside()
+                self._ring_if_polled()
             if not self._aside or self._aside[0] is not aside:
                 continue
             del self._aside[0]  # with no call since it was looked at
