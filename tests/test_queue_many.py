@@ -10,7 +10,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -319,6 +320,34 @@ class Never:
 
     def __reduce__(self) -> Any:
         return _never_made, ()
+
+
+_made: list[weakref.ref[torch.Tensor]] = []
+
+
+def _runs_out(made: torch.Tensor) -> None:
+    _made.append(weakref.ref(made))
+    raise MemoryError
+
+
+class Large:
+    """When it is made again, there is memory for a part of it only."""
+
+    def __reduce__(self) -> Any:
+        return _runs_out, (torch.ones(3),)
+
+
+@pytest.mark.parametrize("take", [lambda there: there.get(timeout=LIMIT), lambda there: there.get_many(2, LIMIT)])
+def test_what_was_made_in_vain_is_let_go_of_before_the_next_try(take: Callable[[Queue], object]) -> None:
+    """It is what the next try would run out of memory for."""
+    there = Queue()
+    there.put(Large())
+    _made.clear()
+    for _ in range(3):
+        with contextlib.suppress(MemoryError):
+            take(there)
+        assert _made[-1]() is None
+    assert len(_made) == 3
 
 
 def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped_at_once() -> None:

@@ -474,6 +474,8 @@ class GetEnd(QueueEnd):
             left = [aside for aside in asides if self._comes_again(aside)]
         except InDoubt:
             return False
+        if asides:
+            asides[0].cause = None  # its frames keep the queue, and what was made of the message so far
         count, is_early = len(left), operation.before > 0
         operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
         self._aside = self._aside + left if is_early else left + self._aside
