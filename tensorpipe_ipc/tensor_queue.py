@@ -459,7 +459,8 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         self._queue.tasks.done()
 
     def join(self) -> None:
-        """Wait until every object that was put has been dealt with, or went down with a consumer."""
+        """Wait until every object that was put has been dealt with, was dropped by a shutdown, or is lost: with a consumer that
+        died, or by an exception of a signal's handler inside ``get``."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()

@@ -96,6 +96,15 @@ def raise_interrupt(*_):
     raise Interrupt
 
 
+def interrupted_at(point, action):
+    """Whether a signal's handler raised at the n-th moment of an action at which it may run: it had so many."""
+    try:
+        run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
+    except Interrupt:
+        return True
+    return False
+
+
 def in_child(action, code=0, alarm=LIMIT):
     """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised.
 

@@ -523,9 +523,11 @@ class GetEnd(QueueEnd):
             self.undecodable += 1
         else:
             words = operation.credit + i, operation.ticket + i, operation.given + i, operation.tally
-            record = Record(operation.purpose, 1, *words)
+            record, done = Record(operation.purpose, 1, *words), self._done()
             self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
-            self.lost += 1
+            self.lost += 1  # with no call since the ticket went
+            if done:
+                self.words[done] += 2  # nobody has it: join is not to wait for it
         return False
 
     def _is_due(self, ticket: int) -> bool:
@@ -622,13 +624,14 @@ class GetEnd(QueueEnd):
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
+        words, done = self.words, self._done()
         while True:
             self._take_up()
             self._drop_aside()  # also what came too early
             try:
                 self._get(0, _drop)
-                if self._has_tasks:
-                    self.tasks.done()
+                if done:
+                    words[done] += 2  # with no call since it was taken
             except _Again:
                 continue
             except ShutDown:
@@ -636,12 +639,17 @@ class GetEnd(QueueEnd):
 
     def _drop_aside(self) -> None:
         """Drop what exceptions left to be got again."""
+        words, done = self.words, self._done()
         while True:
             with contextlib.suppress(_Again):
                 if self._get_aside(_drop, COPY) is _NOTHING:
                     return
-                if self._has_tasks:
-                    self.tasks.done()
+                if done:
+                    words[done] += 2
+
+    def _done(self) -> int:
+        """Return the word that counts the tasks which this process has done; 0: nothing is counted."""
+        return self.tasks.tally() if self._has_tasks else 0
 
 
 def _may_pass(error: BaseException) -> bool:

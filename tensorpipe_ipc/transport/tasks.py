@@ -33,7 +33,7 @@ from collections.abc import Callable
 from tensorpipe_ipc.memory.row import DONE, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
 
-__all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put", "settle_taken"]
+__all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put"]
 
 _PAUSE = 0.0002  # seconds between two looks of join at first; at most
 _LONGEST_PAUSE = 0.01
@@ -54,12 +54,6 @@ def count_taken(words: memoryview, tally: int) -> None:
     """J3, unless it was done."""
     if not words[tally] & 1:
         words[tally] += 3
-
-
-def settle_taken(words: memoryview, tally: int) -> None:
-    """J4, unless it was done."""
-    if words[tally] & 1:
-        words[tally] -= 1
 
 
 def settle_dead(rows: Rows, row: int) -> None:
@@ -94,16 +88,16 @@ class Tasks:
         """
         if not self._has_taken() and self.unfinished() <= 0:
             raise ValueError("task_done() called too many times")
-        operations = self.operations
-        try:
-            operation = operations[-1]
-            del operations[-1]
-        except IndexError:
-            operation = self._rows.operation(self._number, DONE)
-        self._words[operation.tally] += 2
-        operations += (
-            operation,
-        )  # with no call since it was taken: no exception of a signal's handler comes in between
+        tally = self.tally()
+        self._words[tally] += (
+            2  # with no call: no other thread comes in between, and no exception of a signal's handler
+        )
+
+    def tally(self) -> int:
+        """Return the index of the word in which this process counts what is done: 2 is to be added for each task."""
+        if not self.operations:
+            self.operations += (self._rows.operation(self._number, DONE),)
+        return self.operations[0].tally
 
     def _has_taken(self) -> bool:
         """Whether this process took more than it finished: the usual case, which needs no look at other rows."""

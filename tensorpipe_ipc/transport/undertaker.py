@@ -356,7 +356,7 @@ class Undertaker:
         words[record.ticket] = 0
         words[record.given] = 0
         if ends.record.has_tasks:
-            tasks.settle_taken(words, record.tally)
+            words[record.tally] -= words[record.tally] & 1  # J4, with no call since the ticket went
 
     def _lose(self, ends: Ends, queue: int, row: int, record: Record) -> None:
         words = self.words

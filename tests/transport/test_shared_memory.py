@@ -14,7 +14,14 @@ import threading
 import time
 
 import pytest
-from crash_points import LIMIT, PACKAGE, SIGNAL_CHECKS, Interrupt, in_child, raise_interrupt, reap, run_traced
+from crash_points import (
+    LIMIT,
+    PACKAGE,
+    Interrupt,
+    in_child,
+    interrupted_at,
+    reap,
+)
 from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -423,15 +430,6 @@ def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the
         assert select.select([queue.fileno()], [], [], 0)[0], f"silent after an exception at moment {point}"
         point += 1
     assert point > 30
-
-
-def interrupted_at(point, action):
-    """Whether a signal's handler raised at the n-th moment of an action at which it may run: it had so many."""
-    try:
-        run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
-    except Interrupt:
-        return True
-    return False
 
 
 # raised between open() and the with statement's own, which no code can be written to survive

@@ -1,9 +1,10 @@
 """Tasks are counted once each, whoever dies where; join neither ends early nor waits for the dead."""
 
+import contextlib
 import os
 
 import pytest
-from crash_points import LIMIT, dies_at, in_child, reap
+from crash_points import LIMIT, dies_at, in_child, interrupted_at, reap
 from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
@@ -141,6 +142,44 @@ def test_a_shutdown_that_drops_finishes_the_dropped(undertaker, payload, queue):
     queue.shut_down(drop=True)
     queue.tasks.wait(undertaker.look)
     assert queue.tasks.unfinished() == 0
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("second", [0, 2, 9, 16])
+def test_join_does_not_wait_for_what_an_exception_inside_get_lost(undertaker, payload, queue, second):
+    """Also where another comes in the get after it."""
+    point, raised, lost, got = 1, True, undertaker.lost(), []
+    while raised:
+        queue.put(payload(bytes(100_000)), timeout=0)
+        raised = interrupted_at(point, lambda: got.append(queue.get(0)))
+        with contextlib.suppress(Empty):
+            if raised and second:
+                interrupted_at(second, lambda: got.append(queue.get(0)))
+            while True:
+                got.append(queue.get(0))
+        for _ in got:
+            queue.tasks.done()
+        assert queue.tasks.unfinished() == 0, f"an exception at moment {point}"
+        got.clear()
+        point += 1
+    assert point > 20
+    assert undertaker.lost() > lost
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(undertaker, payload):
+    point, raised = 1, True
+    while raised:
+        queue = SharedMemoryQueue.create(undertaker, 0, tasks=True)
+        queue.put(payload(b"1"))
+        queue.put(payload(b"2"))
+        undertaker.shut(queue._ends, queue.number, drop=True)
+        raised = interrupted_at(point, queue.drop_all)
+        queue.drop_all()
+        assert queue.tasks.unfinished() == 0, f"an exception at moment {point}"
+        queue.close()
+        point += 7  # most are in the look for those who wait
+    assert point > 100
 
 
 def test_when_the_queue_is_gone_its_counts_go(undertaker, payload, queue):
