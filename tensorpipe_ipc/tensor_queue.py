@@ -295,15 +295,18 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         self._raise_undeliverable()
         found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
         if self._codec.lender is not None:
-            self._undeliverable += [each.error for each in found if type(each) is on_device.Undeliverable]
+            errors = [each.error for each in found if type(each) is on_device.Undeliverable]
             found = [each for each in found if type(each) is not on_device.Undeliverable]
+            self._undeliverable += errors if found else errors[1:]
             if not found:
-                self._raise_undeliverable()
+                raise errors[0]
         return found
 
     def _raise_undeliverable(self) -> None:
         if self._undeliverable:
-            raise self._undeliverable.pop(0)
+            error = self._undeliverable[0]
+            del self._undeliverable[0]  # with no call since the look: no other thread comes in between
+            raise error
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors in shared memory, to be filled, and sent without a copy::
