@@ -1,6 +1,7 @@
 """Memory goes to who needs it, whatever it was used for and whoever had it; and it is given back when nobody does."""
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -12,11 +13,12 @@ import pytest
 import torch
 from arenas import blocks_in_use, small_context
 from children import in_thread
-from crash_points import in_child, reap
+from crash_points import die, in_child, reap
 from programs import InFork, ran_in_fork
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, SharedMemoryError
+from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.transport.survey import survey
@@ -147,6 +149,29 @@ def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
 
     with Helper(action):
         there.put(octets(20 * MIB), timeout=1)
+
+
+def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(ctx, monkeypatch):
+    """With what waits in it, when nobody has it any more."""
+    there = ctx.Queue()
+    there.put(octets(20 * PART))
+    arena = ctx.tensorpipe_undertaker().arena
+
+    def take_all():
+        ctx.tensorpipe_undertaker().attach()
+        monkeypatch.setattr(barrier, "quick", die)
+        arena._take([extent for *extent, _ in arena._all_extents()])
+
+    assert reap(in_child(take_all)) == -signal.SIGKILL
+    del there
+    gc.collect()
+    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_undertaker().bury_left()
+    assert not arena.is_in_use()
+    other = ctx.Queue()
+    other.put(0)
+    for _ in range(2):
+        other.put(octets(13 * PART), timeout=1)
 
 
 @pytest.mark.parametrize("nbytes", [300, 5000, 20_000])

@@ -49,7 +49,10 @@ whole pages: their states, too, once the floor is higher. So a few small message
 
 **Walking.** Who looks for blocks of a dead row or of a queue that is gone writes to blocks of anybody's extents. Those it
 looks for are not FREE, so their extents are not given up. But what it takes for a block must be one: so it stores a hazard
-of its own first, and then reads the extent's word. In an extent in doubt it writes nothing, and comes again.
+of its own first, and then reads the extent's word. In an extent in doubt a hazard may come too late, so there it has the
+units' lock as well: then whoever left the doubt is dead, or is not at it any more. Where it does not get that, it writes
+nothing, and comes again (``staying``). It must not wait for somebody who needs the memory: what it frees may be all that
+anybody would take the extent for.
 
 Where a page is that was never written, no state is read: reading would make it, and it would cost memory. The kernel tells
 where the next page is (``SEEK_DATA``), which is all that blocks larger than a page take, and where the next hole is. The search
@@ -287,29 +290,41 @@ class Extents:
                 yield start, kind, units
 
     def _walk(self, hazard: int) -> Iterator[tuple[int, int, int, bool]]:
-        """Each extent, and whether it is in doubt: then nothing may be written there now. Else it stays an extent meanwhile.
+        """Each extent, and whether somebody is taking it: then nothing may be written there now. Else it stays meanwhile.
 
         Args:
             hazard: index of a word that only the caller uses.
         """
         for start, kind, units, _ in self._all_extents():
-            self.words[hazard] = start
-            try:
-                word = self.words[self.table + (start >> 20)]
+            with self.staying(start, hazard) as word:
                 if word & _SHAPE == units << 32 | kind << 16:
                     yield start, kind, units, bool(word & IN_DOUBT)
-            finally:
-                self.words[hazard] = 0
+
+    @contextlib.contextmanager
+    def staying(self, block: int, hazard: int) -> Iterator[int]:
+        """Keep the extent that a block lies in. Its word, which says that it is in doubt if somebody is just taking it, so that
+        it may not stay. Never waits.
+
+        Args:
+            hazard: index of a word that only the caller uses.
+        """
+        words, at = self.words, self.table + (block >> 20)
+        words[hazard] = block
+        try:
+            word = words[at]
+            if word & IN_DOUBT:
+                with self._alone(block >> 20, 1) as alone:
+                    yield words[at] & ~IN_DOUBT if alone else word
+            else:
+                yield word
+        finally:
+            words[hazard] = 0
 
     def begins(self, block: int) -> bool:
         """Whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
         unit = block >> 20
         word = self.words[self.table + unit] if self._first_unit <= unit < self._units else 0
         return bool(word) and not block & min(1 << (word >> 16 & _KIND), UNIT) - 1
-
-    def in_doubt(self, block: int) -> bool:
-        """Whether a block lies in an extent that is changing hands."""
-        return bool(self.words[self.table + (block >> 20)] & IN_DOUBT)
 
     def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""

@@ -120,6 +120,7 @@ from tensorpipe_ipc.memory.arena import (
     Arena,
     Taker,
 )
+from tensorpipe_ipc.memory.extents import IN_DOUBT
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
@@ -474,14 +475,11 @@ class Undertaker:
     def _bury(self, record: QueueRecord) -> bool:
         """Free what waits in a queue, and its record, whose lock is held. Whether that was all."""
         words, hazard = self.words, hazard_word(self.rows.index, WALKING)
-        words[hazard] = record.block
-        try:
+        with self.arena.staying(record.block, hazard) as word:
             if not record.exists():
                 return True
-            if self.arena.in_doubt(record.block):
+            if word & IN_DOUBT:
                 return False
-        finally:
-            words[hazard] = 0
         done = self._free_queued(record.number & 0xFFFFFFFF, hazard)
         if done:
             words[record.block >> 3] &= ~HOLDER  # its extent is not given up before: the record is KEPT

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from crash_points import dies_at, in_child, reap
+from crash_points import die, dies_at, in_child, reap
 from wholeness import points, stride
 
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import HOLDER, QUEUED, WRITING, Arena, kind_of
+from tensorpipe_ipc.memory.arena import HELD, HOLDER, QUEUED, WRITING, Arena, kind_of
 from tensorpipe_ipc.memory.row import ALLOCATING, hazard_word
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -112,6 +112,34 @@ def test_who_allocates_may_die_at_any_step_while_others_take(arena):
     settle(arena)
     arena.trim()
     assert not list(arena._all_extents())
+
+
+def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(arena, monkeypatch):
+    """Though nobody needs memory now. It had said what it takes, and was killed before it knew whether it could have it."""
+    told, tell = os.pipe()
+
+    def own():
+        arena.attach()
+        for nbytes in SIZES:
+            arena.words[arena.allocate(nbytes) >> 3] += HELD - WRITING
+        os.write(tell, b".")
+        signal.pause()
+
+    def take_all():
+        arena.attach()
+        monkeypatch.setattr(barrier, "quick", die)
+        arena._take([extent for *extent, _ in arena._all_extents()])
+
+    pid = in_child(own)
+    assert os.read(told, 1) == b"."
+    assert reap(in_child(take_all)) == -signal.SIGKILL
+    os.kill(pid, signal.SIGKILL)
+    reap(pid)
+    assert arena.is_in_use()
+    settle(arena)
+    assert not arena.is_in_use()
+    os.close(told)
+    os.close(tell)
 
 
 def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
