@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from crash_points import in_child, reap
+from crash_points import die, in_child, reap
 from guard import others
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
@@ -55,6 +55,35 @@ def child(action: Callable[[Callable[[], None]], None]) -> Iterator[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         reap(pid)
+
+
+def test_a_queue_has_no_more_places_when_who_gave_one_and_who_took_it_were_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The taker at the moment at which it had it, and is found dead first."""
+    there = Queue(1)
+    there.put(0)
+
+    def dies_after(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (call(*arguments), die()))
+
+    def give() -> None:
+        dies_after(there._queue.credits, "give")
+        there.get()
+
+    def take() -> None:
+        there._queue.undertaker.attach()  # its row is before the other's
+        assert reap(in_child(give)) == -signal.SIGKILL
+        dies_after(there._queue.credits, "take_nowait")
+        there.put(1)
+
+    assert reap(in_child(take)) == -signal.SIGKILL
+    there._queue.undertaker.look()
+    there.put(2, timeout=0)
+    with pytest.raises(Full):
+        there.put(3, timeout=0)
+    assert there.get() == 2
 
 
 def free_again(there: Queue, count: int) -> None:

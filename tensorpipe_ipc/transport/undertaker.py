@@ -46,8 +46,9 @@ so the lease simply goes on.
 
 T comes before QUEUED, not after it: killed between, a block would be QUEUED with no ticket anywhere, for ever.
 
-Then, if C is set, the credit goes back, as the living would give it: G = (slot, lap + 1), in doubt until found given;
-C = 0; G = 0. With C = 0 and G set it was given. The WRITING block becomes FREE in the sweep.
+Then, if C is set, the credit goes back, as the living would give it: its slot is stamped as in P2, for it may have been killed
+before that; G = (slot, lap + 1), in doubt until found given; C = 0; G = 0. Nobody else has the slot before G is given, so
+that stamp is nobody else's. With C = 0 and G set it was given. The WRITING block becomes FREE in the sweep.
 
 **A dead get.** T is set (killed in G1 to G6): the message is lost with the consumer (C5), once: the count and the
 ticket counted last share one word. If G is not set, the block was not touched by G5 (G2 comes before), so its header
@@ -321,8 +322,12 @@ class Undertaker:
             credits.ring()
             words[record.credit] = 0
         elif credit and credits is not None:
-            if words[record.given] or credit not in snapshot(credits):
-                words[record.given] = words[record.given] or credit + NEXT_LAP
+            if not words[record.given] and credit not in snapshot(credits):
+                words[ends.record.laps + (credit & SLOTS)] = (
+                    credit >> SLOT_BITS
+                )  # P2: who gave it may be dead, and in doubt
+                words[record.given] = credit + NEXT_LAP
+            if words[record.given]:
                 self.give_credit(ends, queue, record.given)
             words[record.credit] = 0
         words[record.given] = 0
