@@ -88,7 +88,7 @@ HANG = 20.0  # seconds without a message, or in one put, while nobody is stopped
 MARGIN = 5.0  # seconds beyond it, until an error that is raised after so long would have ended the child
 BEGUN, RETURNED = 0, 1  # words of a producer's journal; a consumer's begins with its length
 PAUSE, STOP, FORKS, TORN = 0, 1, 2, 3  # words of the board; how many helpers about, and what one found to be wrong
-HELPED = 25  # every how many large messages a consumer forks
+HELPED = 25  # every how many large messages a consumer forks; the first time at its first
 BROKEN = 1 << 39  # the bit of a consumer's entry which says that the content was wrong
 NUMBERS = BROKEN - 1
 
@@ -195,7 +195,7 @@ class Helping:
     def perhaps(self, held: deque[Any], words: memoryview) -> None:
         """Fork, if it is time. Half of the times while a thread is about to give the last lease away."""
         self.large += 1
-        if self.large % HELPED:
+        if self.large % HELPED != 1:
             return
         if self.choose.random() < 0.5:
             self.fork(list(held), depth=2)

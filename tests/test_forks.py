@@ -460,7 +460,8 @@ def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_me
         del batches[:-1]  # the last is alive when the next epoch's are forked
         time.sleep(0.11)  # so seldom does it look
         resident.append(there.statistics().resident)
-    assert resident[-1] - resident[5] <= 4 * SIZE + (64 << 10)  # a batch, and not one for each epoch
+    most = max(resident[:6])  # what lies idle for some seconds is given back in between
+    assert resident[-1] <= most + 4 * SIZE + (64 << 10)  # a batch more, and not one for each epoch
     batches.clear()
 
 
@@ -705,11 +706,6 @@ def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
 @pytest.mark.limit(110)
 def test_forks_and_kills_at_random_harm_nobodys_tensors(tmp_path: Path) -> None:
     """A short campaign: all leases are compared byte for byte, in those who got them, their helpers, and theirs."""
-    for seed in ("3", "4", "5"):  # chance has it whether any consumer forks before the kills are done
-        done = ran_in_fork(
-            "-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", seed, folder=tmp_path
-        )
-        assert done.status == 0, done.err
-        if re.search(r"about [1-9]\d* forks of helpers", done.out):
-            return
-    raise AssertionError(done.out)
+    done = ran_in_fork("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", "3", folder=tmp_path)
+    assert done.status == 0, done.err
+    assert re.search(r"about [1-9]\d* forks of helpers", done.out), done.out
