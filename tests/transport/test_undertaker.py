@@ -41,7 +41,7 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
             assert start + (units << 20) <= following
         for start, _, _, _ in extents:  # so that there are none each time
             arena.words[arena.table + (start >> 20)] = 0
-        for blocks in (arena.free, arena._fresh, arena.young, arena._old):
+        for blocks in (arena.free, arena._fresh, arena.young, arena._old, arena._mine):
             blocks.clear()
     assert arena.allocate(nbytes)
 
