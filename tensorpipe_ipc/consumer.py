@@ -154,17 +154,19 @@ class Consumer:
         names = None if accept is None else tuple(dict.fromkeys(serializer_named(name).name for name in accept))
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._arrival = arrival_of(restore, as_numpy, device)
-        with undisturbed():
-            self._link = ReceiveLink(
-                Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
-                accept=names,
-                producers=_number_of(producers),
-            )
+        self._link = ReceiveLink(
+            Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
+            accept=names,
+            producers=_number_of(producers),
+        )
         self._guard = Guard(f"Consumer on {self._link.endpoint}")
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
         self._last_parts: Any = None
         self._finish = weakref.finalize(self, _close_at_last, self._link, self._guard)
+        with undisturbed():
+            self._link.open()
+        self._guard.what = f"Consumer on {self._link.endpoint}"  # with the port that was chosen
 
     @property
     def endpoint(self) -> str:

@@ -57,16 +57,17 @@ class Guard:
     first line; so what ends a use is the lock's own method, in C.
 
     Attributes:
+        what: the end, in words.
         closed: set when the end is closed.
         closing: set when a thread is about to close it.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "_what", "closed", "closing")
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "what")
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
         self.closed = self.closing = False
-        self._what = what
+        self.what = what
         self._pid = os.getpid()
         self._lock = threading.RLock()  # which knows its owner
         self._is_owned: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
@@ -81,15 +82,15 @@ class Guard:
         """
         if os.getpid() != self._pid:
             raise Closed(
-                f"{self._what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
+                f"{self.what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
                 "do not survive a fork; make the end in the process that uses it"
             )
         if self._is_owned():
-            raise Busy(f"{self._what} is in use by what this signal's handler interrupted")
+            raise Busy(f"{self.what} is in use by what this signal's handler interrupted")
         try:
             if not self._lock.acquire(False):
                 self.check()  # another thread may be closing it
-                raise Busy(f"{self._what} is in use by another thread; give each thread an end of its own")
+                raise Busy(f"{self.what} is in use by another thread; give each thread an end of its own")
             self.check()
         except BaseException:
             if self._is_owned():
@@ -103,7 +104,7 @@ class Guard:
             Closed: it is not, or somebody is.
         """
         if self.closing:
-            raise Closed(f"{self._what} is closed")
+            raise Closed(f"{self.what} is closed")
 
     @contextmanager
     def to_close(self) -> Iterator[bool]:
@@ -118,7 +119,7 @@ class Guard:
             yield False
             return
         if self._is_owned():
-            raise Busy(f"{self._what} is in use by what this signal's handler interrupted")
+            raise Busy(f"{self.what} is in use by what this signal's handler interrupted")
         self.closing = True
         with self._lock:
             yield not self.closed

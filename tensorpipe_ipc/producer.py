@@ -142,8 +142,7 @@ class Producer:
         self._narrowing = narrowing(self._serializer, wire_dtype)
         linger = check_seconds(linger, "linger")
         opening = Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout)
-        with undisturbed():
-            self._link = SendLink(opening, serializer)
+        self._link = SendLink(opening, serializer)
         self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()
@@ -153,6 +152,9 @@ class Producer:
         self._seconds_waited = 0.0
         self._linger = linger
         self._finish = weakref.finalize(self, _close_or_warn, self._link, self._guard, linger)
+        with undisturbed():
+            self._link.open()
+        self._guard.what = f"Producer on {self._link.endpoint}"  # with the port that was chosen
 
     @property
     def endpoint(self) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.owned_fd import owned
 
 __all__ = ["PUBLIC", "SECRET", "Curve", "write_key_pair"]
 
@@ -208,9 +209,10 @@ def _public(path: str) -> bytes:
 def _read(path: str, *, private: bool) -> dict[str, bytes]:
     """The keys in a file, by kind. Its text is in no error."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not stop us
+        with owned(os.open, path, flags) as file:
             _check(path, os.fstat(file.fileno()), private)
-            text = file.read(_LARGEST).decode("ascii", "replace")
+            text = os.read(file.fileno(), _LARGEST).decode("ascii", "replace")
     except OSError as failed:
         if isinstance(failed, Refused):
             raise
@@ -222,10 +224,6 @@ def _read(path: str, *, private: bool) -> dict[str, bytes]:
                 raise Refused(f"{path} holds more than one {match[1]} key")
             found[match[1]] = match[2].encode()
     return found
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe in its place must not stop us
 
 
 def _check(path: str, found: os.stat_result, private: bool) -> None:

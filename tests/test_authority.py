@@ -229,7 +229,7 @@ def test_a_stranger_names_the_file_of_another_binder(role: str) -> None:
         before = len([*_links_to("end")])
         with RawEnd(end.endpoint) as raw:
             raw.say(hello(role, **told))
-            wait_until(lambda: "out of sight: it names the file of an end that binds" in peers())
+            wait_until(lambda: "out of sight: it names an end that binds" in peers())
             assert len([*_links_to("end")]) == before
         wait_until(lambda: peers() == "()")
 

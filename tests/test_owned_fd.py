@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -76,13 +77,18 @@ def _a_shown_poll() -> None:
     poll.close()
 
 
+def _a_presence() -> None:
+    with contextlib.closing(presence.Presence()) as shown:
+        shown.open()
+
+
 OPENING: dict[str, Callable[[], Any]] = {
     "an owner": lambda: owned(os.open, "/dev/null", os.O_RDONLY),
     "a pipe": lambda: TokenPipe.create(None),
     "what a pipe holds": lambda: PIPES[0].snapshot(),
     "a queue": _a_queue,
     "a connection": _a_connection,
-    "an end's file": lambda: presence.Presence().close(None),
+    "an end's file": _a_presence,
     "an alarm": lambda: Alarm().close(),
     "a poll": _a_shown_poll,
 }

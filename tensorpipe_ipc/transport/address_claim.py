@@ -19,16 +19,18 @@ from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, runtime_folder
 
-__all__ = ["bound", "owner_of", "private_to_us", "unclaim"]
+__all__ = ["claim", "owner_of", "private_to_us", "unclaim"]
 
 _PATIENCE = 5.0  # seconds for the lock, which is held for a bind
 
 
-def bound(address: Address, bind: Callable[[], None]) -> os.stat_result | None:
+def claim(address: Address, bind: Callable[[], None], made: list[os.stat_result]) -> None:
     """Bind, having seen that the folder of an ipc path and the path itself are safe, and that nobody who lives is bound to it.
 
-    Returns:
-        What the socket file is then; None of what has no path.
+    Args:
+        address: where.
+        bind: does it.
+        made: gets what the socket file is then, unless there is no path.
 
     Raises:
         Refused: a live process has it, or it is not safe, or another process keeps the lock.
@@ -46,9 +48,15 @@ def bound(address: Address, bind: Callable[[], None]) -> os.stat_result | None:
                 )
             os.unlink(address.path)
         _sweep(os.path.dirname(address.path))
-        bind()
-        os.chmod(address.path, 0o600)
-        return os.lstat(address.path)
+        try:
+            bind()
+            os.chmod(address.path, 0o600)
+            made.extend(map(os.lstat, (address.path,)))
+        except BaseException:
+            with suppress(OSError, Refused):  # nobody else may bind here now: it is this end's, or another program's
+                if check_socket_file(address.path) and owner_of(address.path) in (None, os.getpid()):
+                    os.unlink(address.path)
+            raise
 
 
 def unclaim(path: str, made: os.stat_result) -> None:

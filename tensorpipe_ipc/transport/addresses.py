@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 from tensorpipe_ipc.errors import Refused
 
-__all__ = ["Address", "check_folder", "check_socket_file", "is_shared", "parse", "runtime_folder"]
+__all__ = ["FILE_MODE", "Address", "check_folder", "check_socket_file", "is_shared", "parse", "runtime_folder"]
 
+# The mode of files in the runtime folder. What is sticky is left there by those who clear away old files, as systemd does (XDG
+# Base Directory Specification).
+FILE_MODE = 0o1600
 _MOST_LINKS = 40
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 

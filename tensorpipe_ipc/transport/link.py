@@ -142,6 +142,7 @@ class Link(Meeting):
     """
 
     def __init__(self, opening: Opening) -> None:
+        """Nothing is opened yet."""
         super().__init__()
         bind, security = opening.bind, opening.security
         if security is not None and not isinstance(security, Curve):
@@ -173,33 +174,47 @@ class Link(Meeting):
         self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
         self._is_posted = False  # whether this end's file is up to date
         self._posts_from = 0.0  # when it may be brought up to date again
+        self.socket = FrameSocket(
+            address, bind=bind, receives=self.role == "consumer", window=opening.window, security=security
+        )
+        self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
+        self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
+
+    def open(self) -> None:
+        """Bind or connect, and be seen. Whatever ends it, nothing is left of it then.
+
+        Raises:
+            ValueError: keys that are needed were not named.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
+        """
         try:
-            self.socket = FrameSocket(
-                address,
-                bind=bind,
-                receives=self.role == "consumer",
-                window=opening.window,
-                security=security,
-                told=self.reject,
-            )
+            self._open_socket()
+            whereabouts.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
+            if self.presence is not None:
+                self.presence.open()
+            self._post()
+            self.expect()
+        except BaseException:
+            self.has_parted = True
+            self.disconnect(0)
+            raise
+
+    def _open_socket(self) -> None:
+        try:
+            self.socket.open(self.reject)
         except Refused:
-            here = whereabouts.binder_here(address.text) if bind else None
+            here = whereabouts.binder_here(self.endpoint) if self.socket.binds else None
             if here is None:
                 raise
             raise Refused(
-                f"{address.text} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
+                f"{self.endpoint} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
                 "close it, or use another name"
             ) from None
-        whereabouts.note(id(self), self.endpoint, self.role, binds=bind)
-        self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
-        self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
-        self.folder = self.presence.folder if self.presence is not None else 0
-        self._post()
-        try:
-            self.expect()
-        except BaseException:
-            self.disconnect(0)
-            raise
+
+    @property
+    def folder(self) -> int:
+        """The mark of the runtime folder that this end is in; 0 where it is in none."""
+        return self.presence.folder if self.presence is not None else 0
 
     @property
     def endpoint(self) -> str:
@@ -229,17 +244,17 @@ class Link(Meeting):
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [peer for peer in there if self._say(peer.routing, pack_goodbye(self.position(peer), self.ending))]
         unmet = self.awaits_welcome() and self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending))
-        self._close_presence()
+        self._end_presence()
         if self.presence is not None:
             self._hear_answers(
                 {peer.routing for peer in told if peer.sight.is_out_of_sight}, unmet=unmet and self.keeps
             )
         return bool(told) or unmet
 
-    def _close_presence(self) -> None:
+    def _end_presence(self) -> None:
         if self.presence is not None:
             by_frames = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
-            self.presence.close(LastWords(self.ending, {peer.hello.end: self.position(peer) for peer in by_frames}))
+            self.presence.end(LastWords(self.ending, {peer.hello.end: self.position(peer) for peer in by_frames}))
 
     def _hear_answers(self, waits: set[bytes], *, unmet: bool) -> None:
         """Keep the line for a moment, until the peers that are out of sight have read the goodbye and answered it.
@@ -560,8 +575,8 @@ class Link(Meeting):
         if self.presence is None:
             return Sight()
         if hello.folder and is_binders(hello.end) is self.socket.binds:
-            return Sight(why_not=f"it names the file of an end that {'binds' if self.socket.binds else 'connects'}")
-        return Sight(hello.end, hello.folder, self.presence.why_not or "it says that it has no runtime folder")
+            return Sight(why_not=f"it names an end that {'binds' if self.socket.binds else 'connects'}")
+        return self.presence.sight_of(hello.end, hello.folder)
 
     def _ends(self, peer: Peer, ending: Ending, position: int) -> None:
         """A peer ends, and has come so far with this end."""
@@ -617,9 +632,11 @@ class Link(Meeting):
             steps.callback(self.peers.clear)
             steps.callback(self.socket.close, linger)
             steps.callback(self.spares.close)
+            if self.presence is not None:
+                steps.callback(self.presence.close)
             for peer in self.peers.values():
                 steps.callback(peer.sight.close)
-            steps.callback(self._close_presence)
+            steps.callback(self._end_presence)
             steps.callback(whereabouts.forget, id(self))
 
     def transport(self) -> str:

@@ -30,10 +30,10 @@ from typing import Annotated
 import msgspec
 
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.owned_fd import owned
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity, is_alive
 from tensorpipe_ipc.transport.address_claim import private_to_us
-from tensorpipe_ipc.transport.addresses import Address, check_folder, runtime_folder
+from tensorpipe_ipc.transport.addresses import FILE_MODE, Address, check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import VERSION, Hello
 
 __all__ = [
@@ -97,15 +97,20 @@ _decode = msgspec.msgpack.Decoder(Rendezvous).decode
 class RendezvousFile:
     """A binder's own."""
 
-    def __init__(self, address: Address, hello: Hello) -> None:
-        """Make it. It offers nothing yet.
+    def __init__(self, address: Address) -> None:
+        """Nothing is made yet."""
+        self._path, self._address = path_of(address), address
+        self._place = (0, 0)
+        self._owned: OwnedFd | None = None
+
+    def open(self, hello: Hello) -> None:
+        """Make it. It offers nothing yet. May be cut short anywhere by an exception; then ``close`` leaves nothing of it.
 
         Raises:
             Refused: the runtime folder is not safe.
             OSError: it cannot be made.
         """
-        self._path = path_of(address)
-        self._place = _place_of(address)
+        self._place = _place_of(self._address)
         check_folder(self._path)
         with private_to_us(self._path):
             with contextlib.suppress(FileNotFoundError):
@@ -113,7 +118,7 @@ class RendezvousFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 self._owned = owned(os.open, self._path, flags, 0o600)
-                os.fchmod(self._owned.fileno(), 0o600)  # whatever the umask took from it
+                os.fchmod(self._owned.fileno(), FILE_MODE)  # whatever the umask took from it
                 self.write(hello, ())  # while nobody sweeps: so what they find empty is a dead one's
             except BaseException:
                 with contextlib.suppress(FileNotFoundError):
@@ -126,16 +131,17 @@ class RendezvousFile:
         Raises:
             OSError: there is no room for it.
         """
+        assert self._owned is not None
         os.pwrite(self._owned.fileno(), packed(Rendezvous(self._place, hello, offers)), 0)
 
     def close(self) -> None:
-        """Take it away."""
-        if self._owned.closed:
+        """Take it away. Again: what an exception left undone."""
+        if self._owned is None:
             return
         with contextlib.suppress(OSError, Refused), private_to_us(self._path):
             if os.path.samestat(os.lstat(self._path), os.fstat(self._owned.fileno())):
                 os.unlink(self._path)
-        self._owned.close()
+        self._owned = None
 
 
 def path_of(address: Address) -> str:

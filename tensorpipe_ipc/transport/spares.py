@@ -44,10 +44,11 @@ class Spares:
 
     def open(self, address: Address, hello: Hello) -> None:
         """Have a file, from now on, if that can be."""
+        self._file = RendezvousFile(address)
         try:
-            self._file = RendezvousFile(address, hello)
+            self._file.open(hello)
         except (OSError, Refused) as failed:
-            self._file = None
+            self.withdraw()
             self.trouble = f"the binder has no rendezvous file: {failed}"
 
     def stock(self, hello: Hello, room: int, *, is_alone: bool = True) -> None:
@@ -118,9 +119,9 @@ class Spares:
 
     def withdraw(self) -> None:
         """Offer none any more. Those that were claimed are still there."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         self._drop(self._free())
 
     def close(self) -> None:

@@ -49,10 +49,12 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     with shared.lock:
         context = shared.common
         if own or context is None:
-            context = zmq.Context()
-            if not own:
-                shared.common = context
-        shared.contexts.setdefault(context, set()).add(id(end))
+            # It is known from its first moment on, also where an exception of a signal's handler comes next.
+            shared.contexts.update(zip(map(zmq.Context, (1,)), (set(),), strict=True))
+            context = next(reversed(shared.contexts))
+        shared.contexts[context].add(id(end))
+        if not own:
+            shared.common = context
         return context
 
 
@@ -80,21 +82,21 @@ def _check_descriptors() -> None:
         taken.clear()
 
 
-def release(context: zmq.Context[Any], end: object) -> None:
+def release(end: object) -> None:
     """An end has closed its sockets. The last one waits until what they had to send has left, or their linger is over.
 
     Again: what an exception left undone, or nothing.
     """
-    shared = _shared[os.getpid()]
+    shared = _shared.get(os.getpid())
+    if shared is None:
+        return
     with shared.lock:
-        ends = shared.contexts.get(context)
-        if ends is None:
-            return
-        ends.discard(id(end))
-        if not ends:
+        for ends in shared.contexts.values():
+            ends.discard(id(end))
+        for context in [each for each, ends in shared.contexts.items() if not ends]:
             if context is shared.common:
                 shared.common = None
-            context.term()
+            context.destroy()  # with a socket that an exception kept from being known to its end
             del shared.contexts[context]
         if not shared.contexts:
             _stop_reaper()

@@ -33,7 +33,7 @@ import zmq
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.transport.address_claim import bound, unclaim
+from tensorpipe_ipc.transport.address_claim import claim, unclaim
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
@@ -96,16 +96,9 @@ class FrameSocket:
     """
 
     def __init__(
-        self,
-        address: Address,
-        *,
-        bind: bool,
-        receives: bool,
-        window: int = 0,
-        security: Curve | None = None,
-        told: Callable[[Exception], None] | None = None,
+        self, address: Address, *, bind: bool, receives: bool, window: int = 0, security: Curve | None = None
     ) -> None:
-        """Open and bind or connect.
+        """Nothing is opened yet.
 
         Args:
             address: where.
@@ -113,11 +106,6 @@ class FrameSocket:
             receives: whether this is the end that the messages come to.
             window: how many messages may be in flight to or from one peer.
             security: keys to use.
-            told: is called with a ``Refused`` for everybody who comes with a key that is not on the list.
-
-        Raises:
-            ValueError: keys that are needed were not named.
-            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
         """
         self.address = address
         self.binds = bind
@@ -139,6 +127,7 @@ class FrameSocket:
         self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
         self._may_be_unread = address.scheme == "tcp" and not receives
         self._receives = receives
+        self._security = security
         self._has_keys = security is not None
         self._cuts = self._has_keys or address.scheme == "tcp"
         self._handshakes: Handshakes | None = None
@@ -147,22 +136,26 @@ class FrameSocket:
         self._monitored = not bind and address.scheme != "inproc"
         self._is_shared = False  # whether others may put a socket where a connector looks for one
         self._is_believed = True  # whether it is known who sent the message that is being received
-        self._made: os.stat_result | None = None  # the socket file of a binder
-        self._context = acquire(self, own=bind and security is not None)
-        try:
-            self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
-            try:
-                if security is not None:
-                    use_keys(self._socket, security, bind=bind)
-                    if bind:
-                        self._gate = Gate(self._context, security, told or (lambda _: None))
-                self._open(address)
-            except BaseException:
-                self._close_sockets(0)
-                raise
-        except BaseException:
-            release(self._context, self)
-            raise
+        self._made: list[os.stat_result] = []  # the socket file of a binder
+        self._socket: zmq.Socket[bytes] | Any = None
+
+    def open(self, told: Callable[[Exception], None]) -> None:
+        """Bind or connect. May be cut short anywhere by an exception; then ``close`` leaves nothing of it.
+
+        Args:
+            told: is called with a ``Refused`` for everybody who comes with a key that is not on the list.
+
+        Raises:
+            ValueError: keys that are needed were not named.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
+        """
+        context = self._context = acquire(self, own=self.binds and self._has_keys)
+        self._socket = context.socket(zmq.ROUTER if self.binds else zmq.DEALER)
+        if self._security is not None:
+            use_keys(self._socket, self._security, bind=self.binds)
+            if self.binds:
+                self._gate = Gate(context, self._security, told)
+        self._open(self.address)
 
     def _open(self, address: Address) -> None:
         if not self.binds and address.path:
@@ -191,7 +184,7 @@ class FrameSocket:
         if self.binds:
             if address.path:
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # whoever else connects is hung up on
-            self._made = bound(address, lambda: self._bind(address))
+            claim(address, lambda: self._bind(address), self._made)
             if address.scheme == "tcp":  # the port that was chosen; of 127.0.0.1 libzmq says [::ffff:127.0.0.1]
                 port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
                 self.address = address._replace(text=f"{address.text.rpartition(':')[0]}:{port}")
@@ -557,11 +550,11 @@ class FrameSocket:
     def close(self, linger: float) -> None:
         """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone."""
         with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
-            steps.callback(release, self._context, self)
+            steps.callback(release, self)
             steps.callback(self._close_sockets, linger)
-            if self._made is not None:
-                steps.callback(unclaim, self.address.path, self._made)  # libzmq leaves the file
-            elif self.binds and self.address.scheme == "tcp":
+            for made in self._made:
+                steps.callback(unclaim, self.address.path, made)  # libzmq leaves the file
+            if self.binds and self.address.scheme == "tcp" and self._socket is not None:
                 steps.callback(self._give_port_back, linger)
             if self._poll_fd is not None:
                 steps.callback(self._poll_fd.close)
@@ -585,7 +578,8 @@ class FrameSocket:
 
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:
-            steps.callback(self._socket.close, linger=int(linger * 1000))
+            if self._socket is not None:
+                steps.callback(self._socket.close, linger=int(linger * 1000))
             if self._gate is not None:
                 steps.callback(self._gate.close)
             if self._handshakes is not None:

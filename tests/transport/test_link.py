@@ -66,9 +66,9 @@ def _attach(consumer: tp.Consumer, raw: RawEnd, **changes: Any) -> None:
 @contextlib.contextmanager
 def _present() -> Iterator[dict[str, int]]:
     """What an end says of itself that is to be seen in the runtime folder."""
-    presence = Presence()
-    yield {"end": presence.token, "folder": presence.folder}
-    presence.close(None)
+    with contextlib.closing(Presence()) as presence:
+        presence.open()
+        yield {"end": presence.token, "folder": presence.folder}
 
 
 # -- a conversation as it should be
@@ -447,25 +447,22 @@ def test_who_says_that_it_is_another_end() -> None:
 def test_an_ends_file_does_not_grow_by_what_a_stranger_says_of_itself() -> None:
     """Of its texts only so much is repeated as there is of a true one."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
-        assert consumer._link.presence is not None
-        before = os.path.getsize(consumer._link.presence._path)
+        presence = consumer._link.presence
+        assert presence is not None
+        assert presence._file is not None
+        before = os.fstat(presence._file.fileno()).st_size
         _attach(consumer, raw, identity=msgspec.structs.replace(process.identity(), host="h" * 1000, boot="b" * 2000))
-        assert os.path.getsize(consumer._link.presence._path) < before + 1000
-
-
-class _Present(Presence):
-    def close(self, last_words: Any = None) -> None:
-        super().close(last_words)
+        assert os.fstat(presence._file.fileno()).st_size < before + 1000
 
 
 @pytest.mark.parametrize("address", ["moves", "tcp://127.0.0.1:0"])
 def test_an_end_that_comes_by_another_connection(address: str) -> None:
     """It is known again by its token, and was never gone."""
-    with tp.Consumer(address) as consumer, contextlib.closing(_Present()) as presence:
+    with tp.Consumer(address) as consumer, _present() as present:
         with RawEnd(consumer.endpoint) as one:
-            _attach(consumer, one, end=presence.token, folder=presence.folder)
+            _attach(consumer, one, **present)
         with RawEnd(consumer.endpoint) as two:
-            two.say(hello("producer", end=presence.token, folder=presence.folder))
+            two.say(hello("producer", **present))
             two.until_answered(consumer)
             assert two.hear_header().kind == Kind.WELCOME
             assert len(consumer.statistics().peers) == 1
@@ -476,8 +473,10 @@ def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
     """Its GOODBYE, or a HELLO before it, may come later than that is seen: nobody has broken a rule."""
     with tp.Consumer("late") as consumer, RawEnd(consumer.endpoint) as one, RawEnd(consumer.endpoint) as two:
         presence = Presence()
+        presence.open()
         _attach(consumer, one, end=presence.token, folder=presence.folder)
-        presence.close(LastWords(Ending(), {}))
+        presence.end(LastWords(Ending()))
+        presence.close()
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         two.say(hello("producer", end=presence.token, folder=presence.folder))
@@ -493,10 +492,12 @@ def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
     """The same of the end that the address belongs to."""
     with RawEnd("tcp://127.0.0.1:*", bind=True) as raw, tp.Consumer(raw.endpoint, bind=False) as consumer:
         presence = Presence(binds=True)
+        presence.open()
         _listen(consumer, lambda: not raw.is_quiet(0))
         raw.say(hello("producer", Kind.WELCOME, end=presence.token, folder=presence.folder))
         _listen(consumer, lambda: consumer.statistics().peers)
-        presence.close(LastWords(Ending(), {}))
+        presence.end(LastWords(Ending()))
+        presence.close()
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         raw.say(pack(Kind.GOODBYE, 0))

@@ -202,7 +202,8 @@ def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, mon
     monkeypatch.setattr(link, "REPEAT", 0.05)
     with tp.Consumer(endpoint) as consumer:
         gone = Presence()
-        gone.close(None)
+        gone.open()
+        gone.close()
         terms = SharedMemoryTerms("auto", os.geteuid(), attached=12345)
         with RawEnd(consumer.endpoint) as raw:
             raw.say(hello("producer", shared_memory=terms, end=gone.token, folder=gone.folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -191,8 +192,9 @@ def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
         found = rendezvous_file.read(_address())
         assert found is not None
         monkeypatch.setattr(os, "pwrite", fail)
-        with pytest.raises(OSError, match="no space left"):
-            rendezvous_file.RendezvousFile(_address(), found.hello)
+        with contextlib.closing(rendezvous_file.RendezvousFile(_address())) as file:
+            with pytest.raises(OSError, match="no space left"):
+                file.open(found.hello)
     with tp.Consumer("filed") as consumer, tp.Producer("filed") as producer:
         assert len(refused) == 2
         assert not os.path.lexists(_path())
@@ -250,12 +252,12 @@ def test_another_file_at_its_place_is_not_taken_away() -> None:
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])
 def test_it_is_private_whatever_the_umask(umask: int) -> None:
-    """0600 in a folder of 0700."""
+    """0600 in a folder of 0700; and sticky, so that a cleaner of old files leaves it."""
     before = os.umask(umask)
     try:
         with tp.Producer("filed", bind=True):
             modes = [stat.S_IMODE(path.stat().st_mode) for path in (_path(), _path().parent)]
-            assert modes == [0o600, 0o700]
+            assert modes == [0o1600, 0o700]
             assert rendezvous_file.read(_address()) is not None
     finally:
         os.umask(before)

@@ -1,0 +1,95 @@
+"""An exception at any moment of an end's constructor, or of close, as of Ctrl-C: nothing is left of the end."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from crash_points import SIGNAL_CHECKS, run_traced
+from guard import runtime_folder
+from wholeness import stride
+
+import tensorpipe_ipc as tp
+
+pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("silence")]
+ENDS: dict[str, Callable[[], Any]] = {
+    "ipc, connects": functools.partial(tp.Producer, "interrupted"),
+    "ipc, binds": functools.partial(tp.Consumer, "interrupted", shared_memory="off"),
+    "tcp, connects": functools.partial(tp.Consumer, "tcp://127.0.0.1:9", bind=False),
+    "tcp, binds": functools.partial(tp.Producer, "tcp://127.0.0.1:0", bind=True, shared_memory="off"),
+    "inproc": functools.partial(tp.Consumer, "inproc://interrupted"),
+    "ipc, binds, shares memory": functools.partial(tp.Consumer, "interrupted"),
+}
+STEPS = dict.fromkeys(ENDS, (13, 13)) | {"ipc, binds, shares memory": (499, 61)}  # one in so many, of each
+EACH = pytest.mark.parametrize("kind", ENDS)
+
+
+@pytest.fixture
+def silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised where an object goes has nowhere to go, and pyzmq says of each socket that nobody had closed it."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+def _interrupt() -> None:
+    """Raise, but not within a destructor: what is raised there goes nowhere, and no code can be written to survive it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    if frame is None:
+        raise KeyboardInterrupt
+
+
+def _is_done(action: Callable[[], Any], point: int) -> bool:
+    """Have an exception at the n-th step. Return whether there are fewer."""
+    try:
+        return bool(run_traced(action, point, _interrupt, SIGNAL_CHECKS, before=False) > 0)
+    except KeyboardInterrupt:
+        return False
+
+
+def _interrupted_constructors(kind: str, step: int) -> int:
+    for point in itertools.count(1, step):
+        made: list[Any] = []
+        done = _is_done(lambda made=made: made.append(ENDS[kind]()), point)  # type: ignore[misc]
+        for end in made:
+            end.close()
+        assert list(runtime_folder().glob("*")) == [], f"left at step {point}"
+        if done:
+            return point
+    raise AssertionError
+
+
+def _interrupted_closes(kind: str, step: int) -> int:
+    for point in itertools.count(1, step):
+        end = ENDS[kind]()
+        done = _is_done(end.close, point)
+        end.close()
+        assert list(runtime_folder().glob("*")) == [], f"left at step {point}"
+        if done:
+            return point
+    raise AssertionError
+
+
+@EACH
+def test_a_constructor(kind: str) -> None:
+    """At some of its steps. The guard around this test sees descriptors, threads and mappings, too."""
+    assert _interrupted_constructors(kind, stride(STEPS[kind][0])) > 100
+
+
+@EACH
+def test_a_close(kind: str) -> None:
+    """It is closed then, or when close is called again."""
+    assert _interrupted_closes(kind, stride(STEPS[kind][1])) > 50
+
+
+@pytest.mark.kills
+@EACH
+def test_a_constructor_and_a_close_at_every_step(kind: str) -> None:
+    """The same at each of them."""
+    _interrupted_constructors(kind, stride(1))
+    _interrupted_closes(kind, stride(1))
