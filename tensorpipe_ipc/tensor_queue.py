@@ -371,8 +371,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return 0 < self._queue.maxsize <= self.qsize()
 
     def close(self) -> None:
-        """Use it no more in this process. Other processes go on, and what was put stays for them."""
+        """Use it no more in this process. Other processes go on, and what was put stays for them. What a get here had taken and
+        left for the next one, as an exception came, is lost, and counted."""
         self._closed = True
+        self._queue.give_up()
 
     def shutdown(self, immediate: bool = False) -> None:
         """Refuse further puts, in every process, and gets once the queue is empty. Who waits is woken.

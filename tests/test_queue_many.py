@@ -136,6 +136,37 @@ def test_what_get_many_cannot_hand_over_is_kept_for_the_next_get() -> None:
     assert [each.dtype for each in got] == [torch.bfloat16, torch.float32]
 
 
+def test_what_was_kept_for_the_next_get_is_lost_and_counted_where_no_get_comes_any_more() -> None:
+    """The process that had it lives on: nobody waits for that."""
+    there = JoinableQueue(1)
+    lost = there.statistics().lost
+    there.put(torch.ones(3, dtype=torch.bfloat16))
+    (told, tell), (end, keep) = os.pipe(), os.pipe()
+
+    def gives_up() -> None:
+        with contextlib.suppress(UnsupportedLeaf):
+            there.get(as_numpy=True)
+        there.close()
+        os.close(keep)
+        os.write(tell, b"x")
+        os.read(end, 1)
+
+    pid = in_child(gives_up)
+    os.read(told, 1)
+    joins = threading.Thread(target=there.join)
+    joins.start()
+    joins.join(LIMIT)
+    try:
+        assert not joins.is_alive()
+        assert there.statistics().lost == lost + 1
+        there.put("next", timeout=LIMIT)
+    finally:
+        for each in (keep, told, tell, end):
+            os.close(each)
+        assert reap(pid) == 0
+        joins.join()
+
+
 def test_what_was_only_put_aside_was_not_tried() -> None:
     """A bell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
     there = Queue()

@@ -522,13 +522,35 @@ class GetEnd(QueueEnd):
             self._complete(operation, i, word if is_due else 0)
             self.undecodable += 1
         else:
-            words = operation.credit + i, operation.ticket + i, operation.given + i, operation.tally
-            record, done = Record(operation.purpose, 1, *words), self._done()
-            self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
-            self.lost += 1  # with no call since the ticket went
-            if done:
-                self.words[done] += 2  # nobody has it: join is not to wait for it
+            self._lose(operation, i)
         return False
+
+    def _lose(self, operation: Operation, index: int) -> None:
+        """Count a message as lost whose block was let go, and as done."""
+        words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
+        record, done = Record(operation.purpose, 1, *words), self._done()
+        self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
+        self.lost += 1  # with no call since the ticket went
+        if done:
+            self.words[done] += 2  # nobody has it: join is not to wait for it
+
+    def give_up(self) -> None:
+        """This process gets no more: what exceptions left to be got again is lost, and counted, as if it had died."""
+        self._take_up()
+        while self._aside:
+            aside = self._aside[0]
+            del self._aside[0]
+            operation, i = aside.operation, aside.index
+            ticket = self.words[operation.ticket + i]
+            try:
+                if self._is_due(ticket):
+                    word = ticket >> 32 << SMALLEST - 3
+                    self._give_credit(operation, i, word)
+                    self._let_go(word)
+                self._lose(operation, i)
+            except InDoubt:  # its place may be given back when this process has died
+                continue
+            self._is_over(operation)
 
     def _is_due(self, ticket: int) -> bool:
         """Whether the block of a ticket waits to be got: it was not let go, or will be again."""

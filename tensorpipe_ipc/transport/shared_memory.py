@@ -120,6 +120,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
         if self.undertaker.queues.get(self.number) is not self._ends:
             return
+        self.give_up()
         del self.undertaker.queues[self.number]
         self.tickets.close()
         if self.credits is not None:
