@@ -167,6 +167,19 @@ def test_what_was_kept_for_the_next_get_is_lost_and_counted_where_no_get_comes_a
         joins.join()
 
 
+def test_statistics_count_each_object_once_whatever_came_with_it() -> None:
+    """A bell among the tickets is none; and one that was set aside counts when it is got."""
+    there = Queue()
+    there.put(torch.ones(3))
+    there._queue.tickets.ring()
+    there.put(torch.ones(3, dtype=torch.bfloat16))
+    assert len(there.get_many(64, as_numpy=True)) == 1
+    assert there.statistics().messages_got == 1
+    assert there.get(timeout=LIMIT).shape == (3,)
+    found = there.statistics()
+    assert (found.messages_got, found.bytes_got) == (found.messages_put, found.bytes_put)
+
+
 def test_what_was_only_put_aside_was_not_tried() -> None:
     """A bell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
     there = Queue()

@@ -275,14 +275,14 @@ class GetEnd(QueueEnd):
             done = blocks[: len(messages)]
             nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
             left = [Aside(operation, i) for i in rest]
-            waiting, stop = len(left), rest[0] if rest else count
+            taken, waiting, stop = len(done), len(left), rest[0] if rest else count
             if left:
                 self._ring_if_polled()
             for word in done:
                 self._let_go(word)  # G5
             words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
             words[given : given + stop] = _ZEROS[:stop]  # G7
-            operation.messages += count - waiting
+            operation.messages += taken
             operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             operation.waiting, self._aside = waiting, self._aside + left
@@ -612,9 +612,11 @@ class GetEnd(QueueEnd):
         message = self._open(word, decode, lease_from)  # G4
         if process != self._process:
             return message  # as in _get
+        words, nbytes = self.words, self.words[word + NBYTES]
         self._complete(operation, i, word)
         operation.messages += 1  # with no call, as in _get
-        self.words[operation.counters] = operation.messages
+        operation.nbytes = operation.nbytes + nbytes & _WORD
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         operation.waiting -= 1
         if not operation.waiting:
             spare = self._getting if operation.size == 1 else self._batches[GET]
