@@ -378,9 +378,11 @@ class Undertaker:
 
     def _count(self, row: int, ticket: int) -> None:
         """One more message lost with this row, unless this ticket was the last one counted."""
-        lost, mark = self.words[row_word(row) + LOST], _fingerprint(ticket)
-        if lost & _FINGERPRINT != mark:
-            self.words[row_word(row) + LOST] = (lost >> 40) + 1 << 40 | mark
+        words, word, mark = self.words, row_word(row) + LOST, _fingerprint(ticket)
+        if words[word] & _FINGERPRINT != mark:
+            words[word] = (
+                words[word] >> 40
+            ) + 1 << 40 | mark  # with no call since the look: threads may lose some, too
 
     def lost(self) -> int:
         """How many messages were lost since the segment exists: with consumers that had taken them, or by exceptions."""
