@@ -94,15 +94,22 @@ def uid_behind(fd: int, path: str) -> int | None:
 def _duplicate(fd: int) -> socket.SocketType:
     """The socket of a descriptor, which may be another's by now: so it is duplicated first, and then looked at.
 
+    And before: closing the duplicate of a file takes the record locks from that which the process has there.
+
     Raises:
         OSError: it is no socket.
     """
+    _check_is_socket(fd)
     with owned(os.dup, fd) as duplicate:
-        if not stat.S_ISSOCK(os.fstat(duplicate.fileno()).st_mode):
-            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+        _check_is_socket(duplicate.fileno())
         # The type in C, as in ``owned``: ``socket.socket`` begins in Python, when the descriptor is open.
         opened = starmap(os.dup, [(duplicate.fileno(),)])
         return next(map(partial(socket.SocketType, -1, -1, -1), opened))
+
+
+def _check_is_socket(fd: int) -> None:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
 
 
 def prepare_for_bulk(fd: int, address: Address) -> None:

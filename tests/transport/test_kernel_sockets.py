@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import stat
@@ -111,3 +112,12 @@ def test_what_has_no_address_is_not_to_itself() -> None:
     for each in socket.socketpair():
         with each:
             assert not is_to_itself(each.fileno())
+
+
+def test_a_file_that_has_the_number_by_now_keeps_its_locks(tmp_path: Path) -> None:
+    """The kernel takes a process's record locks when it closes any descriptor of the file, a duplicate too."""
+    with (tmp_path / "locked").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert not is_to_itself(file.fileno())
+        prepare_for_bulk(file.fileno(), ADDRESS)
+        assert f":{os.fstat(file.fileno()).st_ino} " in Path("/proc/locks").read_text()
