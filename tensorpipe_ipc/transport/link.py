@@ -166,7 +166,9 @@ class Link(Meeting):
         self.rejected = 0
         self.last_rejection = ""
         self._refusal: Exception | None = None
-        self.ended_ends: dict[int, None] = {}  # those that said how they ended: they do not come again
+        # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
+        self.ended_ends: dict[int, None] = {}
+        self.ended_afar: dict[int, None] = {}
         self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
@@ -462,7 +464,7 @@ class Link(Meeting):
             return
         hello = unpack_control(header, Hello)
         if self.has_left(hello):
-            self._note_over(routing)
+            _remember(self._over, routing)
             return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
@@ -487,16 +489,10 @@ class Link(Meeting):
     def _find_again(self, routing: bytes, hello: Hello) -> None:
         """Know an end again that comes by a new connection. Nobody but its binders has heard its token."""
         for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
-            self._note_over(peer.routing)
+            _remember(self._over, peer.routing)
             del self.peers[peer.routing]  # no exception comes between this and the last of it
             peer.routing, peer.gone_at = routing, 0.0
             self.peers[routing] = peer
-
-    def _note_over(self, routing: bytes) -> None:
-        """Note that what comes by a connection from now on is no news."""
-        self._over[routing] = None
-        while len(self._over) > _REMEMBERED:
-            del self._over[next(iter(self._over))]
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""
@@ -591,11 +587,9 @@ class Link(Meeting):
             how = peer.left or how
             last_words = peer.sight.last_words() if how is How.LOST else None
             if peer.hello.end and (last_words is not None or how in (How.GOODBYE, How.FAILED)):
-                self.ended_ends[peer.hello.end] = None
-                while len(self.ended_ends) > _REMEMBERED:
-                    del self.ended_ends[next(iter(self.ended_ends))]
+                _remember(self.ended_afar if peer.sight.is_out_of_sight else self.ended_ends, peer.hello.end)
                 if self.socket.binds:
-                    self._note_over(peer.routing)
+                    _remember(self._over, peer.routing)
             if last_words is not None:
                 self._ends(peer, last_words.ending, self._position_of(last_words))
                 return
@@ -734,6 +728,13 @@ class Link(Meeting):
             self.drain()
         if self._refusal is not None:
             raise self._refusal
+
+
+def _remember(known: dict[Any, None], one: Any) -> None:
+    """Add one to those of whom the last thousand are known."""
+    known[one] = None
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]
 
 
 def _is_goodbye(frames: list[Any]) -> bool:

@@ -68,6 +68,7 @@ class Meeting(Role):
     arrangement: Arrangement
     peers: dict[bytes, Peer]
     ended_ends: dict[int, None]
+    ended_afar: dict[int, None]
     window: int
     has_keys: bool
     _refusal: Exception | None
@@ -183,7 +184,7 @@ class Meeting(Role):
 
     def has_left(self, hello: Hello) -> bool:
         """Whether this is an end that has told how it ended: what still comes of it was on its way, or is about to go."""
-        return hello.end in self.ended_ends
+        return hello.end in self.ended_ends or hello.end in self.ended_afar
 
     def take_spare(self, peer: Peer) -> None:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""

@@ -21,6 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
+from tensorpipe_ipc.transport import link
 from tensorpipe_ipc.transport.presence import LastWords, Presence
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
@@ -486,6 +487,29 @@ def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
             _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
             assert "GOODBYE" not in consumer.statistics().last_rejection
             assert consumer.statistics().rejected == number + 1, "x is no message"
+
+
+def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come and say goodbye meanwhile, a HELLO of an end whose file told of its ending is no news."""
+    monkeypatch.setattr(link, "_REMEMBERED", 2)
+    with tp.Consumer("flooded", producers=5) as consumer, RawEnd(consumer.endpoint) as late:
+        presence = Presence()
+        presence.open()
+        with RawEnd(consumer.endpoint) as one:
+            _attach(consumer, one, end=presence.token, folder=presence.folder)
+            presence.end(LastWords(Ending()))
+            presence.close()
+            _listen(consumer, lambda: consumer.statistics().ended == 1)
+        for number in range(3):
+            with RawEnd(consumer.endpoint) as stranger:
+                _attach(consumer, stranger, end=number + 1)
+                stranger.say(pack(Kind.GOODBYE, 0))
+                _listen(consumer, lambda number=number: consumer.statistics().ended == number + 2)  # type: ignore[misc]
+        late.say(hello("producer", end=presence.token, folder=presence.folder))
+        late.say(b"x")
+        _listen(consumer, lambda: consumer.statistics().rejected)
+        assert not consumer.statistics().peers
+        assert consumer.statistics().vanished == 0
 
 
 def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
