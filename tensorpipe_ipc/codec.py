@@ -21,11 +21,8 @@ from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.pickling import Handle, Pickled, is_shared_by_torch
-from tensorpipe_ipc.serializers import Serializer, serializer_named
+from tensorpipe_ipc.serializers import Serializer, limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
-from tensorpipe_ipc.serializers.numpy_array import NumpyArray
-from tensorpipe_ipc.serializers.raw import Raw
-from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue
 from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
@@ -85,10 +82,8 @@ class Codec:
     def __init__(
         self, queue: SharedMemoryQueue, serializer: Serializer, narrowing: Narrowing | None, *, cuda_ipc: bool
     ) -> None:
-        if isinstance(serializer, (Raw, NumpyArray, TorchSave)):  # one that copies nothing that could not be put
-            serializer = type(serializer)()
-            serializer.most = queue.arena.capacity
-            narrowing = Narrowing(serializer, narrowing.wire_dtype) if narrowing is not None else None
+        serializer = limited(serializer, lambda: queue.arena.capacity)
+        narrowing = Narrowing(serializer, narrowing.wire_dtype) if narrowing is not None else None
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing
         self.lender = on_device.Lender(queue) if cuda_ipc else None
         self._in_one_block = in_one_block if self.lender is None else self.lender.in_one_block

@@ -21,7 +21,7 @@ from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.staging import staged
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers import limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.on_device import Lender
@@ -138,11 +138,13 @@ class Producer:
                 a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
         """
-        self._serializer = serializer_named(serializer)
-        self._narrowing = narrowing(self._serializer, wire_dtype)
+        named = serializer_named(serializer)
+        narrowing(named, wire_dtype)  # raises, if it is none
         linger = check_seconds(linger, "linger")
         opening = Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout)
         self._link = SendLink(opening, serializer)
+        self._serializer = limited(named, self._link.most)
+        self._narrowing = narrowing(self._serializer, wire_dtype)
         self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()

@@ -17,7 +17,7 @@ from crash_points import die, in_child, reap
 from programs import InFork, ran_in_fork
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.errors import Full, SharedMemoryError
+from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import kind_of
 from tensorpipe_ipc.memory.segment import Segment
@@ -450,6 +450,32 @@ def test_threads_put_while_others_take_their_memory_away(ctx):
         thread.join(3 * LIMIT)
     assert not failed
     assert [reap(pid) for pid in pids] == [0, 0]
+
+
+@pytest.mark.parametrize("serializer", ["raw", "numpy"])
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_a_producer_refuses_what_can_never_fit_before_it_is_gathered(serializer, wire_dtype):
+    """It knows the capacity once a consumer has come, and says the sizes at once; no memory is used for it."""
+    with (
+        tp.Consumer("narrow") as consumer,
+        tp.Producer("narrow", serializer=serializer, wire_dtype=wire_dtype) as producer,
+    ):
+        producer.put(1, timeout=LIMIT)
+        assert consumer.get(timeout=LIMIT) == 1
+        began = time.monotonic()
+        with pytest.raises(SharedMemoryError, match=r"\d{11,12} bytes.* can never fit"):
+            producer.put([torch.ones(1, 1000).expand(40_000_000, 1000)], timeout=1)  # 160 GB
+        assert time.monotonic() - began < 1
+        producer.put(2, timeout=LIMIT)
+        assert consumer.get(timeout=LIMIT) == 2
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_a_producer_that_knows_no_capacity_yet_says_that_there_is_no_memory(wire_dtype):
+    """Nobody has come, and more is to be gathered than there are addresses for."""
+    with tp.Producer("nobody", serializer="numpy", wire_dtype=wire_dtype) as producer:
+        with pytest.raises(OutOfMemory, match="It was not sent"):
+            producer.put(torch.ones(1, 1).expand(1 << 30, 1 << 28), timeout=1)
 
 
 CONSUMER = """

@@ -7,6 +7,7 @@ proved itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from tensorpipe_ipc.errors import UnknownSerializer
 from tensorpipe_ipc.serializers.base import Serializer
@@ -19,6 +20,7 @@ __all__ = [
     "ONLY_BY_NAME",
     "Serializer",
     "accepted_by_default",
+    "limited",
     "register_serializer",
     "serializer_named",
     "serializer_names",
@@ -66,6 +68,16 @@ def serializer_named(name: str) -> Serializer:
         raise UnknownSerializer(
             f"unknown serializer {name!r} (known: {', '.join(serializer_names())}); register_serializer() adds one"
         ) from None
+
+
+def limited(serializer: Serializer, most: Callable[[], int]) -> Serializer:
+    """Return a serializer that refuses what is too large before it copies it; of a user's own, itself.
+
+    Args:
+        serializer: any.
+        most: tells the bytes that a tensor may have.
+    """
+    return type(serializer)(most) if isinstance(serializer, (Raw, NumpyArray, TorchSave)) else serializer
 
 
 def serializer_names() -> tuple[str, ...]:

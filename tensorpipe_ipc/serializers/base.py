@@ -15,9 +15,14 @@ from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemo
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
-__all__ = ["ANY", "Serializer", "check_size", "dense_order", "describe", "expect", "plain"]
+__all__ = ["Serializer", "any_size", "check_size", "dense_order", "describe", "expect", "gathered", "plain"]
 
-ANY = 1 << 62  # bytes: more than any tensor has
+_ANY = 1 << 62  # bytes: more than any tensor has
+
+
+def any_size() -> int:
+    """Return the bytes that a tensor may have where there is no limit."""
+    return _ANY
 
 
 @runtime_checkable
@@ -60,7 +65,7 @@ class Serializer(Protocol):
         """
 
 
-def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
+def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
     """The same items as memory that can be read: on the CPU, dense, no conjugate or negative bit, no history.
 
     Dense means without gaps, in whatever order of dimensions; what has gaps or overlaps is gathered, once.
@@ -86,7 +91,7 @@ def plain(tensor: torch.Tensor, most: int = ANY) -> torch.Tensor:
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
-        return _gathered(tensor, most)
+        return gathered(tensor, most)
     return tensor
 
 
@@ -110,7 +115,13 @@ def check_size(tensor: torch.Tensor, most: int, itemsize: int = 0) -> None:
         )
 
 
-def _gathered(tensor: torch.Tensor, most: int) -> torch.Tensor:
+def gathered(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
+    """Return a tensor without gaps or overlaps: itself, or a copy.
+
+    Raises:
+        SharedMemoryError: it takes more than ``most`` bytes.
+        OutOfMemory: there is no memory for the copy.
+    """
     check_size(tensor, most)
     try:
         return tensor.contiguous()

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import ANY, Serializer, check_size, dense_order
+from tensorpipe_ipc.serializers.base import Serializer, any_size, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, Written
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
@@ -83,13 +83,13 @@ class Narrowing:
         """
         if not is_narrowed(tensor.dtype, self.wire_dtype) or not _is_plain(tensor):
             return self._serializer.encode(tensor)
+        check_size(tensor, getattr(self._serializer, "most", any_size)(), self.wire_dtype.itemsize)
         tensor, own = tensor.detach().resolve_neg(), tensor.dtype
         if self._made_in_place:
             order = None if tensor.is_contiguous() else dense_order(tensor)
             meta = narrowed_meta(own, self.wire_dtype, tensor.shape, order)
             if meta.nbytes >= BULK:
                 return meta, _Cast(self, tensor if order is None else tensor.permute(order), meta.nbytes)
-        check_size(tensor, getattr(self._serializer, "most", ANY), self.wire_dtype.itemsize)
         narrow = self._cast(tensor)
         try:
             meta, payload = self._serializer.encode(narrow)
@@ -119,7 +119,11 @@ class Narrowing:
 
     def cast(self, wide: torch.Tensor) -> torch.Tensor:
         """A tensor's items, narrow, where it is; overflows are counted."""
-        narrow = torch.empty_like(wide, dtype=self.wire_dtype).copy_(wide)
+        try:
+            narrow = torch.empty_like(wide, dtype=self.wire_dtype)
+        except RuntimeError as error:  # torch has no type for it
+            raise _no_memory(wide, self.wire_dtype, error) from None
+        narrow.copy_(wide)
         if self.any_suspect(narrow):
             self.count(narrow, wide)
         return narrow
@@ -214,13 +218,17 @@ class _Cast(Written):
         try:
             narrow = torch.empty(self._nbytes, dtype=torch.uint8)
         except RuntimeError as error:  # torch has no type for it
-            raise OutOfMemory(
-                f"a tensor of shape {list(self._tensor.shape)} takes {self._nbytes:,} bytes as {self._narrowing.wire_dtype}: "
-                f"{error}; send it in parts. It was not sent"
-            ) from None
+            raise _no_memory(self._tensor, self._narrowing.wire_dtype, error) from None
         memory: memoryview = narrow.numpy().data
         self.write_into(memory)
         return memory
+
+
+def _no_memory(tensor: torch.Tensor, wire_dtype: torch.dtype, error: RuntimeError) -> OutOfMemory:
+    return OutOfMemory(
+        f"a tensor of shape {list(tensor.shape)} takes {tensor.numel() * wire_dtype.itemsize:,} bytes as {wire_dtype}: "
+        f"{error}; send it in parts. It was not sent"
+    )
 
 
 def _items(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import ANY, check_size, describe, expect, plain
+from tensorpipe_ipc.serializers.base import any_size, describe, expect, gathered, plain
 from tensorpipe_ipc.wire.metas import TensorMeta
 
 __all__ = ["NumpyArray"]
@@ -25,23 +26,24 @@ class NumpyArray:
     C-contiguous, whatever its strides were.
 
     Attributes:
-        most: bytes that a tensor may have.
+        most: tells the bytes that a tensor may have.
     """
 
     name = "numpy"
     zero_copy = True
-    most = ANY
+
+    def __init__(self, most: Callable[[], int] = any_size) -> None:
+        self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a .npy file of it.
 
         Raises:
             UnsupportedLeaf: as ``plain`` says, and for a dtype that NumPy lacks (bfloat16, float8, complex32).
-            SharedMemoryError: it has more than ``most`` bytes.
+            SharedMemoryError: it has more bytes than it may have.
         """
-        tensor = plain(tensor, self.most)
-        check_size(tensor, self.most)
-        tensor = tensor.contiguous()
+        most = self.most()
+        tensor = gathered(plain(tensor, most), most)
         meta = describe(tensor)
         if meta.numpy_dtype is None:
             raise UnsupportedLeaf(

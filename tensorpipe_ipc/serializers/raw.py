@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.serializers.base import ANY, describe, plain
+from tensorpipe_ipc.serializers.base import any_size, describe, plain
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta
 
 __all__ = ["Raw"]
@@ -21,13 +21,15 @@ class Raw:
     """The serializer ``raw``: every dtype of the table, strided tensors only.
 
     Attributes:
-        most: bytes that a tensor may have which has to be gathered.
+        most: tells the bytes that a tensor may have which has to be gathered.
     """
 
     name = "raw"
     zero_copy = True
-    most = ANY
     is_memory = True  # a payload is the tensor's items and nothing else: whoever makes them elsewhere need not ask
+
+    def __init__(self, most: Callable[[], int] = any_size) -> None:
+        self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a view of its memory (of a gathered copy, where it has gaps).
@@ -51,7 +53,7 @@ class Raw:
                     return meta, meta.window(address)
         except (RuntimeError, KeyError):
             pass
-        return _encode_other(tensor, self.most)
+        return _encode_other(tensor, self.most())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
         """A tensor on the payload's own memory; on a copy of it, where that may not be written to.

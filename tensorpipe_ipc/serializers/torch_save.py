@@ -11,12 +11,13 @@ import io
 import struct
 import warnings
 import zipfile
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import ANY, check_size, describe, expect, plain
+from tensorpipe_ipc.serializers.base import any_size, check_size, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
 __all__ = ["TorchSave"]
@@ -26,23 +27,26 @@ class TorchSave:
     """The serializer ``torch_save``: also sparse, quantized and nested tensors. Copies to encode and to decode.
 
     Attributes:
-        most: bytes that a tensor may have; of those of other layouts the size is known when they are saved.
+        most: tells the bytes that a tensor may have; of those of other layouts the size is known when they are saved.
     """
 
     name = "torch_save"
     zero_copy = False
-    most = ANY
+
+    def __init__(self, most: Callable[[], int] = any_size) -> None:
+        self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """The tensor's meta and a ``torch.save`` file of it.
 
         Raises:
             UnsupportedLeaf: a subclass, a meta tensor, an mkldnn tensor, or one that torch cannot save.
-            SharedMemoryError: it has more than ``most`` bytes.
+            SharedMemoryError: it has more bytes than it may have.
         """
         if not _has_own_layout(tensor):
-            tensor = plain(tensor, self.most)
-            check_size(tensor, self.most)
+            most = self.most()
+            tensor = plain(tensor, most)
+            check_size(tensor, most)
             # A view would drag its whole storage into the file.
             tensor = tensor if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() else tensor.clone()
             return describe(tensor), _save(tensor)

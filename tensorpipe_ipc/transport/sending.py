@@ -10,6 +10,7 @@ from typing import Any
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.serializers.base import any_size
 from tensorpipe_ipc.transport.link import Link, Opening
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.rendezvous import PairQueue
@@ -335,6 +336,11 @@ class SendLink(Link):
     def any_queue(self) -> PairQueue | None:
         """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
         return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
+
+    def most(self) -> int:
+        """Return the bytes that a message may have: a capacity, where all consumers share memory. Any thread may ask."""
+        queues = [peer.queue for peer in list(self.peers.values())]
+        return min((queue.arena.capacity if queue is not None else any_size() for queue in queues), default=any_size())
 
     def why_blocked(self) -> str:
         """Who or what keeps this producer from sending."""
