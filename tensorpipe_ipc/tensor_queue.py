@@ -397,7 +397,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     def fileno(self) -> int:
         """A descriptor that is readable while ``get`` would not wait; now and then, when more was put than a pipe holds, also
-        when it would. (What a get of this process had taken when an exception ended it, only the next get tells of.)"""
+        when it would.
+
+        Where other processes get from the queue, too, it may be silent about what a get here took and left for the next one:
+        after an exception, and after ``get_many``, ask ``empty()`` before you wait for it.
+        """
         return self._queue.fileno()
 
     def statistics(self) -> QueueStatistics:
