@@ -143,13 +143,40 @@ def test_a_get_that_fails_after_a_fork_within_is_made_again(
     assert left_in(ctx) == {}
 
 
+def test_a_get_that_failed_after_a_fork_within_leaves_nothing_when_its_queue_is_gone(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have been made again."""
+    there = ctx.Queue()
+
+    def fork_and_fail(_: torch.Tensor) -> None:
+        assert reap(in_child(lambda: None)) == 0
+        raise MemoryError
+
+    there.put(Made(torch.full((SIZE,), 7.0)))
+    monkeypatch.setattr(Making, "do", fork_and_fail)
+    with pytest.raises(MemoryError):
+        there.get()
+    del there
+    gc.collect()
+    ctx.tensorpipe_undertaker().bury_left()
+    assert left_in(ctx) == {}
+
+
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "get": lambda ctx, there: (there.put(torch.full((SIZE,), 7.0)), there.get),
     "get_many": lambda ctx, there: (there.put(torch.full((SIZE,), 7.0)), lambda: there.get_many(1)[0]),
     "put": lambda ctx, there: (None, lambda: there.put(torch.full((SIZE,), 7.0))),
     "put_many": lambda ctx, there: (None, lambda: there.put_many([torch.full((SIZE,), 7.0)])),
     "move": lambda ctx, there: (None, _moving(there, ctx.empty(SIZE).fill_(7))),
+    "empty": lambda ctx, there: (None, lambda: ctx.empty(SIZE).fill_(7)),
+    "loan": lambda ctx, there: (None, lambda: _loan(there)),
 }
+
+
+def _loan(there: Any) -> None:
+    with there.loan(SIZE) as tensor:
+        tensor.fill_(7)
 
 
 def _moving(there: Any, tensor: torch.Tensor) -> Callable[[], None]:
@@ -269,6 +296,45 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
             point += 1
         assert point > 4
     assert [each.exc_value for each in lost] == []
+
+
+def test_what_a_child_reads_is_not_freed_by_a_thread_that_saw_another_child_end(ctx: Any) -> None:
+    """Another thread makes a tensor in the same block, forks, and lets go of it, at any moment of the look."""
+    leases, point, left = ctx.tensorpipe_undertaker().leases, 1, 0
+
+    def let_go_while_a_child_lives() -> Callable[[], int]:
+        box, (reader, writer) = [ctx.empty(SIZE).fill_(7) for _ in range(2)], os.pipe()
+
+        def child() -> None:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(any(each.unique().tolist() != [7.0] for each in box))
+
+        pid = in_child(child)
+        os.close(reader)
+        box.clear()
+        return lambda: (os.close(writer), reap(pid))[1]
+
+    while left <= 0:
+        assert let_go_while_a_child_lives()() == 0
+        ends: list[Callable[[], int]] = []
+
+        def others(ends: list[Callable[[], int]] = ends) -> None:
+            leases.look_at_kept(at_once=True)
+            ends.append(let_go_while_a_child_lives())
+
+        def meanwhile(work: Callable[[], None] = others) -> None:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join(LIMIT)
+
+        left = run_traced(lambda: leases.look_at_kept(at_once=True), point, meanwhile, SIGNAL_CHECKS, before=False)
+        use_memory(ctx)
+        assert [end() for end in ends] in ([], [0]), point
+        leases.settle()
+        point += 1
+    assert point > 10
+    assert left_in(ctx) == {}
 
 
 def test_an_exception_while_a_tensor_is_made_in_the_arena_leaves_no_block(

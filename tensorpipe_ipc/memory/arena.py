@@ -99,6 +99,7 @@ STEP_BITS, ROW_BITS, INCARNATION_BITS = 4, 12, 16
 GENERATION_AT = STEP_BITS + ROW_BITS + INCARNATION_BITS
 GENERATIONS = 1 << 32
 HOLDER = (1 << GENERATION_AT) - 1  # a state without its generation: step, row, incarnation
+_ROW = HOLDER - ((1 << STEP_BITS) - 1)
 
 ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom (about 60 us each)
 PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
@@ -257,7 +258,7 @@ class Arena(Extents):
                 if not done:
                     if taker is not None:
                         taker.block = 0
-                    self.words[block >> 3] &= ~HOLDER
+                    self.discard(block)
                     source.append(block)
             if not done:
                 return 0
@@ -310,9 +311,12 @@ class Arena(Extents):
     def discard(self, block: int) -> None:
         """A block that this process was writing, or had queued without giving its ticket, is free again.
 
-        It still is among those that were taken last, where the next harvest finds it.
+        It still is among those that were taken last, where the next harvest finds it. A child that was forked while its parent
+        was at a block, and leaves that call by an exception, leaves the block alone.
         """
-        self.words[block >> 3] &= ~HOLDER
+        words, word = self.words, block >> 3
+        if words[word] & _ROW == self.writing & _ROW != 0:
+            words[word] &= ~HOLDER
 
     def harvest(self, kind: int) -> list[int]:
         """Look for blocks that others have freed. The list of free ones of that kind.
@@ -464,7 +468,8 @@ class Arena(Extents):
 
     def _grow(self, start: int, stop: int, force: bool) -> bool:
         """Make pages, once there is room for them, also beside what others are about to make."""
-        words, reserved = self.words, row_word(self.rows.index) + RESERVED
+        words, row = self.words, self.rows.index
+        reserved = row_word(row) + RESERVED
         before = words[reserved]
         try:
             words[reserved] = before + stop - start
@@ -479,7 +484,8 @@ class Arena(Extents):
             self._count_growth(stop - start)
             return True
         finally:
-            words[reserved] = before
+            if row == self.rows.index:  # and not in a child that was forked meanwhile
+                words[reserved] = before
 
     def _count_growth(self, nbytes: int) -> None:
         self._machine -= nbytes

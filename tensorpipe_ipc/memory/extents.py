@@ -167,7 +167,8 @@ class Extents:
             if locked:
                 self.rows.unlock(_LOCKS + unit, units)
             for each in mine:
-                del self._claiming[each]
+                if self._claiming.get(each) is mine:  # not in a child that was forked meanwhile
+                    del self._claiming[each]
 
     def _gap(self, unit: int, units: int) -> int:
         """The first unit from ``unit`` on that so many free ones begin with."""
@@ -308,7 +309,7 @@ class Extents:
         Args:
             hazard: index of a word that only the caller uses.
         """
-        words, at = self.words, self.table + (block >> 20)
+        words, at, row = self.words, self.table + (block >> 20), self.rows.index
         words[hazard] = block
         try:
             word = words[at]
@@ -318,7 +319,8 @@ class Extents:
             else:
                 yield word
         finally:
-            words[hazard] = 0
+            if row == self.rows.index:  # and not in a child that was forked meanwhile
+                words[hazard] = 0
 
     def begins(self, block: int) -> bool:
         """Whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""

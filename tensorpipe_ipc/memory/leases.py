@@ -220,12 +220,17 @@ class Leases:
         Args:
             taker: has the block. It has none any more when the block is HELD, and is freed by the array's death.
             charge: how much of the budget it takes: nothing of what the process made itself.
+
+        Raises:
+            RuntimeError: this is a child that a signal's handler has forked since the block was taken, and returned from.
         """
-        word = taker.block >> 3
+        words, word = self.words, taker.block >> 3
         array = self._anchored(taker.block, start, nbytes, charge)
-        self.words[word + NBYTES] = nbytes
         with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
-            self.words[word] = self.live[word].held
+            if words[word] & HOLDER != self.arena.writing or not self.arena.writing:
+                raise RuntimeError("a child that was forked in the middle of a call has returned into it")
+            words[word + NBYTES] = nbytes
+            words[word] = self.live[word].held
             taker.block = 0
         return array
 
@@ -267,10 +272,12 @@ class Leases:
             return
         self._look_again = now + _PAUSE
         answers: dict[tuple[int, int], bool] = {}
-        for word, (held, first, last) in list(self.kept.items()):
+        for word, entry in list(self.kept.items()):
+            held, first, last = entry
             if (first, last) not in answers:
                 answers[first, last] = self.arena.rows.is_witnessed(first, last)
-            if not answers[first, last] and word in self.kept and self.kept[word][0] == held:
+            # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
+            if not answers[first, last] and word in self.kept and self.kept[word] is entry:
                 del self.kept[word]
                 self.words[word] = held & ~HOLDER
 

@@ -453,6 +453,8 @@ class Undertaker:
         for queue in list(self._left):
             if self.bury(queue):
                 for operation in self._left.pop(queue, ()):
+                    for ticket in self.words[operation.ticket : operation.ticket + operation.size]:
+                        self.leases.early.pop(block_of(ticket) >> 3, None)  # a get that failed, and is not made again
                     self._clear(operation)
                     self.rows.retire(operation)
 
