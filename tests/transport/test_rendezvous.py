@@ -550,7 +550,7 @@ def test_options() -> None:
 
 def test_local_and_remote_producers_mix() -> None:
     """One consumer, three producers, two of them in frames: each one's order holds, and the stream ends after the last."""
-    with tp.Consumer("mixed") as consumer, contextlib.ExitStack() as stack:
+    with tp.Consumer("mixed", producers=3) as consumer, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(Child()) for _ in range(3)]
         for name, child in enumerate(crowd):
             child.call(children.open_producer, "mixed", shared_memory="auto" if name == 0 else "off")
