@@ -226,7 +226,10 @@ class Link(Meeting):
     # -- what goes out
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
-        return self.socket.send_small(peer, frame)
+        if self.socket.send_small(peer, frame, self._greeted_on):
+            return True
+        self.greet_first()
+        return self._greeted_on > 0 and self.socket.send_small(peer, frame, self._greeted_on)
 
     def greet_first(self) -> None:
         """Have a connector say HELLO by a connection before anything else. Its binder knows it by that only."""

@@ -265,7 +265,6 @@ class ReceiveLink(Link):
 
         An exception that comes before it is counted as taken has it come again.
         """
-        self.greet_first()
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
         skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
         self.lost += skipped

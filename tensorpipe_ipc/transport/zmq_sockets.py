@@ -293,13 +293,21 @@ class FrameSocket:
             raise
         return trackers
 
-    def send_small(self, peer: bytes, frame: bytes) -> bool:
-        """Send a message of one frame, which is copied. False if the peer is not connected: nothing was sent.
+    def send_small(self, peer: bytes, frame: bytes, connection: int | None = None) -> bool:
+        """Send a message of one frame, which is copied.
 
-        Nothing is sent, either, to one over tcp that has not read what was sent to it so before.
+        Nothing is sent, and True returned, to one over tcp that has not read what was sent to it so before.
+
+        Args:
+            peer: its routing id.
+            frame: its bytes.
+            connection: as ``lend``.
+
+        Returns:
+            Whether the peer is connected, by that connection. If not, nothing was sent.
         """
         self._is_silent = False
-        if self._monitored and not self.is_connected():
+        if self._monitored and not (self.is_connected() and connection in (None, self.connection)):
             return False
         unread = self._unread.get(peer)
         if unread is not None and not unread.tracker.done:

@@ -45,7 +45,7 @@ def _without_file(endpoint: str) -> Iterator[None]:
 
 def _put_silently(ends: children.Ends, *trees: Any) -> None:
     """Put into a queue that was claimed, with no HELLO: as if it were killed before that had left."""
-    ends.producer._link._say = lambda peer, frame: True
+    ends.producer._link.socket.send_small = lambda *_: True
     children.put(ends, *trees)
 
 
@@ -187,7 +187,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
     monkeypatch.setattr(spares_module, "_PATIENCE", 0.05)
     with tp.Consumer("busy") as consumer:
         producer = tp.Producer("busy", linger=0)
-        monkeypatch.setattr(producer._link, "_say", lambda peer, frame: True)  # it went to the last binder
+        monkeypatch.setattr(producer._link.socket, "send_small", lambda *_: True)  # it went to the last binder
         producer.put("early", PATIENCE)
         with pytest.warns(RuntimeWarning, match="closed with 1 messages"):
             producer.close()
