@@ -73,16 +73,18 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
         return get_from_parent(functools.partial(self._calls.get, True), timeout)
 
     def qsize(self) -> int:
-        """How many calls wait."""
+        """Return how many calls wait."""
         return self._calls.qsize()
 
     def empty(self) -> bool:
-        """Whether none waits."""
+        """Return whether no call waits."""
         return self._calls.empty()
 
     def full(self) -> bool:
-        """Whether no call may be put now: as many wait as may, one waits for memory, or results are to be read first. The
-        executor asks before it puts one, and again when it has read a result."""
+        """Return whether no call may be put now: as many wait as may, one waits for memory, or results are to be read first.
+
+        The executor asks before it puts one, and again when it has read a result.
+        """
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
             self._send(item)

@@ -53,7 +53,7 @@ Apart = tuple[Flat | None, Pickled | None, bool]
 
 
 class Payload(Protocol):
-    """What is written into a block."""
+    """The bytes to write into a block."""
 
     nbytes: int
 
@@ -71,7 +71,7 @@ class _Referring:
 
 
 class Codec:
-    """What a queue's objects cross as.
+    """The way of a queue's objects to bytes, and back.
 
     Attributes:
         shared_by_torch: storages that were sent by torch's own handle.
@@ -117,7 +117,7 @@ class Codec:
             return flat, None, False  # of types that are registered, but have no name to be pickled by
 
     def encode(self, obj: Any, apart: Apart | None = None) -> tuple[Payload, bytes]:
-        """What is to be written into a block for an object, and its metadata.
+        """Return the payload to write into a block for an object, and its metadata.
 
         Args:
             apart: the object taken apart, where somebody has done that.
@@ -190,7 +190,7 @@ class Codec:
         return None if said is None else (handover, metadata_of(flags, message.schema, said))
 
     def decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
-        """What makes an object of a message, for one get.
+        """Return the function that makes an object of a message, for one get.
 
         Raises:
             ValueError: ``device`` names none, or goes with ``as_numpy``.
@@ -238,7 +238,7 @@ class Codec:
 
 
 def _memory_of(leaves: list[torch.Tensor]) -> tuple[bool, bool]:
-    """Whether each leaf has memory of its own, and whether one lies in torch's shared memory: 0.15 us for each leaf."""
+    """Return whether each leaf has memory of its own, and whether one lies in torch's shared memory: 0.15 us for each leaf."""
     if len(leaves) < 2:
         return True, bool(leaves) and is_shared_by_torch(leaves[0])
     try:
@@ -259,7 +259,7 @@ def _flat(obj: Any) -> Flat | None:
 
 
 def _refusal(obj: Any, encoder: Encoder) -> UnsupportedLeaf | None:
-    """What is said of an object that is sent as a tree."""
+    """Return the error for an object that is sent as a tree, and cannot be."""
     try:
         encode(obj, encoder)
     except UnsupportedLeaf as error:
@@ -268,7 +268,7 @@ def _refusal(obj: Any, encoder: Encoder) -> UnsupportedLeaf | None:
 
 
 def _as_wanted(arrival: Arrival) -> Callable[[Any], Any] | None:
-    """What becomes of a tensor in torch's shared memory; None: it stays there."""
+    """Return the function that makes a tensor of one in torch's shared memory; None: it stays there."""
     if not arrival.as_numpy and arrival.unstage is None:
         return None
     return functools.partial(_made, arrival)

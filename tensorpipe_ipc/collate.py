@@ -51,7 +51,7 @@ def collate(batch: Any, undertaker: Callable[[], Undertaker], collate_fn_map: Co
 
 
 class _Plan:
-    """What is to be stacked, and where it stands in the batch.
+    """The leaves to stack, and their places in the batch.
 
     Attributes:
         stacks: the tensors of each stack, its spec, and the tensor that will be the stack.
@@ -85,7 +85,7 @@ class _Plan:
         return [self.collated(samples) for samples in zip(*batch, strict=False)]  # torch makes a tuple a list, too
 
     def _function_for(self, elem: Any) -> Callable[..., Any] | None:
-        """What torch calls for a sample, looked for as it does."""
+        """Return the function that torch calls for a sample, looked up as torch does."""
         function = self._functions.get(type(elem))
         if function is not None:
             return function
@@ -124,12 +124,12 @@ def _placed(specs: list[TensorSpec], stacks: list[Any], undertaker: Undertaker) 
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a container is built without looking at what is put into it."""
+    """Return whether a container is built without a look at its content."""
     return kind in (dict, list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
 
 
 def _can_be_stacked(tensors: Any) -> bool:
-    """Whether tensors are plain and alike. Of others torch knows what is wrong, or how they are stacked all the same."""
+    """Return whether tensors are plain and alike. Of others torch knows what is wrong, or how they are stacked all the same."""
     first = tensors[0]
     if first.layout is not torch.strided or first.device.type != "cpu" or first.is_nested or first.is_quantized:
         return False

@@ -39,10 +39,10 @@ __all__ = [
 
 
 class _WithOurQueues(context.BaseContext):
-    """What our contexts have in common. Their memory is made at the first use, and lasts as long as they do, or longer."""
+    """The common part of our contexts. Their memory is made at the first use, and lasts as long as they do, or longer."""
 
     def tensorpipe_undertaker(self) -> Undertaker:
-        """What knows the memory that all queues of this context share.
+        """Return the undertaker of the memory that all queues of this context share.
 
         Raises:
             SharedMemoryError: it could not be made.

@@ -149,4 +149,4 @@ class OutOfMemory(TensorPipeError, MemoryError):
 
 
 class MeasurementFailed(TensorPipeError, RuntimeError):
-    """What a benchmark found would be worth nothing: a message came damaged, twice or not at all, or a process of it failed."""
+    """A benchmark's figures would be worth nothing: a message came damaged, twice or not at all, or a process failed."""

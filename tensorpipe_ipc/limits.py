@@ -83,7 +83,7 @@ def check_seconds(value: float, name: str) -> float:
 
 
 def deadline_of(timeout: float | None) -> float | None:
-    """When a wait of ``timeout`` seconds that begins now ends, by time.monotonic(). None: never.
+    """Return when a wait of ``timeout`` seconds that begins now ends, by time.monotonic(). None: never.
 
     Raises:
         TypeError, ValueError: as ``check_timeout``; and a bool, which is a queue's ``block`` and no number of seconds here.

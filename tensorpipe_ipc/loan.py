@@ -23,7 +23,7 @@ class Lender(Protocol):
 
 
 class Loan:
-    """What ``loan`` returns: to be used with ``with``, once."""
+    """A loan of tensors: to be used with ``with``, once."""
 
     def __init__(self, lender: Lender, tensors: Any, dtype: torch.dtype, timeout: float | None) -> None:
         """

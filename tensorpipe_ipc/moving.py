@@ -1,4 +1,4 @@
-"""Whether a tree can go into a queue by reference, and what its message says then.
+"""Putting by reference: whether a tree can go so into a queue, and what its message says then.
 
 It can when its large tensors lie in one block that this process holds (made there, or a lease), and *nothing but the
 tree's own tensors* lies there: no other tensor, storage, array or DLPack capsule that is still alive, here or in a
@@ -74,7 +74,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
 
 
 def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
-    """Whether all are tensors of the caller's, and not arrays, storages or parameters shown as tensors."""
+    """Return whether all are tensors of the caller's, and not arrays, storages or parameters shown as tensors."""
     ids = {id(leaf) for leaf in ours}
     operations = [piece[0] for piece in flat.spec if Op.TENSOR <= piece[0] <= Op.TYPED]
     return all(
@@ -160,7 +160,7 @@ _ALIASES: list[Callable[[torch.Tensor], Any]] = [
 
 @functools.cache
 def _counts() -> bool:
-    """Whether this torch's counts are what they are taken for: each kind of alias is seen, and none where there is none."""
+    """Return whether this torch counts as is taken for granted: each kind of alias is seen, and none where there is none."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's about typed storages
@@ -190,10 +190,9 @@ _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, torch.dty
 
 
 def is_only_in(pair: Any) -> bool:
-    """Whether nobody has a name for any container or tensor of a tuple, but for the tuple itself, and one for each of its
-    members: the variable that a DataLoader's worker made it of.
+    """Return whether nobody has a name for any container or tensor of a tuple.
 
-    False, too, where something in it is of an unknown kind, and may have tensors.
+    The tuple itself may have one, and each of its members: the variable that a DataLoader's worker made it of. False, too, where something in it is of an unknown kind, and may have tensors.
     """
     held: dict[int, int] = {}  # references that the tree itself has
     known: dict[int, Any] = {}
@@ -222,7 +221,7 @@ def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
 
 
 def placed(message: Outgoing, handover: Handover) -> bytes | None:
-    """What the message says instead of its values, if its large frames lie in the block; else None.
+    """Return what the message says instead of its values, if its large frames lie in the block; else None.
 
     ::
 

@@ -26,7 +26,7 @@ _LOOK = 1.0  # seconds
 
 
 def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = None) -> Any:
-    """What ``get(timeout)`` returns. If this process's parent dies meanwhile, or is dead, this process ends.
+    """Return what ``get(timeout)`` returns. If this process's parent dies meanwhile, or is dead, end this process.
 
     A process that has no parent of multiprocessing's waits for nobody.
 

@@ -44,7 +44,7 @@ Pickled = tuple[bytes, Sequence[Any], Sequence[Handle]]
 
 
 class _Reducers(dict[Any, Any]):
-    """What reduces an object, by its type: the table that ForkingPickler has, but for tensors, arrays and storages.
+    """The reducers of objects, by type: the table that ForkingPickler has, but for tensors, arrays and storages.
 
     A table, and not ``reducer_override``, which is asked about every object: 1.3 us less for a small tuple.
     """
@@ -102,7 +102,7 @@ _PLACE = pickle.PickleBuffer(bytearray(1))  # what is pickled out of band, as th
 
 
 def _is_data(buffer: pickle.PickleBuffer) -> bool:
-    """Whether a buffer goes into the pickle: any object's own does."""
+    """Return whether a buffer goes into the pickle: any object's own does."""
     return buffer is not _PLACE
 
 
@@ -118,7 +118,7 @@ def _from_file(data: bytes) -> torch.Tensor:
 
 
 def is_shared_by_torch(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies in torch's shared memory, and torch can send a handle of it that says all about it.
+    """Return whether a tensor lies in torch's shared memory, and torch's handle of it says all about it.
 
     Not so a tensor on a GPU, on a mapped file, with history, or conjugated.
     """

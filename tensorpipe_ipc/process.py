@@ -1,4 +1,4 @@
-"""Who a process is, whether it still lives, and what memory it holds. The package's one door to psutil.
+"""Processes: their identity, whether they live, and the memory they hold. The package's one door to psutil.
 
 A process id alone says little: ids are reused, and mean nothing in another container or on another host. So an
 identity is (boot id, pid namespace, pid, start time). It serves to *name* a process in messages and to notice, between
@@ -59,7 +59,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"pid {self.pid} on {self.host}"
 
     def same_namespace(self, other: Identity) -> bool:
-        """Whether the two can see each other's process ids."""
+        """Return whether the two can see each other's process ids."""
         return (self.boot or self.host, self.namespace) == (other.boot or other.host, other.namespace)
 
 
@@ -89,7 +89,7 @@ def _identity(pid: int) -> Identity:
 
 
 def is_alive(process: Identity) -> bool:
-    """Whether ``process`` still runs. True for one that cannot be seen from here, or now: nothing is guessed about it.
+    """Return whether ``process`` still runs. True for one that cannot be seen from here, or now: nothing is guessed.
 
     A zombie is dead: its memory and descriptors are gone, only its parent has not looked yet.
     """
@@ -129,7 +129,7 @@ def open_files(pids: Iterable[int] | None = None) -> Iterator[tuple[int, str, st
 
 
 def memory(pid: int | None = None) -> Memory:
-    """What memory a process holds. The kernel walks all of its pages for that: 1 ms for one that has imported torch.
+    """Return the memory that a process holds. The kernel walks all of its pages for that: 1 ms for one that has imported torch.
 
     Args:
         pid: the process; None for this one.
@@ -226,7 +226,7 @@ class Family:
             self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
 
     def has_changed(self) -> bool:
-        """Whether a process or thread was started since this was last asked, by anybody. True where it cannot be told."""
+        """Return whether anybody started a process or thread since this was last asked. True where it cannot be told."""
         if self._loadavg < 0:
             return True
         last = int(os.pread(self._loadavg, 128, 0).split()[4])

@@ -27,7 +27,7 @@ class _Queue(Protocol):
 
 
 class Reader:
-    """What is used of a connection to read from. Those of one queue are equal: one is found in what ``wait`` returns."""
+    """A queue's end to read from. Those of one queue are equal, so that programs find one in what ``connection.wait`` returns."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
@@ -70,7 +70,7 @@ class Reader:
 
     @property
     def closed(self) -> bool:
-        """Whether the queue was closed in this process."""
+        """Return whether the queue was closed in this process."""
         return self._queue.closed
 
     def close(self) -> None:
@@ -78,14 +78,14 @@ class Reader:
 
 
 class Writer:
-    """What is used of a connection to write to."""
+    """A queue's end to write to, as programs use a connection's."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
 
     @property
     def closed(self) -> bool:
-        """Whether the queue was closed in this process."""
+        """Return whether the queue was closed in this process."""
         return self._queue.closed
 
     def send(self, obj: Any) -> None:

@@ -52,7 +52,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         return get_from_parent(functools.partial(self._queue.get, True))
 
     def empty(self) -> bool:
-        """Whether nothing is in it, at this moment.
+        """Return whether nothing is in it, at this moment.
 
         Raises:
             OSError: the queue is closed here.
@@ -79,12 +79,12 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed here."""
+        """Return whether it was closed here."""
         return self._closed
 
     @property
     def is_shut(self) -> bool:
-        """Whether it was shut down. It cannot be."""
+        """Return whether it was shut down. It cannot be."""
         return False
 
     @property

@@ -330,7 +330,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return Loan(self, tensors, dtype, timeout)
 
     def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
-        """What ``loan`` does on entering: tensors in one block of shared memory, not initialised."""
+        """Make a loan's tensors on entering it: in one block of shared memory, not initialised."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         return made(specs, self._queue.leases, functools.partial(self._queue.block_for, _seconds(True, timeout)))
@@ -353,11 +353,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return self.get(False)
 
     def qsize(self) -> int:
-        """How many objects are in it. Others may put and get meanwhile."""
+        """Return how many objects are in it. Others may put and get meanwhile."""
         return self._queue.qsize()
 
     def empty(self) -> bool:
-        """Whether nothing is in it, at this moment.
+        """Return whether nothing is in it, at this moment.
 
         Raises:
             OSError: the queue is closed here, and was put into here, as multiprocessing has it.
@@ -367,7 +367,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return not self.qsize()
 
     def full(self) -> bool:
-        """Whether it has no room, at this moment."""
+        """Return whether it has no room, at this moment."""
         return 0 < self._queue.maxsize <= self.qsize()
 
     def close(self) -> None:
@@ -416,12 +416,12 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     @property
     def is_shut(self) -> bool:
-        """Whether it was shut down, by any process."""
+        """Return whether it was shut down, by any process."""
         return bool(self._queue.words[self._queue.record.shut])
 
     @property
     def _reader(self) -> Reader:
-        """What users of multiprocessing's queues reach for: ``connection.wait([queue._reader])``."""
+        """The reader, as users of multiprocessing's queues reach for it: ``connection.wait([queue._reader])``."""
         return Reader(self)
 
     @property
@@ -434,7 +434,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed in this process."""
+        """Return whether it was closed in this process."""
         return self._closed
 
     def __getstate__(self) -> Any:

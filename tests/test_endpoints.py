@@ -135,7 +135,7 @@ def test_a_connector_that_never_waits_comes_in_too(endpoint: str, producer_binds
 
 def test_many_producers_to_one_consumer() -> None:
     """Each producer's messages come in its order, all of them once, and the stream ends after the last goodbye."""
-    with tp.Consumer("many") as consumer, contextlib.ExitStack() as stack:
+    with tp.Consumer("many", producers=4) as consumer, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(Child()) for _ in range(4)]
         for name, child in enumerate(crowd):
             child.call(children.open_producer, consumer.endpoint)
