@@ -192,7 +192,8 @@ _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, torch.dty
 def is_only_in(pair: Any) -> bool:
     """Return whether nobody has a name for any container or tensor of a tuple.
 
-    The tuple itself may have one, and each of its members: the variable that a DataLoader's worker made it of. False, too, where something in it is of an unknown kind, and may have tensors.
+    The tuple itself may have one, and each of its members: the variable that a DataLoader's worker made it of. False, too,
+    where something in it is of an unknown kind, and may have tensors.
     """
     held: dict[int, int] = {}  # references that the tree itself has
     known: dict[int, Any] = {}

@@ -27,7 +27,7 @@ class _Queue(Protocol):
 
 
 class Reader:
-    """A queue's end to read from. Those of one queue are equal, so that programs find one in what ``connection.wait`` returns."""
+    """A queue's end to read from. Those of one queue are equal, so that one is found in what ``connection.wait`` returns."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
