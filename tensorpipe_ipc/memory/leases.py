@@ -143,8 +143,7 @@ class Leases:
             None where the budget is used up, more memory is in use than the arena may cost, or there is no room for such a
             copy. Then memory of one's own is due.
         """
-        if self.kept:
-            self.look_at_kept()
+        self.settle(at_once=False)
         before = self.live.get(block >> 3)  # of a get that failed, and that somebody remembers: a traceback, say
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
@@ -257,20 +256,17 @@ class Leases:
         rows = self.arena.rows
         return anchor.forks == rows.forks or not rows.is_witnessed(anchor.forks + 1, rows.forks)
 
-    def settle(self) -> None:
+    def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
-        handler raises inside a release."""
-        for anchor in list(self.live.values()):
-            if anchor() is None:
-                _release(anchor)
-        self.look_at_kept(at_once=True)
-
-    def look_at_kept(self, *, at_once: bool = False) -> None:
-        """Free what is kept for children of forks that are gone. Without ``at_once`` it looks ten times a second at most."""
+        handler raises inside a release. Without ``at_once`` it looks ten times a second at most.
+        """
         now = monotonic()
         if not at_once and now < self._look_again:
             return
         self._look_again = now + _PAUSE
+        for anchor in list(self.live.values()):
+            if anchor() is None:
+                _release(anchor)
         answers: dict[tuple[int, int], bool] = {}
         for word, entry in list(self.kept.items()):
             held, first, last = entry
@@ -406,5 +402,5 @@ def _release(anchor: _Anchor) -> None:
                 leases.kept[word] = held, anchor.forks + 1, forks
     leases.offered.discard(word)
     if leases.kept:
-        leases.look_at_kept()
+        leases.settle(at_once=False)
     _let_go(leases)

@@ -328,11 +328,11 @@ class GetEnd(QueueEnd):
     def _look_for_the_end(self) -> None:
         if self.words[self.record.shut]:
             raise _Again
-        self.leases.look_at_kept()
+        self.leases.settle(at_once=False)
         self.arena.mind_idle()
 
     def _look_again(self) -> None:
-        self.leases.look_at_kept()
+        self.leases.settle(at_once=False)
         self.arena.mind_idle()
         if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
             raise _Again

@@ -461,7 +461,7 @@ class PutEnd(QueueEnd):
     def _idle(self) -> None:
         self._refuse_if_shut()
         self.undertaker.look()
-        self.leases.look_at_kept()
+        self.leases.settle(at_once=False)
         self.arena.mind_idle()
         self._take_up()
 
