@@ -417,6 +417,7 @@ class Link(Meeting):
             self.greet()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
+            self._greets_after = REPEAT  # it reads what is said to it, and may say otherwise at any moment
             self.turned_away()
             self._post()
         return None

@@ -21,7 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
-from tensorpipe_ipc.transport import link
+from tensorpipe_ipc.transport import link, meeting
 from tensorpipe_ipc.transport.presence import LastWords, Presence
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
@@ -510,6 +510,27 @@ def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.Mo
         _listen(consumer, lambda: consumer.statistics().rejected)
         assert not consumer.statistics().peers
         assert consumer.statistics().vanished == 0
+
+
+def test_one_that_is_refused_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as at first: whoever makes room for it does not find it asking ever more seldom."""
+    monkeypatch.setattr(link, "MOST_PEERS", 1)
+    for module in (link, meeting):
+        monkeypatch.setattr(module, "REPEAT", 0.05)
+    with tp.Consumer("full", producers=None, shared_memory="off") as consumer:
+        with tp.Producer("full") as first, tp.Producer("full", linger=0) as second:
+            putting = in_thread(lambda: first.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+
+            def is_refused_often() -> bool:
+                with pytest.raises((tp.Refused, tp.Full)):
+                    second.put(2, 0.01)
+                with pytest.raises(tp.Empty):
+                    consumer.get(0.01)
+                return consumer.statistics().rejected >= 9
+
+            children.wait_until(is_refused_often)
 
 
 def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
