@@ -11,6 +11,7 @@ milliseconds, and no thread of torch's or ZeroMQ's was forked.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -292,6 +293,15 @@ def _only_value(tensor: torch.Tensor) -> float:
 def set_environment(ends: Ends, name: str, value: str) -> None:
     """Set a variable of the child's environment."""
     os.environ[name] = value
+
+
+def seed_c(ends: Ends, seed: int) -> int:
+    """Seed C's own random numbers, and return a sample of what comes."""
+    library = ctypes.CDLL(None)
+    library.srand(seed)
+    first = int(library.rand())
+    library.srand(seed)
+    return first
 
 
 def own_identity(ends: Ends) -> Identity:

@@ -129,12 +129,15 @@ class RawLine:
         self._read(len(_GREETING))
         properties = ((b"Socket-Type", b"DEALER"), (b"Identity", name))
         body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in properties)
-        self._socket.sendall(b"\x04" + bytes([6 + len(body)]) + b"\x05READY" + body)
+        self._socket.sendall(b"\x06" + struct.pack(">Q", 6 + len(body)) + b"\x05READY" + body)
         self._read(self._read(2)[1])
 
     def _read(self, count: int) -> bytes:
-        found = self._socket.recv(count, socket.MSG_WAITALL)
-        assert len(found) == count, "it was hung up on"
+        found = b""
+        while len(found) < count:  # with a timeout Python never waits for all
+            part = self._socket.recv(count - len(found))
+            assert part, "it was hung up on"
+            found += part
         return found
 
     def say(self, *frames: bytes) -> None:
@@ -149,6 +152,14 @@ class RawLine:
             while found := len(self._socket.recv(1 << 16)):
                 count += found
         return count
+
+    def is_hung_up_on(self) -> bool:
+        """Read all that comes. Return whether the other side ends the connection."""
+        with contextlib.suppress(TimeoutError):
+            while self._socket.recv(1 << 16):
+                pass
+            return True
+        return False
 
     def reset(self) -> None:
         """Hang up, so that the other side is told of a broken connection. Again: nothing."""

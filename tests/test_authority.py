@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -251,6 +252,36 @@ def test_two_connections_of_one_name_do_not_end_a_process() -> None:
         with tp.Producer(endpoint, shared_memory="off") as producer:
             producer.put("lives", PATIENCE)
             assert child.result() == ["lives"]
+
+
+def test_a_stranger_cannot_take_the_next_connections_number() -> None:
+    """libzmq ends a process in which the next connection's number is another's name, and takes the first from C's rand."""
+    with Child() as child, contextlib.ExitStack() as stack:
+        first = child.call(children.seed_c, 1)
+        endpoint = child.call(children.open_consumer, LOOPBACK, shared_memory="off")
+        child.begin(children.take, 1)
+        for number in range(first, first + 4):
+            stack.enter_context(RawLine(endpoint, b"\0" + struct.pack(">I", number)))
+        time.sleep(0.1)  # until the names are theirs
+        with tp.Producer(endpoint, shared_memory="off") as producer:
+            producer.put("lives", PATIENCE)
+            assert child.result() == ["lives"]
+
+
+def test_who_chooses_a_name_is_hung_up_on() -> None:
+    """It may be of a megabyte, and is copied for each message of a few bytes. Who comes as all do is heard beside it."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
+        with RawLine(consumer.endpoint, bytes(1 << 19)) as named, RawEnd(consumer.endpoint) as good:
+            named.say(hello("producer"), *[b"anything"] * 100)
+            good.say(hello("producer"))
+            good.say(*exchange.sent("word"))
+            assert consumer.get(PATIENCE) == "word"
+            with pytest.raises(tp.Empty):
+                consumer.get(0.1)
+            assert named.is_hung_up_on()
+        said = consumer.statistics()
+        assert "chosen a name" in said.last_rejection
+        assert len(said.peers) == 1
 
 
 # -- ipc: whose socket it is

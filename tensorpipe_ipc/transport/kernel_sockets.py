@@ -35,7 +35,7 @@ from itertools import starmap
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.transport.addresses import Address
 
-__all__ = ["is_to_itself", "listener", "prepare_for_bulk", "uid_behind"]
+__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "uid_behind"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -121,9 +121,30 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
     """
     with suppress(OSError):
         with closing(_duplicate(fd)) as connection:
-            ends = connection.getsockname(), connection.getpeername()
+            if not _is_at(connection, address):
+                return
             if address.path:
-                if address.path in ends:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            elif int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple)):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def hang_up(fd: int, address: Address) -> None:
+    """End a connection. Whoever is at its other end may connect anew.
+
+    Args:
+        fd: its descriptor, as above.
+        address: of one of its two ends.
+    """
+    with suppress(OSError):
+        with closing(_duplicate(fd)) as connection:
+            if _is_at(connection, address):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_at(connection: socket.SocketType, address: Address) -> bool:
+    """Return whether an address is that of one of a connection's two ends."""
+    ends = connection.getsockname(), connection.getpeername()
+    if address.path:
+        return address.path in ends
+    return int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple))

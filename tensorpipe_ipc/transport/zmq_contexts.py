@@ -6,6 +6,7 @@ Where libzmq finds no descriptor for what it needs, it ends the process. So ther
 from __future__ import annotations
 
 import _thread
+import ctypes
 import functools
 import os
 import resource
@@ -19,7 +20,7 @@ from zmq.utils import garbage
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
-__all__ = ["acquire", "has_descriptors", "hold_reaper", "release"]
+__all__ = ["acquire", "has_descriptors", "hold_reaper", "release", "router"]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 
@@ -56,6 +57,21 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         if not own:
             shared.common = context
         return context
+
+
+def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """A ROUTER that numbers its connections from a number on which nobody can tell.
+
+    A connection may choose a name of its own, and libzmq ends the process where that is the next one's number. It takes the
+    first of them from C's rand, which nobody else may have seeded: then it is the same in every process.
+    """
+    library = ctypes.CDLL(None)
+    program = library.rand()
+    library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
+    try:
+        return context.socket(zmq.ROUTER)
+    finally:
+        library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
 
 
 def has_descriptors() -> bool:

@@ -11,7 +11,8 @@ What a producer says there, beside its messages, is not said again before ZeroMQ
 * A bind never takes over a live owner's ipc socket, which libzmq's own bind does without a word (``address_claim``).
 * Each connection has a name that ROUTER makes. A connector that named itself would need ROUTER_HANDOVER, by which a new
   connection takes the name of an old one. That one goes on without a pipe; over tcp libzmq ends the process (!_io_error) if
-  something comes by it, and it is reset: whoever reaches the port could do so. HELLO says who it is that comes again.
+  something comes by it, and it is reset: whoever reaches the port could do so. HELLO says who it is that comes again. One that
+  chose a name nevertheless is hung up on.
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
 * Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
@@ -38,9 +39,9 @@ from tensorpipe_ipc.transport.addresses import Address, check_folder, check_sock
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.handshakes import Handshakes
-from tensorpipe_ipc.transport.kernel_sockets import listener, prepare_for_bulk
+from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, prepare_for_bulk
 from tensorpipe_ipc.transport.poll_fd import PollFd
-from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, hold_reaper, release
+from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, hold_reaper, release, router
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameSocket", "SocketError", "Unreachable", "library"]
@@ -71,6 +72,7 @@ _BACKLOG = 1024
 _FRAMES = 4
 # Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
 _UNREAD = 64
+_NAME = 5  # bytes of the name that a ROUTER makes for a connection
 _SURPLUS_AT_ONCE = 5000
 _MOST_UNREAD = 1024  # peers, until those are forgotten that have read
 
@@ -90,8 +92,8 @@ class FrameSocket:
         binds: whether this end has the address.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
             Over inproc, where there is no monitor, they all are number 1.
-        surplus: of the message that ``receive`` returned, how many frames it had, of which the first few were kept: more
-            than a message of so many bytes has. "" of others.
+        surplus: why the message that ``receive`` returned is none: it had more frames than one of so many bytes has, and the
+            first few were kept; or came by a connection that is refused. "" of others.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
     """
 
@@ -150,7 +152,7 @@ class FrameSocket:
             Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
         """
         context = self._context = acquire(self, own=self.binds and self._has_keys)
-        self._socket = context.socket(zmq.ROUTER if self.binds else zmq.DEALER)
+        self._socket = router(context) if self.binds else context.socket(zmq.DEALER)
         if self._security is not None:
             use_keys(self._socket, self._security, bind=self.binds)
             if self.binds:
@@ -385,9 +387,18 @@ class FrameSocket:
             return None
         if not self._receives:
             self._heard = frames[-1]
+        if self.binds and len(frames[0]) != _NAME:
+            self._refuse_name()
+            return b"", [frames[-1].buffer]
         routing = frames[0].bytes if self.binds else b""
         buffers = [frame.buffer for frame in frames[self.binds :]]
         return routing, joined(buffers) if self._cuts else buffers
+
+    def _refuse_name(self) -> None:
+        """Have nothing more come by a connection that chose a name: it may be long, and each message costs its length."""
+        self.surplus = "a connection that has chosen a name of its own"
+        with suppress(zmq.ZMQError):
+            hang_up(self._frames[-1].get(zmq.SRCFD), self.address)
 
     def _may_be_a_strangers(self) -> bool:
         """Ask who listens where a message came from, by a connection that may be newer than the last look. Whether another
