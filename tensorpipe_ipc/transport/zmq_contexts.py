@@ -69,7 +69,8 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     program = library.rand()
     library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
     try:
-        return context.socket(zmq.ROUTER)
+        made: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        return made
     finally:
         library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
 
