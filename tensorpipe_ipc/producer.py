@@ -403,18 +403,18 @@ class Producer:
         self._messages += 1
         self._bytes += message.nbytes
         if link.needs_credit():  # now that the message is on its way
-            link.drain()
+            link.drain(in_passing=True)
 
     def _reserve(self, deadline: float | None) -> Peer:
         """A consumer with room."""
         link = self._link
         link.raise_refusal()
         if link.is_stale():
-            link.drain()
+            link.drain(in_passing=True)
             link.look_around()  # one can put for long after the other end is gone
         peer = link.choose()
         if peer is None:
-            link.drain()
+            link.drain(in_passing=remaining(deadline) > 0)
             peer = link.choose()
         if peer is None:
             self._waits += 1

@@ -315,6 +315,23 @@ def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pyt
         assert consumer._link.socket.has_incoming(), "the flood is not over"
 
 
+def test_a_put_does_not_wait_while_messages_come_that_are_none() -> None:
+    """A consumer says without end what is nothing: each put beside it deals with a little of that, and not for 20 ms."""
+    with contextlib.suppress(tp.PeerLost), tp.Producer("flooded", bind=True, shared_memory="off", linger=0) as producer:
+        with RawEnd(producer.endpoint) as noisy, RawEnd(producer.endpoint) as quiet:
+            for raw in (noisy, quiet):
+                raw.say(hello("consumer"))
+            producer.wait_for(2, PATIENCE)
+            for _ in range(30_000):
+                noisy.say(pack(Kind.CREDIT, 0))
+            children.wait_until(producer._link.socket.has_incoming)
+            began = time.thread_time()
+            for number in range(40):
+                producer.put(number, PATIENCE)
+            assert time.thread_time() - began < 0.2
+            assert producer._link.socket.has_incoming(), "the flood is over"
+
+
 def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:
     """A get that does not wait does not wait for 100,000 frames of nothing either."""
     with _talk() as (consumer, raw):

@@ -98,11 +98,11 @@ class SendLink(Link):
         """Whether there is any queue."""
         return bool(self._sharing)
 
-    def drain(self) -> None:
+    def drain(self, *, in_passing: bool = False) -> None:
         """See Link."""
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
-        super().drain()
+        super().drain(in_passing=in_passing)
 
     @property
     def frames_in_flight(self) -> int:
@@ -122,9 +122,9 @@ class SendLink(Link):
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
         if not self._sharing:
             self.pump(timeout)
-            self.drain()
+            self.drain(in_passing=True)
         elif not self.socket.is_silent() or self._hear_of_room(timeout):
-            self.drain()
+            self.drain(in_passing=True)
         else:
             self.look_around()
 
