@@ -15,7 +15,7 @@ import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.transport import rendezvous
+from tensorpipe_ipc.transport import link, rendezvous
 
 pytestmark = [pytest.mark.limit(25), pytest.mark.usefixtures("transport")]
 ONLY_SHARED_MEMORY = pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
@@ -150,6 +150,28 @@ def test_the_producer_is_killed(endpoint: str, consumer_binds: bool) -> None:
             assert (consumer.statistics().lost, consumer.statistics().vanished) == (0, 1)
             bound = consumer.endpoint
     tp.Consumer(bound).close()  # the next owner takes over what a killed one left, and clears it away
+
+
+@pytest.mark.parametrize("transport", ["frames"], indirect=True)
+def test_what_a_killed_producer_had_sent_waits_for_who_takes_it_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has come in frames is there to be taken, however long its producer has been dead."""
+    monkeypatch.setattr(link, "REPEAT", 0.05)  # seconds between two looks who is there, while messages come
+    with tp.Consumer("seldom") as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint)
+        child.begin(children.put_numbers, 0, 50)
+        assert consumer.get(PATIENCE) == ("", 0)
+        child.result()
+        with contextlib.suppress(tp.Full):
+            child.call(children.flush, 0.1)  # what ZeroMQ's thread had not sent dies with it
+        child.kill()
+        got = []
+        for seconds in (0.1, 1.1):
+            time.sleep(seconds)
+            got.append(consumer.get(PATIENCE)[1])
+        got += [consumer.get(PATIENCE)[1] for _ in range(47)]
+        assert got == list(range(1, 50))
+        with pytest.raises(tp.PeerLost, match="vanished"):
+            consumer.get(PATIENCE)
 
 
 def test_the_death_of_one_producer_is_no_matter_of_the_others() -> None:

@@ -97,11 +97,11 @@ _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and
 _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
 _LONELY = 0.2  # seconds until it is found out why nobody comes
-_NOISE = 1.0  # seconds that what comes from others may keep one from being given up that is gone
 _REMEMBERED = 1000  # ends that have ended, and connections
 _POST_LONG = 0.001  # seconds of work for the notice of an end with some hundred peers
 _POST_RARELY = 20  # times as long nothing more is posted then
 MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
+_IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
 _NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
@@ -175,6 +175,7 @@ class Link(Meeting):
         self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
+        self._came = 1  # messages, whosever
         self._looked = 0.0  # when it was last seen to who is still there
         self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
         self._is_posted = False  # whether this end's file is up to date
@@ -306,6 +307,7 @@ class Link(Meeting):
             self.look_around()
             return None
         routing, frames = incoming
+        self._came += 1
         try:
             data = self._hear(routing, frames)
         except ProtocolError as error:
@@ -399,7 +401,7 @@ class Link(Meeting):
                 return None
             if peer.by_file:  # it says WELCOME first: this came by the connection with the one before it
                 return None
-            peer.heard = time.monotonic()
+            peer.heard, peer.unread_from = time.monotonic(), 0
             if kind == Kind.DATA:
                 if not self.expects(peer, header):
                     return None
@@ -697,11 +699,18 @@ class Link(Meeting):
             connected = True
         if gone:
             peer.gone_at = peer.gone_at or time.monotonic()
-            since = time.monotonic() - peer.gone_at
-            if self.socket.has_incoming() and since < _NOISE:
+            if self._may_have_unread(peer):
                 return False
-            return not connected or since >= self._silence_of(peer)
-        return not connected and not self.socket.has_incoming() and not self.waits_for(peer)
+            return not connected or time.monotonic() - peer.gone_at >= self._silence_of(peer)
+        return not connected and not self._may_have_unread(peer) and not self.waits_for(peer)
+
+    def _may_have_unread(self, peer: Peer) -> bool:
+        """Return whether something of a peer that has ended may have come and was not read yet.
+
+        However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
+        """
+        peer.unread_from = peer.unread_from or self._came
+        return self._came - peer.unread_from < _IN_TURN and self.socket.has_incoming()
 
     def _silence_of(self, peer: Peer) -> float:
         """How long nothing must come from one that is gone, and whose connection has not ended.

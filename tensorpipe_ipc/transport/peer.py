@@ -39,6 +39,8 @@ class Peer:
         taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
         heard: when something last came from it, by time.monotonic().
         gone_at: when it was first seen to be gone, and more may have been on its way.
+        unread_from: how many messages had come, of all peers, when it was first seen to have ended, or lost its connection,
+            since something last came from it; 0 while it is not.
         away_at: when its connection was first seen to have ended, until it is heard of again; 0 while it is not.
         kept: what was sent to it over tcp and is not known to be taken, oldest first.
         unread: what it says it took, though ZeroMQ was not seen to have let go of it.
@@ -89,6 +91,7 @@ class Peer:
         "turn",
         "unmarked",
         "unread",
+        "unread_from",
         "why_not",
     )
 
@@ -99,6 +102,7 @@ class Peer:
         self.taken = 0
         self.heard = time.monotonic()
         self.gone_at = 0.0
+        self.unread_from = 0
         self.sight = sight or Sight()
         self.away_at = 0.0
         self.kept: deque[Kept] = deque()
@@ -164,7 +168,7 @@ class Peer:
 
     def heard_of(self) -> None:
         """Note that something came from it."""
-        self.heard, self.away_at = time.monotonic(), 0.0
+        self.heard, self.away_at, self.unread_from = time.monotonic(), 0.0, 0
 
     def leave(self, how: How, ending: Ending | None = None) -> None:
         """Note that it left, how, and when."""
