@@ -314,6 +314,50 @@ def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
             os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("ends_by", ["close", "kill"])
+@pytest.mark.parametrize("consumer_binds", [False, True])
+def test_a_forked_child_keeps_nobody_from_the_next_binder(consumer_binds: bool, ends_by: str) -> None:
+    """A binder ends, and a child of its process has the connection open: who was connected finds the next binder."""
+    with Child() as first, Child() as second:
+        first.call(children.open_consumer if consumer_binds else children.open_producer, "kept", bind=True)
+        connector: Any = tp.Producer("kept", linger=0) if consumer_binds else tp.Consumer("kept", bind=False)
+        with connector:
+            _crosses(connector, first)
+            orphan = first.call(children.fork_that_waits)
+            try:
+                if ends_by == "kill":
+                    first.kill()
+                else:
+                    first.call(children.close)
+                second.call(children.open_consumer if consumer_binds else children.open_producer, "kept", bind=True)
+                if consumer_binds:
+                    wait_until(lambda: f"pid {first.pid} " not in str(connector.statistics().peers))
+                started = time.monotonic()
+                _crosses(connector, second)
+                assert time.monotonic() - started < 1 + MARGIN
+            finally:
+                os.kill(orphan, signal.SIGKILL)
+
+
+def _crosses(connector: Any, child: Child) -> None:
+    """Have a message cross between an end of this process and a child's binder, once they have met."""
+    if isinstance(connector, tp.Producer):
+        child.begin(children.take)
+        connector.put("crosses", PATIENCE)
+        assert child.result() == ["crosses"]
+        with contextlib.suppress(tp.PeerLost):
+            connector.flush(PATIENCE)
+        return
+    child.begin(children.put, "crosses")
+    while True:
+        with contextlib.suppress(tp.EndOfStream, tp.PeerLost):
+            assert connector.get(PATIENCE) == "crosses"
+            break
+    child.result()
+    child.call(children.flush)
+
+
 def test_the_files_of_killed_ends_go_with_the_next_one() -> None:
     """As long as an end is open it has a file of its own, 0600; that of a killed one is removed when another end opens."""
 

@@ -55,6 +55,7 @@ __all__ = ["REPEAT", "Meeting"]
 REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
 _RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
 _AGAIN = 0.02  # seconds between two looks for a file
+_CLINGS = 0.1  # seconds that a connection may take to end after its binder has left
 
 
 class Meeting(Role):
@@ -69,6 +70,7 @@ class Meeting(Role):
     peers: dict[bytes, Peer]
     ended_ends: dict[int, None]
     ended_afar: dict[int, None]
+    last_left: Peer | None
     window: int
     has_keys: bool
     _refusal: Exception | None
@@ -121,12 +123,24 @@ class Meeting(Role):
         if self.socket.binds or (self.peers and not self.owes_greeting()):
             return True
         came = self.socket.has_incoming()  # perhaps by a connection that has ended since
+        if not came and self.is_left_over(_CLINGS):
+            self.socket.connect_anew()
         if not self.socket.is_connected(0 if came else timeout):
             return came
         if not self.peers:
             self.meet_by_file()
         self.greet()
         return True
+
+    def is_left_over(self, seconds: float = 0) -> bool:
+        """Whether a connector's connection stands, though its binder has left by it, so many seconds ago.
+
+        A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
+        """
+        left = self.last_left
+        if self.socket.binds or self.peers or left is None or left.left is How.REFUSED_US:
+            return False
+        return self.socket.connection == self._left_on != 0 and time.monotonic() - left.left_at > seconds
 
     def owes_greeting(self) -> bool:
         """Whether a connector was seen to get its binder since it last said HELLO."""

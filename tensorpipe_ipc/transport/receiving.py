@@ -144,16 +144,17 @@ class ReceiveLink(Link):
             self._tick()
 
     def _tick(self) -> None:
-        """Have the descriptor tell from time to time, while there are peers, that it is to be looked who still is there."""
+        """Have the descriptor tell from time to time, while there is anybody, that it is to be looked who still is there."""
         if self._alarm is None:
             self._alarm = Alarm()
             if self._alarm.fd >= 0:
                 self.socket.watch(self._alarm.fd)
         now = time.monotonic()
-        if self.peers and now >= self._due:
+        is_to_look = bool(self.peers) or self.is_left_over()
+        if is_to_look and now >= self._due:
             self._due = now + _TICK
             self._alarm.set(_TICK)
-        elif not self.peers and self._due:
+        elif not is_to_look and self._due:
             self._due = 0.0
             self._alarm.set(0)
 

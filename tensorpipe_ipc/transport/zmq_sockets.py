@@ -480,6 +480,12 @@ class FrameSocket:
             self._handshakes.hear()
             self.connection = self._handshakes.connection
 
+    def connect_anew(self) -> None:
+        """Hang up on what a connector has on the line, and try to get its binder."""
+        if self._handshakes is not None:
+            self._handshakes.connect_anew()
+            self.connection = 0
+
     def trouble(self) -> str:
         """Why a connector does not get in; "" as long as nothing is known to be in the way."""
         return "" if self._handshakes is None else self._handshakes.trouble()
