@@ -329,19 +329,20 @@ class Producer:
     def close(self) -> None:
         """Wait up to ``linger`` seconds until all messages are taken, say goodbye and close. Again: nothing.
 
-        A warning says how many messages were not taken, if any. Any thread may do it. One that waits in ``put`` or ``flush``
+        A warning says how many messages were not taken, and which consumers left without having taken theirs, unless
+        ``flush`` has told. Any thread may do it. One that waits in ``put`` or ``flush``
         meanwhile gets ``Closed`` within 100 ms.
         """
-        untaken = self._close()
-        if untaken:
-            warnings.warn(untaken, RuntimeWarning, stacklevel=2)
+        told, _ = self._close()
+        if told:
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
 
-    def _close(self) -> str:
-        """Close, and return what was not taken, in words."""
+    def _close(self) -> tuple[str, list[Peer]]:
+        """Close. Return what was not taken, in words, and by whom that left."""
         with self._guard.to_close() as is_open:
-            untaken = _close(self._link, self._guard, self._linger) if is_open else ""
+            told = _close(self._link, self._guard, self._linger) if is_open else ("", [])
             self._finish.detach()
-            return untaken
+            return told
 
     def __enter__(self) -> Producer:
         """Itself.
@@ -359,16 +360,11 @@ class Producer:
             if not self._guard.closing:  # else another thread closes it, and that is why the block is left
                 self._link.ending = ending_by(value)
         finally:
-            untaken = self._close()
-        if self._guard.foreign:  # what was lost its parent is told
-            return
-        left_behind = self._link.left_behind
-        self._link.left_behind = []
-        told = "; ".join(filter(None, [*map(_lost_with, left_behind), untaken]))
+            told, peers = self._close()
         if told and value is None:
-            raise lost_or_failed(f"{self.endpoint}: {told}", [peer for peer, _ in left_behind])
+            raise lost_or_failed(told, peers)
         if told:
-            warnings.warn(f"{self.endpoint}: {told}", RuntimeWarning, stacklevel=2)
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         in_flight = "" if self._guard.foreign else f" in_flight={self._link.in_flight}"
@@ -458,15 +454,18 @@ def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
     if postponed(_close_or_warn, link, guard, linger):
         return
     with guard.at_last() as is_open:
-        untaken = _close(link, guard, linger) if is_open else ""
-    if untaken:
-        warnings.warn(untaken, RuntimeWarning, stacklevel=2)
+        told, _ = _close(link, guard, linger) if is_open else ("", [])
+    if told:
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
 
 
-def _close(link: SendLink, guard: Guard, linger: float) -> str:
-    """Close a producer's link. Return what was not taken, in words. It must not know the producer itself.
+def _close(link: SendLink, guard: Guard, linger: float) -> tuple[str, list[Peer]]:
+    """Close a producer's link. It must not know the producer itself.
 
     May be cut short anywhere by an exception, and called again.
+
+    Returns:
+        What was not taken and nobody was told of, in words; and the consumers that left without having taken it.
     """
     guard.closing = True
     untaken, farewell = "", _FAREWELL
@@ -477,7 +476,9 @@ def _close(link: SendLink, guard: Guard, linger: float) -> str:
         with undisturbed():
             link.close(farewell)
     guard.closed = True
-    return untaken
+    losses, link.left_behind = link.left_behind, []
+    told = "; ".join(filter(None, [*map(_lost_with, losses), untaken]))
+    return f"{link.endpoint}: {told}" if told else "", [peer for peer, _ in losses]
 
 
 def _take_leave(link: SendLink, linger: float) -> tuple[str, float]:

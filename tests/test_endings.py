@@ -556,6 +556,26 @@ def test_leaving_tells_what_was_not_taken_in_time() -> None:
         assert 0.2 <= time.monotonic() - started < 1 + MARGIN
 
 
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_close_tells_what_was_lost(dies: str) -> None:
+    """A consumer is killed with messages that it had not taken: closing warns of them, whenever that was."""
+    with Child() as child:
+        producer = tp.Producer(child.call(children.open_consumer, "lost"))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        if dies == "before":
+            child.kill()
+        killing = in_thread(child.kill) if dies == "meanwhile" else None
+        with pytest.warns(RuntimeWarning, match=rf"consumer pid {child.pid} .* vanished .* with 3 messages") as warned:
+            producer.close()
+        producer.close()
+        assert len(warned) == 1
+        assert producer.statistics().lost == 3
+        if killing is not None:
+            killing()
+    tp.Consumer("lost").close()  # takes away the file of the one that was killed
+
+
 def test_what_flush_has_told_is_not_told_again() -> None:
     """Leaving after a PeerLost that was caught is silent."""
     with tp.Consumer("told") as consumer, tp.Producer("told") as producer:
