@@ -314,6 +314,31 @@ def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
             os.kill(orphan, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("consumer_binds", [False, True])
+def test_the_next_binder_within_one_process(consumer_binds: bool) -> None:
+    """Over inproc a connector finds the next binder, too."""
+
+    def binder() -> Any:
+        return tp.Consumer("inproc://next") if consumer_binds else tp.Producer("inproc://next", bind=True)
+
+    bound = binder()
+    connector: Any = tp.Producer("inproc://next") if consumer_binds else tp.Consumer("inproc://next", bind=False)
+    with connector:
+        for number in range(3):
+            producer, consumer = (connector, bound) if consumer_binds else (bound, connector)
+            putting = in_thread(lambda producer=producer, number=number: producer.put(number, PATIENCE))
+            if number and not consumer_binds:
+                with pytest.raises(tp.EndOfStream):
+                    consumer.get(PATIENCE)
+            assert consumer.get(PATIENCE) == number
+            putting()
+            producer.flush(0.2)
+            bound.close()
+            assert bound.statistics().rejected == 0
+            if number < 2:
+                bound = binder()
+
+
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("ends_by", ["close", "kill"])
 @pytest.mark.parametrize("consumer_binds", [False, True])

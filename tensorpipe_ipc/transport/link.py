@@ -237,7 +237,7 @@ class Link(Meeting):
 
     def greet_first(self) -> None:
         """Have a connector say HELLO by a connection before anything else. Its binder knows it by that only."""
-        if not self.socket.binds and self.socket.is_monitored and self.socket.is_connected() and self.owes_greeting():
+        if not self.socket.binds and self.socket.is_connected() and self.owes_greeting():
             self.greet()
 
     def say_goodbye(self) -> bool:

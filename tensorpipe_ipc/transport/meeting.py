@@ -110,7 +110,7 @@ class Meeting(Role):
             return
         if self._greeted_on != connection:
             self.reconnected()
-        is_news = not self._greeted or self._greeted_on != connection or not self.socket.is_monitored
+        is_news = not self._greeted or self._greeted_on != connection
         if self.socket.send_small(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
             self._greeted, self._greeted_on = now, connection
             self._greets_after = REPEAT if is_news else min(2 * self._greets_after, _RARELY)

@@ -91,7 +91,7 @@ class FrameSocket:
         address: where; with the port that was chosen, if any was to do.
         binds: whether this end has the address.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
-            Over inproc, where there is no monitor, they all are number 1.
+            Over inproc it is there before its binder is.
         surplus: why the message that ``receive`` returned is none: it had more frames than one of so many bytes has, and the
             first few were kept; or came by a connection that is refused. "" of others.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
@@ -112,6 +112,7 @@ class FrameSocket:
         self.address = address
         self.binds = bind
         self.connection = 0
+        self._connections = 1  # over inproc, so far
 
         self._poll_fd: PollFd | None = None
         self._fd = -1  # once there is an epoll
@@ -268,7 +269,7 @@ class FrameSocket:
             Unreachable: the peer is not connected. Nothing was sent.
         """
         self._is_silent = False
-        if self._monitored and not (self.is_connected() and connection in (None, self.connection)):
+        if not self.binds and not (self.is_connected() and connection in (None, self.connection)):
             raise Unreachable
         if self._cuts:
             frames = in_fragments(frames)
@@ -309,7 +310,7 @@ class FrameSocket:
             Whether the peer is connected, by that connection. If not, nothing was sent.
         """
         self._is_silent = False
-        if self._monitored and not (self.is_connected() and connection in (None, self.connection)):
+        if not self.binds and not (self.is_connected() and connection in (None, self.connection)):
             return False
         unread = self._unread.get(peer)
         if unread is not None and not unread.tracker.done:
@@ -494,13 +495,13 @@ class FrameSocket:
         """What can be done now. Looking silences ZeroMQ's descriptor: all that it may have told of is noted here."""
         events = int(self._socket.getsockopt(_EVENTS))
         if not self._monitored and not self.binds:
-            self.connection = 1 if events & _POLLOUT else 0
+            if events & _POLLOUT:
+                self.connection = self._connections
+            elif self.connection:  # its binder has closed: over inproc libzmq connects once only
+                self._connections += 1
+                self._socket.connect(self.address.text)
+                self.connection = 0
         return events
-
-    @property
-    def is_monitored(self) -> bool:
-        """Whether each new connection of a connector has a new number."""
-        return self._monitored
 
     @property
     def is_watched(self) -> bool:
