@@ -649,6 +649,35 @@ def test_a_loss_counts_as_an_end() -> None:
             consumer.get(PATIENCE)
 
 
+def test_one_that_comes_back_counts_in_the_stream_that_it_ends_in(tmp_path: Path) -> None:
+    """A producer out of sight was given up, and a stream ended with that. When it is back, it counts in the next one."""
+    with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=0.1) as consumer, Child() as child:
+        with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+            child.call(children.move_out_of_sight, str(tmp_path))
+            child.call(children.open_producer, line.endpoint)
+            child.begin(children.put, "before")
+            assert consumer.get(PATIENCE) == "before"
+            child.result()
+            flushing = in_thread(lambda: child.call(children.flush))
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0.1)
+            flushing()
+            line.silence()
+            line.cut()
+            for number in range(2):
+                leaving = in_thread(lambda number=number: children.put_and_leave(consumer.endpoint, number))
+                assert consumer.get(PATIENCE) == number
+                leaving()
+                with pytest.raises(tp.Empty if number else tp.PeerLost, match=None if number else f"pid {child.pid} "):
+                    consumer.get(0.1 if number else PATIENCE)
+            line.heal()
+            child.begin(children.put_numbers_and_close, "back", 1)
+            assert consumer.get(PATIENCE) == ("back", 0)
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+            child.result()
+
+
 def test_a_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """producers=None: the stream never ends. Who fails or vanishes is counted and logged, and get is Empty in time."""
     with tp.Consumer("server", producers=None) as consumer, Child() as well, Child() as fails, Child() as dies:

@@ -61,7 +61,9 @@ class ReceiveLink(Link):
         self._regions = Regions()
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
-        self._known: dict[int, int] = {}  # by end: what was last taken from those who vanished, and may come back
+        # By end: what was last taken from those who vanished, and may come back, and in which stream that was.
+        self._known: dict[int, tuple[int, int]] = {}
+        self._stream = 1
         self.producers = producers
         self.ended = 0
         self.unwell: list[Peer] = []
@@ -122,7 +124,7 @@ class ReceiveLink(Link):
 
     def next_stream(self) -> None:
         """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
-        self.unwell, self.met_any = [], False
+        self.unwell, self.met_any, self._stream = [], False, self._stream + 1
         self.ended -= self.producers or self.ended
 
     def holds_back(self) -> bool:
@@ -346,9 +348,10 @@ class ReceiveLink(Link):
         peer.round = self._round
         end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
         if end in known:  # one that was given up is back
-            sequence = sequence if sequence > known[end] else known[end]
+            taken, stream = known[end]
+            sequence = sequence if sequence > taken else taken
             del known[end]
-            self.ended -= self.ended > 0
+            self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
         peer.began = peer.taken = sequence
 
     def close(self, linger: float) -> None:
@@ -382,7 +385,7 @@ class ReceiveLink(Link):
         if self.socket.binds and peer.left is How.LOST and not peer.settled:
             return  # it said HELLO to the consumer that was here before, or was not answered: it put nothing here
         if peer.left is How.LOST and peer.resends and peer.hello.end:
-            self._known[peer.hello.end] = peer.taken
+            self._known[peer.hello.end] = peer.taken, self._stream
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.left is How.LOST and peer.queue is not None:

@@ -612,11 +612,11 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         link = consumer._link
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
             _part(link, end, resends, how)
-        assert link._known == {1: 10, 2: 20}
+        assert link._known == {1: (10, 1), 2: (20, 1)}
         _part(link, 0, 1, How.LOST)  # one that does not say which end it is
-        assert link._known == {1: 10, 2: 20}
+        assert link._known == {1: (10, 1), 2: (20, 1)}
         _part(link, 5, 1, How.LOST)
-        assert link._known == {2: 20, 5: 50}
+        assert link._known == {2: (20, 1), 5: (50, 1)}
 
 
 def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How) -> None:
@@ -710,9 +710,9 @@ def test_one_that_comes_back(said: int, known: int, taken: int) -> None:
     """What was taken from it before, or what it says that it will not send again: whichever is more."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(0, sequence=said)
-        link._known = {7: known, 8: 99} if known else {8: 99}
+        link._known = {7: (known, 1), 8: (99, 1)} if known else {8: (99, 1)}
         link.met(one)
-        assert (one.taken, one.began, link._known) == (taken, taken, {8: 99})
+        assert (one.taken, one.began, link._known) == (taken, taken, {8: (99, 1)})
 
 
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
