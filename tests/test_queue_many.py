@@ -417,6 +417,39 @@ def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped
     assert there.empty()
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_an_object_that_ends_the_program_each_time_it_is_made_is_dropped_at_last(error: BaseException) -> None:
+    """As one might that is of a module which ends the program that imports it. Whoever goes on gets what comes after it."""
+    there = Queue()
+    there.put(Raises(error))
+    there.put("last")
+    tries = 0
+    while True:
+        try:
+            assert there.get(timeout=LIMIT) == "last"
+            break
+        except type(error):
+            tries += 1
+            assert tries < 20
+    assert tries > 0
+    assert there.statistics().undecodable == 1
+    assert there.empty()
+
+
+class Raises:
+    """Pickled well, and never made again."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        return _raise, (self._error,)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def test_the_dead_hold_nothing_as_soon_as_one_looks() -> None:
     """In statistics, that is: what a killed process had under lease is nobody's."""
     there = Queue()

@@ -561,7 +561,7 @@ class GetEnd(QueueEnd):
     def _is_to_be_dropped(self, aside: Aside) -> bool:
         """Whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
         error = aside.cause
-        if error is None or isinstance(error, (_Again, _NoLease)) or is_a_signals(error, error.__traceback__):
+        if error is None or isinstance(error, (_Again, _NoLease)) or _passed_a_handler(error.__traceback__):
             return False
         aside.tries += 1
         return aside.tries >= _TRIES or not _may_pass(error)
@@ -678,11 +678,12 @@ class GetEnd(QueueEnd):
 
 def _may_pass(error: BaseException) -> bool:
     """Whether the same message may well be decoded later: there is memory then, or a descriptor, or the caller asks for
-    another form of it."""
+    another form of it. Or a handler in C raised, as Ctrl-C's own does; or the message did, by ``sys.exit``, and always will."""
     if isinstance(error, PeerLost):  # what it refers to went with its sender
         return False
     may = (MemoryError, OSError, UnsupportedLeaf)
-    return isinstance(error, may) or type(error).__name__ == "OutOfMemoryError"  # of CUDA
+    is_cudas = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
 
 
 class _NoLease(SharedMemoryError):
@@ -696,6 +697,14 @@ class _Again(Exception):
 def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
     """Return whether an exception came from a signal's handler, and so says nothing about what it interrupted.
 
+    What is no ``Exception`` is taken for a handler's: those in C leave no frame.
+    """
+    return _passed_a_handler(trace) or not isinstance(error, Exception)
+
+
+def _passed_a_handler(trace: TracebackType | None) -> bool:
+    """Return whether an exception went through the code of a signal's handler.
+
     A peer may cause one by each message, so it is asked for in C: signal.getsignal makes two enums, 0.5 ms for all signals.
     """
     handlers = {_code_of(handler) for handler in map(_signal.getsignal, range(1, signal.NSIG)) if callable(handler)}
@@ -703,7 +712,7 @@ def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
         if trace.tb_frame.f_code in handlers:
             return True
         trace = trace.tb_next
-    return not isinstance(error, Exception)
+    return False
 
 
 def _code_of(handler: Any) -> Any:
