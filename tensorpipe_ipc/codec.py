@@ -17,7 +17,7 @@ from torch.nn.parameter import Parameter
 from torch.storage import UntypedStorage
 
 from tensorpipe_ipc import moving, pickling
-from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.memory.staging import arrival_of, staged
 from tensorpipe_ipc.pickling import Handle, Pickled, is_shared_by_torch
@@ -46,6 +46,7 @@ __all__ = ["Apart", "Codec", "Payload"]
 
 _BRIEF = 1 << 12  # bytes of a pickle: as a leaf it costs as much as another tensor, and no two schemas are the same
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
+_NOT_PUT = (Full, ShutDown, SharedMemoryError)
 
 
 # An object taken apart: the flat tree, or the pickle; and whether each leaf is known to have memory of its own.
@@ -62,12 +63,22 @@ class Payload(Protocol):
 
 
 class _Referring:
-    """The payload of a message that refers to torch's shared memory."""
+    """The payload of a message that refers to torch's shared memory.
 
-    __slots__ = ("handles", "nbytes", "write_into")
+    Attributes:
+        handles: of that memory.
+        was_read: whether all of it was written: only then may the message have been put.
+    """
+
+    __slots__ = ("_payload", "handles", "nbytes", "was_read")
 
     def __init__(self, payload: Payload, handles: Sequence[Handle]) -> None:
-        self.handles, self.nbytes, self.write_into = handles, payload.nbytes, payload.write_into
+        self.handles, self.nbytes, self._payload, self.was_read = handles, payload.nbytes, payload, False
+
+    def write_into(self, place: memoryview) -> None:
+        """See Payload."""
+        self._payload.write_into(place)
+        self.was_read = True
 
 
 class Codec:
@@ -158,15 +169,22 @@ class Codec:
             if refused is not None and (refused.reason == error.reason or _flat(obj) is not None):
                 raise refused from None
             raise UnsupportedLeaf(f"in {type(obj).__qualname__}: {error.reason}") from error.__cause__
+        except BaseException:
+            pickling.take_back(handles)
+            raise
         return self._referring(payload, handles) if handles else payload, metadata
 
     def _referring(self, payload: Payload, handles: Sequence[Handle]) -> Payload:
         self.shared_by_torch += len(handles)
         return _Referring(payload, handles)
 
-    def take_back(self, payload: Payload) -> None:
-        """See to it that nothing stays open for a message that was not put."""
-        if type(payload) is _Referring:
+    def take_back(self, payload: Payload, error: BaseException) -> None:
+        """See to it that nothing stays open for a message that was not put.
+
+        Args:
+            error: what ended the put. Any but ours is a signal handler's, and the message may have been put once it was read.
+        """
+        if type(payload) is _Referring and (isinstance(error, _NOT_PUT) or not payload.was_read):
             self.shared_by_torch -= len(payload.handles)
             pickling.take_back(payload.handles)
 

@@ -15,7 +15,7 @@ import torch
 
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.codec import Apart, Codec, Payload
-from tensorpipe_ipc.errors import Closed, Full, SharedMemoryError, ShutDown, TensorPipeError
+from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.limits import check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, made
@@ -135,8 +135,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         payload, metadata = codec.encode(obj, apart)
         try:
             self._queue.put(payload, metadata, seconds)
-        except (Full, ShutDown, SharedMemoryError):
-            codec.take_back(payload)
+        except BaseException as error:
+            codec.take_back(payload, error)
             raise
 
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
@@ -180,10 +180,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
                 if at_fault is None and not has_more:
                     return
             raise at_fault
-        except Exception as error:
-            if isinstance(error, (Full, ShutDown, SharedMemoryError)):
-                for payload, _ in waiting:
-                    self._codec.take_back(payload)
+        except BaseException as error:
+            for payload, _ in waiting:
+                self._codec.take_back(payload, error)
             # Any other is a signal handler's: it may have come when some were put that are not counted yet.
             if error is at_fault or isinstance(error, TensorPipeError):
                 with contextlib.suppress(AttributeError):  # an object's own exception may have no room for it
@@ -243,7 +242,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
                 takes.
             MemoryError, OSError, torch.OutOfMemoryError: there is not enough for it now. The object is what the next get
                 takes; after eight tries it is dropped.
-            Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``).
+            Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``). What is
+                no ``Exception`` (SystemExit, KeyboardInterrupt) may be a signal handler's: it is dropped after eight tries.
             ShutDown: the queue was shut down, and is empty.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory),
                 or more memory is in use than the queue's capacity. The message is the next that a get in this process takes.

@@ -205,11 +205,40 @@ def test_puts_that_end_in_full_or_an_error_keep_no_descriptor() -> None:
             there.put(Holder(x=shared, y=history))
         with pytest.raises((AttributeError, TypeError)):
             there.put([shared, lambda: 0])
+        with pytest.raises(tp.SharedMemoryError):
+            there.put([shared, torch.zeros(1).expand(1 << 40)])
     assert len(os.listdir("/proc/self/fd")) <= before
     assert there.statistics().shared_by_torch == 1
     got = there.get()
     got[0] = 1
     assert shared[0] == 1
+
+
+@pytest.mark.parametrize("put", [lambda there, it: there.put(it), lambda there, it: there.put_many([it, it])])
+def test_puts_that_a_signals_handler_ends_keep_no_descriptor(put: Callable[[tp.Queue, Any], None]) -> None:
+    """They wait for room when it raises, so nothing was put."""
+    there = tp.Queue(1)
+    shared = _shared(3)
+    there.put(shared)
+    with pytest.raises(tp.Full):
+        there.put(shared, timeout=0.01)  # a thread that waits has a descriptor for it, once
+    before = len(os.listdir("/proc/self/fd"))
+
+    def raise_(*_: Any) -> None:
+        raise KeyError
+
+    was = signal.signal(signal.SIGALRM, raise_)
+    try:
+        for _ in range(5):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyError):
+                put(there, [shared, 1])
+    finally:
+        signal.signal(signal.SIGALRM, was)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert there.get() is not None
+    there.put(shared)
+    assert torch.equal(there.get(), shared)
 
 
 def test_endpoints_copy_what_is_shared() -> None:
