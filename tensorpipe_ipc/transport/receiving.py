@@ -384,7 +384,9 @@ class ReceiveLink(Link):
         assert peer.left is not None
         if self.socket.binds and peer.left is How.LOST and not peer.settled:
             return  # it said HELLO to the consumer that was here before, or was not answered: it put nothing here
-        if peer.left is How.LOST and peer.resends and peer.hello.end:
+        # One that sent nothing pushes out none that did.
+        is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
+        if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
             self._known[peer.hello.end] = peer.taken, self._stream
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]

@@ -406,11 +406,11 @@ class SendLink(Link):
         while peer.kept:
             self._unacknowledged.let_go(peer.kept.popleft())
         if self.socket.binds and peer.queue is None and peer.hello.end:
-            if peer.left is How.LOST:
+            if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
                 self._vanished[peer.hello.end] = peer.sent
                 while len(self._vanished) > _REMEMBERED:
                     del self._vanished[next(iter(self._vanished))]
-            else:
+            elif peer.left is not How.LOST:
                 self._vanished.pop(peer.hello.end, None)
         if peer.queue is not None and peer.left is How.LOST:
             peer.queue.undertaker.look()

@@ -27,7 +27,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport import assembly, link, meeting, peer, receiving, unacknowledged
+from tensorpipe_ipc.transport import assembly, link, meeting, peer, receiving, sending, unacknowledged
 from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.peer import How
 from tensorpipe_ipc.transport.presence import Sight
@@ -617,11 +617,38 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         assert link._known == {1: (10, 1), 2: (20, 1)}
         _part(link, 5, 1, How.LOST)
         assert link._known == {2: (20, 1), 5: (50, 1)}
+        _part(link, 6, 1, How.LOST, taken=0)  # one that sent nothing
+        assert link._known == {2: (20, 1), 5: (50, 1)}
 
 
-def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How) -> None:
+def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
+    monkeypatch.setattr(sending, "_REMEMBERED", 2)
+    monkeypatch.setattr(link, "REPEAT", 0.05)
+    with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0, peer_timeout=0.05) as producer:
+
+        def come(end: int, sequence: int = 0) -> int:
+            with RawEnd(producer.endpoint) as raw:
+                raw.say(hello("consumer", end=end, sequence=sequence))
+                producer.wait_for(1, PATIENCE)
+                first = raw.hear_first()
+                if end == 7:
+                    producer.put("word", PATIENCE)
+                    assert raw.hear_of(Kind.DATA).sequence == first + 1
+                    raw.say(pack(Kind.CREDIT, first + 1))
+                    producer.flush(PATIENCE)
+            wait_until(lambda: not producer.statistics().peers)
+            return first
+
+        first = come(7)
+        for stranger in (1, 2, 3):
+            assert come(stranger) == first
+        assert come(7, first + 1) == first + 1
+
+
+def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How, taken: int | None = None) -> None:
     left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
-    left.taken, left.settled, left.left = 10 * end, True, how
+    left.taken, left.settled, left.left = 10 * end if taken is None else taken, True, how
     link.parted(left)
 
 
