@@ -238,7 +238,7 @@ class TokenPipe:
         has_turn = self.spills and self._take_turn()
         try:
             head = self._head() if self.spills else b""
-            left = self.unread()
+            left, looked = self.unread(), False
             while left > 0:
                 taken = self.take_piped(buffers)
                 if not taken:
@@ -247,10 +247,19 @@ class TokenPipe:
                     return taken
                 put_back(taken)
                 left -= taken
+                if not looked:  # there may be thousands, and as many messages in the log
+                    looked = True
+                    if self._holds_but_bells():
+                        break
             return self._take_behind(head, buffers) if head else 0
         finally:
             if has_turn and self.turn is not None:
                 self.turn.leave()
+
+    def _holds_but_bells(self) -> bool:
+        """Whether no token is in the pipe now; False where that is not known."""
+        content = self._content()
+        return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_BELL
 
     def _take_behind(self, head: bytes, buffers: Buffers) -> int:
         """Take from the log, whose head was seen before the pipe was seen to be empty."""
