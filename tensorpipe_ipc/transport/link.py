@@ -90,9 +90,7 @@ _ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
 PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
-_IN_PASSING = (
-    0.0001  # seconds that one may always take: a few messages, each of another connection, if others have some
-)
+_IN_PASSING = 0.00002  # seconds that one may take in any case: for a message
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
@@ -327,7 +325,7 @@ class Link(Meeting):
         """Deal with what has arrived, and do not wait; with no more than can be dealt with at once.
 
         Args:
-            in_passing: a fifth of the time at most, on the whole: there may be no end of what comes.
+            in_passing: a fifth of the time at most, on the whole, or one message: there may be no end of what comes.
         """
         self.introduce(0)
         began = time.monotonic()
