@@ -25,7 +25,9 @@ import ctypes
 import errno
 import itertools
 import os
+import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
@@ -50,6 +52,7 @@ SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is s
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a name some time after close
 _LET_GO = 1.0  # seconds that closing waits for a port, at most
 _numbers = itertools.count()
+_EVENT = struct.Struct("=HI")  # of a monitor: which, and a number that goes with it
 _SLICE_MS = int(SLICE * 1000)
 # Plain ints: each `|` of pyzmq's enum members costs a microsecond.
 _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
@@ -140,6 +143,7 @@ class FrameSocket:
         self._is_shared = False  # whether others may put a socket where a connector looks for one
         self._is_believed = True  # whether it is known who sent the message that is being received
         self._made: list[os.stat_result] = []  # the socket file of a binder
+        self._listening = -1  # the descriptor, of libzmq's, by which a binder is connected to; until it is closed
         self._socket: zmq.Socket[bytes] | Any = None
 
     def open(self, told: Callable[[Exception], None]) -> None:
@@ -202,6 +206,11 @@ class FrameSocket:
                 raise Refused(f"{address.text} cannot be connected to: {error.strerror}") from None
 
     def _bind(self, address: Address) -> None:
+        _watch_forks()
+        _binders.add(self)
+        if address.scheme == "tcp":
+            self._bind_to_port(address)
+            return
         if not address.path:
             self._bind_to(address)
             return
@@ -212,7 +221,26 @@ class FrameSocket:
         with made:
             self._socket.setsockopt(zmq.USE_FD, made.fileno())
             self._bind_to(address)
-            made.detach()  # it is libzmq's now
+            self._listening = made.detach()  # it is libzmq's now
+
+    def _bind_to_port(self, address: Address) -> None:
+        told = f"inproc://listening-{next(_numbers)}"
+        self._socket.monitor(told, zmq.EVENT_LISTENING)
+        try:
+            with closing(self._context.socket(zmq.PAIR)) as monitor:
+                monitor.connect(told)
+                self._bind_to(address)
+                if monitor.poll(int(_LET_GO * 1000)):
+                    self._listening = _EVENT.unpack(monitor.recv())[1]
+        finally:
+            self._socket.disable_monitor()
+
+    def drop_listener(self) -> None:
+        """In a forked child: close the copy of the socket that listens, which would keep the address from the next binder."""
+        fd, self._listening = self._listening, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
 
     def _bind_to(self, address: Address) -> None:
         deadline = time.monotonic() + _LETTING_GO
@@ -575,6 +603,7 @@ class FrameSocket:
 
     def close(self, linger: float) -> None:
         """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone."""
+        self._listening = -1  # first: its number may soon be another's
         with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
             steps.callback(release, self)
             steps.callback(self._close_sockets, linger)
@@ -610,6 +639,21 @@ class FrameSocket:
                 steps.callback(self._gate.close)
             if self._handshakes is not None:
                 steps.callback(self._handshakes.close)
+
+
+_binders: weakref.WeakSet[FrameSocket] = weakref.WeakSet()
+_hooked: list[bool] = []
+
+
+def _watch_forks() -> None:
+    if not _hooked:
+        _hooked.append(True)
+        os.register_at_fork(after_in_child=_drop_listeners)
+
+
+def _drop_listeners() -> None:
+    for binder in list(_binders):
+        binder.drop_listener()
 
 
 def _marked(frame: bytes) -> zmq.Frame:
