@@ -24,6 +24,7 @@ __all__ = [
     "Resident",
     "identity",
     "is_alive",
+    "is_dead",
     "memfds",
     "memory",
     "open_files",
@@ -101,6 +102,17 @@ def is_alive(process: Identity) -> bool:
         return False
     except OSError:  # another user's, where /proc hides those (hidepid); or no descriptor is left to look with
         return True
+
+
+def is_dead(pid: int) -> bool:
+    """Return whether a process is seen to be dead, by its number alone; a zombie is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return _is_zombie(pid)
 
 
 def memfds(name: str, pids: Iterable[int] | None = None) -> Iterator[tuple[int, str]]:

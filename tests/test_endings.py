@@ -314,22 +314,38 @@ def test_a_forked_child_does_not_keep_its_parents_ends_present() -> None:
             os.kill(orphan, signal.SIGKILL)
 
 
+def test_a_forked_child_of_a_binder_that_has_not_answered() -> None:
+    """It was killed before it had: the connection that the child has open leads nowhere, and the next binder is found."""
+    with Child() as first, Child() as second, tp.Producer("silent", linger=0, shared_memory="off") as producer:
+        first.call(children.open_consumer, "silent")
+        with pytest.raises(tp.Full, match="is there and has not answered"):
+            producer.put("nobody hears", 0.3)
+        orphan = first.call(children.fork_that_waits)
+        first.kill()
+        try:
+            second.call(children.open_consumer, "silent")
+            started = time.monotonic()
+            _crosses(producer, second)
+            assert time.monotonic() - started < 1 + MARGIN
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
 def test_a_forked_child_does_not_keep_the_port(free_port: int) -> None:
     """It has copies of all descriptors of the process that it was forked from, and listens nowhere."""
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with Child() as child:
         child.call(children.open_consumer, endpoint)
-        orphan = child.call(children.fork_that_waits)
+        orphans = [child.call(children.fork_that_waits)]
         try:
             child.call(children.close)
             child.call(children.open_consumer, endpoint)
-            another = child.call(children.fork_that_waits)
+            orphans.append(child.call(children.fork_that_waits))
             child.kill()
-            os.kill(another, 0)
             tp.Consumer(endpoint).close()
         finally:
-            os.kill(orphan, signal.SIGKILL)
-            os.kill(another, signal.SIGKILL)
+            for orphan in orphans:
+                os.kill(orphan, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("consumer_binds", [False, True])

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
+from tensorpipe_ipc.process import is_dead
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, runtime_folder
 
 __all__ = ["claim", "owner_of", "private_to_us", "unclaim"]
@@ -147,10 +148,4 @@ def owner_of(path: str) -> int | None:
         except OSError:
             return -1  # it listens and does not answer: somebody is there
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return int(pid)
+    return None if is_dead(pid) else int(pid)

@@ -25,7 +25,7 @@ import zmq
 
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.alarm import Alarm
-from tensorpipe_ipc.transport.kernel_sockets import is_to_itself, uid_behind
+from tensorpipe_ipc.transport.kernel_sockets import is_to_itself, listener_behind
 
 __all__ = ["Handshakes"]
 
@@ -49,6 +49,7 @@ class Handshakes:
         monitor: what libzmq tells of them by.
         with_itself: how often it had itself on the line.
         stranger: the other user whose socket is at the address, at the last look; None: none.
+        listener: the process that listens at the other end, over ipc, as far as it is seen from here; else 0.
         turned_away: how often it hung up on what was, or may have been, another user's socket.
     """
 
@@ -74,6 +75,7 @@ class Handshakes:
         self._path = address.path
         self.stranger: int | None = None
         self.turned_away = 0
+        self.listener = 0
         self._is_shared = is_shared
         self._failure: tuple[int, int] | None = None
         self._failures = 0
@@ -141,7 +143,7 @@ class Handshakes:
             self._is_over = self._is_over or event != _BROKEN_OFF
 
     def _see_who_listens(self, fd: int) -> None:
-        uid = uid_behind(fd, self._path)
+        self.listener, uid = listener_behind(fd, self._path) or (0, None)
         self.stranger = None if uid == os.geteuid() else uid
         if self.stranger is not None or (uid is None and self._is_shared):
             self.turned_away += 1

@@ -35,7 +35,7 @@ from itertools import starmap
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.transport.addresses import Address
 
-__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "uid_behind"]
+__all__ = ["hang_up", "is_to_itself", "listener", "listener_behind", "prepare_for_bulk"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -76,8 +76,8 @@ def listener(path: str, backlog: int) -> socket.socket:
     return made
 
 
-def uid_behind(fd: int, path: str) -> int | None:
-    """The user that listens at the other end of a connection to a unix socket; None if it is no such connection any more.
+def listener_behind(fd: int, path: str) -> tuple[int, int] | None:
+    """The process, and user, that listens at the other end of a connection to a unix socket; None if it is none any more.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
@@ -87,7 +87,8 @@ def uid_behind(fd: int, path: str) -> int | None:
         with closing(_duplicate(fd)) as connection:
             if connection.family == socket.AF_UNIX and connection.getpeername() == path:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-                return int(_CREDENTIALS.unpack(credentials)[1])
+                pid, uid, _ = _CREDENTIALS.unpack(credentials)
+                return pid, uid
     return None
 
 

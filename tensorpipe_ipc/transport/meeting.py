@@ -133,12 +133,16 @@ class Meeting(Role):
         return True
 
     def is_left_over(self, seconds: float = 0) -> bool:
-        """Whether a connector's connection stands, though its binder has left by it, so many seconds ago.
+        """Whether a connector's connection stands, though its binder has left by it, so many seconds ago, or is dead.
 
         A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
         """
         left = self.last_left
-        if self.socket.binds or self.peers or left is None or left.left is How.REFUSED_US:
+        if self.socket.binds or self.peers:
+            return False
+        if self.socket.is_orphaned():
+            return True
+        if left is None or left.left is How.REFUSED_US:
             return False
         return self.socket.connection == self._left_on != 0 and time.monotonic() - left.left_at > seconds
 

@@ -35,6 +35,7 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.process import is_dead
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.address_claim import claim, unclaim
 from tensorpipe_ipc.transport.addresses import Address, check_folder, check_socket_file, is_shared
@@ -508,6 +509,11 @@ class FrameSocket:
         if self._handshakes is not None:
             self._handshakes.hear()
             self.connection = self._handshakes.connection
+
+    def is_orphaned(self) -> bool:
+        """Whether a connector has a connection with a process that is dead: a child of that holds it open."""
+        pid = self._handshakes.listener if self._handshakes is not None and self.connection else 0
+        return pid > 0 and is_dead(pid)
 
     def connect_anew(self) -> None:
         """Hang up on what a connector has on the line, and try to get its binder."""
