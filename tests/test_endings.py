@@ -768,6 +768,19 @@ def test_waiting_for_consumers() -> None:
             producer.wait_for(0)
 
 
+def test_waiting_for_consumers_of_whom_one_was_killed() -> None:
+    """It is not counted, though nothing was put since it died."""
+    with tp.Producer("audience", bind=True) as producer, Child() as child:
+        child.call(children.open_consumer, "audience", bind=False)
+        child.begin(children.take)
+        producer.put("met", PATIENCE)
+        child.result()
+        producer.flush(PATIENCE)
+        child.kill()
+        with pytest.raises(tp.Full, match="0 of 1 consumers attached in time"):
+            producer.wait_for(1, 0)
+
+
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("bind", [True, False])
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)

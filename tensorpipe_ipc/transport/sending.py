@@ -112,7 +112,8 @@ class SendLink(Link):
     @property
     def settled(self) -> int:
         """How many consumers are attached."""
-        return sum(peer.settled and not peer.away_at for peer in self.peers.values())
+        there = (peer for peer in self.peers.values() if peer.settled and not peer.away_at)
+        return sum(not peer.sight.is_gone() for peer in there)
 
     def needs_credit(self) -> bool:
         """Whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
