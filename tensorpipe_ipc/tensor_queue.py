@@ -469,7 +469,8 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
 
     def join(self) -> None:
         """Wait until every object that was put has been dealt with, was dropped by a shutdown, or is lost: with a consumer that
-        died, or by an exception of a signal's handler inside ``get``."""
+        died, or by an exception of a signal's handler inside ``get``. An object of which ``get`` raised an error, and that was
+        dropped, counts as taken: it waits for ``task_done``, as multiprocessing has it."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()

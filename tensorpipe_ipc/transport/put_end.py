@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import monotonic
@@ -344,8 +345,8 @@ class PutEnd(QueueEnd):
             count = abs(credits.take_nowait(buffers)) or self._wait_for_credits(credits, buffers, deadline)
             if BELL in words[first : first + count]:
                 taken = [credit for credit in words[first : first + count] if credit != BELL]
-                for i in range(count):
-                    words[first + i] = taken[i] if i < len(taken) else 0
+                zeros = [0] * (count - len(taken))  # in one store: an exception is not to find a credit in two words
+                words[first : first + count] = memoryview(array("Q", taken + zeros))
                 count = len(taken)
             for i in range(first, first + count):
                 credit = words[i]
