@@ -90,7 +90,6 @@ _ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
 PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
-_IN_PASSING = 0.00002  # seconds that one may take in any case: for a message
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 _COMPLAINT = 5.0  # seconds
 _ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
@@ -321,17 +320,19 @@ class Link(Meeting):
             self.socket.received()
         return data
 
-    def drain(self, *, in_passing: bool = False) -> None:
+    def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
         """Deal with what has arrived, and do not wait; with no more than can be dealt with at once.
 
         Args:
-            in_passing: a fifth of the time at most, on the whole, or one message: there may be no end of what comes.
+            in_passing: a fifth of the time at most, on the whole, or ``due`` messages: there may be no end of what comes.
+            due: how many messages are wanted.
         """
         self.introduce(0)
         began = time.monotonic()
-        until = began + (min(_AT_ONCE, max(_IN_PASSING, (began - self._drained) / 4)) if in_passing else _AT_ONCE)
-        while self.socket.has_incoming() and time.monotonic() < until:
+        until = began + (min(_AT_ONCE, (began - self._drained) / 4) if in_passing else _AT_ONCE)
+        while self.socket.has_incoming() and (time.monotonic() < until or due > 0):
             self.pump(0)
+            due -= 1
         self._drained = time.monotonic()
 
     def is_stale(self) -> bool:
