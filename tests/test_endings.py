@@ -1128,6 +1128,29 @@ def test_timeouts_hold_under_a_flood(endpoint: str, call: str, flood: Callable[[
             assert time.monotonic() - started < 0.3 + MARGIN
 
 
+@pytest.mark.kills
+def test_timeouts_hold_under_a_flood_however_much_is_in_flight(flood: Callable[[str, str], None]) -> None:
+    """A put that waits for its one consumer's credits does not read for as long as all of them would take."""
+    wide = 80_000
+    options: dict[str, Any] = {"shared_memory": "off", "maxsize": wide}
+    producer = tp.Producer("tcp://127.0.0.1:0", bind=True, linger=0, **options)
+    with Child() as child, contextlib.closing(producer):
+        child.call(children.open_consumer, producer.endpoint, bind=False, **options)
+        child.begin(children.take)
+        for number in range(wide + 1):
+            producer.put(number, PATIENCE)
+        assert child.result() == [0]
+        flood(producer.endpoint, "producer")
+        wait_until(lambda: _rejected(producer) > 100)
+        for _ in range(3):
+            started = time.monotonic()
+            with pytest.raises(tp.Full):
+                producer.put(-1, 0.05)
+            assert time.monotonic() - started < 0.15 + MARGIN
+        with pytest.warns(RuntimeWarning, match=f"{wide} messages that were not taken"):
+            producer.close()
+
+
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
 def test_the_end_of_a_stream_is_told_under_a_flood(endpoint: str, flood: Callable[[str, str], None]) -> None:
     """Whoever waits without a timeout gets it, too, though there is always something more to read."""

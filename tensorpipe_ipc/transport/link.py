@@ -324,15 +324,15 @@ class Link(Meeting):
         """Deal with what has arrived, and do not wait; with no more than can be dealt with at once.
 
         Args:
-            in_passing: a fifth of the time at most, on the whole, or ``due`` messages: there may be no end of what comes.
+            in_passing: with ``due`` messages, or for a fifth of the time on the whole: there may be no end of what comes.
             due: how many messages are wanted.
         """
         self.introduce(0)
-        began = time.monotonic()
-        until = began + (min(_AT_ONCE, (began - self._drained) / 4) if in_passing else _AT_ONCE)
-        while self.socket.has_incoming() and (time.monotonic() < until or due > 0):
+        began = now = time.monotonic()
+        enough = began + (now - self._drained) / 4 if in_passing else began + _AT_ONCE
+        while now < began + _AT_ONCE and (due > 0 or now < enough) and self.socket.has_incoming():
             self.pump(0)
-            due -= 1
+            due, now = due - 1, time.monotonic()
         self._drained = time.monotonic()
 
     def is_stale(self) -> bool:
