@@ -330,8 +330,9 @@ class Producer:
         """Wait up to ``linger`` seconds until all messages are taken, say goodbye and close. Again: nothing.
 
         A warning says how many messages were not taken, and which consumers left without having taken theirs, unless
-        ``flush`` has told. Any thread may do it. One that waits in ``put`` or ``flush``
-        meanwhile gets ``Closed`` within 100 ms.
+        ``flush`` has told.
+
+        Any thread may do it. One that waits in ``put`` or ``flush`` meanwhile gets ``Closed`` within 100 ms.
         """
         told, _ = self._close()
         if told:

@@ -690,7 +690,7 @@ class Arena(Extents):
                     self._has(start, kind, units)
 
     def is_in_use(self) -> bool:
-        """Whether anybody has any block in the works or holds one."""
+        """Return whether anybody has any block in the works or holds one."""
         return any(len(rows) for rows, _ in self._in_use())
 
     def holders(self) -> dict[int, tuple[int, int]]:

@@ -250,7 +250,7 @@ class Extents:
             self.segment.punch(begin, stop)
 
     def free_runs(self, start: int, kind: int, blocks: Places, states: Words) -> list[tuple[int, int]]:
-        """Where the pages of an extent begin and end that were written, and that have no block which is not free."""
+        """Return where the pages of an extent begin and end that were written, and whose blocks are all free."""
         if not len(blocks):
             return []
         step = max(self.segment.page, 1 << kind)
@@ -339,7 +339,7 @@ class Extents:
             start = hole
 
     def _data(self, start: int, stop: int) -> int:
-        """Where the first page from ``start`` on begins, or already has begun, that somebody has written; else ``stop``."""
+        """Return where the first written page from ``start`` on begins, or already has begun; else ``stop``."""
         try:
             return os.lseek(self.segment.descriptor, start, os.SEEK_DATA) if start < stop else stop
         except OSError as none:

@@ -553,13 +553,13 @@ class GetEnd(QueueEnd):
             self._is_over(operation)
 
     def _is_due(self, ticket: int) -> bool:
-        """Whether the block of a ticket waits to be got: it was not let go, or will be again."""
+        """Return whether the block of a ticket waits to be got: it was not let go, or will be again."""
         word = ticket >> 32 << SMALLEST - 3
         state = self.words[word]
         return (state & 15 == QUEUED or word in self.leases.early) and state >> GENERATION_AT == ticket & 0xFFFFFFFF
 
     def _is_to_be_dropped(self, aside: Aside) -> bool:
-        """Whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
+        """Return whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
         error = aside.cause
         if error is None or isinstance(error, (_Again, _NoLease)) or _passed_a_handler(error.__traceback__):
             return False

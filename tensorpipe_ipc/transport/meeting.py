@@ -133,7 +133,7 @@ class Meeting(Role):
         return True
 
     def is_left_over(self, seconds: float = 0) -> bool:
-        """Whether a connector's connection stands, though its binder has left by it, so many seconds ago, or is dead.
+        """Return whether a connector's connection stands, though its binder left by it so many seconds ago, or is dead.
 
         A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
         """

@@ -160,7 +160,7 @@ def read(address: Address) -> Rendezvous | None:
 
 
 def find(address: Address, end: int, *, anywhere: bool) -> Rendezvous | None:
-    """What the binder that said it is ``end`` has written down.
+    """Read what the binder that said it is ``end`` has written down.
 
     Args:
         anywhere: also one that has another address here, and is reached by a path of another name, or from another host's name.

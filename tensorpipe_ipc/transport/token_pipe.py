@@ -257,7 +257,7 @@ class TokenPipe:
                 self.turn.leave()
 
     def _holds_but_bells(self) -> bool:
-        """Whether no token is in the pipe now; False where that is not known."""
+        """Return whether no token is in the pipe now; False where that is not known."""
         content = self._content()
         return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_BELL
 
@@ -384,7 +384,7 @@ class TokenPipe:
     # ---- looking ----
 
     def waiting(self) -> int | None:
-        """How many tokens wait in the pipe and the log now, bells not counted. None: try later."""
+        """Return how many tokens wait in the pipe and the log now, bells not counted. None: try later."""
         content = self._content()
         return None if content is None else len(frozenset(memoryview(content).cast("Q")) - BELLS) + self.spilled()
 
@@ -394,7 +394,7 @@ class TokenPipe:
         return None if content is None else frozenset(memoryview(content + self._spilled_content()).cast("Q"))
 
     def _content(self) -> bytes | None:
-        """What is in the pipe. None: try later.
+        """Read what is in the pipe, without taking it. None: try later.
 
         ``tee`` copies it under the pipe's mutex, if the scratch pipe has as many pages.
         """

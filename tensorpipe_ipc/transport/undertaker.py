@@ -385,7 +385,7 @@ class Undertaker:
             ) + 1 << 40 | mark  # with no call since the look: threads may lose some, too
 
     def lost(self) -> int:
-        """How many messages were lost since the segment exists: with consumers that had taken them, or by exceptions."""
+        """Count the messages lost since the segment exists: with consumers that had taken them, or by exceptions."""
         return sum(self.words[row_word(row) + LOST] >> 40 for row in self.rows.used())
 
     # ---- a shutdown ----

@@ -511,7 +511,7 @@ class FrameSocket:
             self.connection = self._handshakes.connection
 
     def is_orphaned(self) -> bool:
-        """Whether a connector has a connection with a process that is dead: a child of that holds it open."""
+        """Return whether a connector has a connection with a dead process: a child of that holds it open."""
         pid = self._handshakes.listener if self._handshakes is not None and self.connection else 0
         return pid > 0 and is_dead(pid)
 
@@ -669,7 +669,7 @@ def _marked(frame: bytes) -> zmq.Frame:
 
 
 class _Unread:
-    """What was sent to one peer, and may still be with ZeroMQ."""
+    """The messages that were sent to one peer, and may still be with ZeroMQ."""
 
     __slots__ = ("count", "tracker")
 
