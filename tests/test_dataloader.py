@@ -311,11 +311,12 @@ def test_epochs_with_fresh_workers_do_not_grow():
     """The last batch of each is alive when the next one's workers are forked, which keep it as long as they live."""
     ctx, resident, batch = small_context(), [], None
     loader = DataLoader(Images(8), batch_size=4, num_workers=1, multiprocessing_context=ctx, collate_fn=ctx.collate)
-    for _ in range(9):
+    for _ in range(18):
         for batch in loader:
             assert batch.image.shape == (4, *SHAPE)
         resident.append(ctx.tensorpipe_undertaker().arena.segment.resident())
-    assert resident[-1] - resident[4] < 2 * batch.image.nbytes, resident
+    # A worker's kept blocks are looked at ten times a second, so a few batches of those before may still lie there.
+    assert resident[-1] - resident[0] < 7 * batch.image.nbytes, resident
     del batch
     loader = None
     assert left_in(ctx) == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -214,6 +215,16 @@ def test_puts_that_end_in_full_or_an_error_keep_no_descriptor() -> None:
     assert shared[0] == 1
 
 
+def _signal_once_it_waits(thread: threading.Thread) -> None:
+    """Send SIGALRM to a thread that waits in epoll: an exception in torch's own code before that costs a descriptor."""
+    deadline = time.monotonic() + LIMIT
+    while not re.search("epoll|ep_poll", Path(f"/proc/self/task/{thread.native_id}/wchan").read_text()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.001)
+    signal.pthread_kill(thread.ident or 0, signal.SIGALRM)
+
+
 @pytest.mark.parametrize("put", [lambda there, it: there.put(it), lambda there, it: there.put_many([it, it])])
 def test_puts_that_a_signals_handler_ends_keep_no_descriptor(put: Callable[[tp.Queue, Any], None]) -> None:
     """They wait for room when it raises, so nothing was put."""
@@ -230,9 +241,11 @@ def test_puts_that_a_signals_handler_ends_keep_no_descriptor(put: Callable[[tp.Q
     was = signal.signal(signal.SIGALRM, raise_)
     try:
         for _ in range(5):
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            helper = threading.Thread(target=_signal_once_it_waits, args=(threading.main_thread(),))
+            helper.start()
             with pytest.raises(KeyError):
                 put(there, [shared, 1])
+            helper.join(LIMIT)
     finally:
         signal.signal(signal.SIGALRM, was)
     assert len(os.listdir("/proc/self/fd")) <= before
