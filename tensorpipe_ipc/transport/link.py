@@ -363,7 +363,7 @@ class Link(Meeting):
         return f"no {other} has come to {self.endpoint} yet{why and f': {why}'}{turned_away}"
 
     def _why_nobody(self, other: str) -> str:
-        here = whereabouts.others_here(self.endpoint, self.role)
+        here = whereabouts.others_here(self.endpoint, self.role, met_by_binder=self.socket.binds)
         if here is not None:
             return f"the {other} of this very process, made at {here.made_at}, has to be in use meanwhile, in another thread"
         if self.socket.binds or self.socket.trouble():

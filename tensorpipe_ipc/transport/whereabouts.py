@@ -54,9 +54,9 @@ def binder_here(address: str) -> End | None:
     return next((end for end in _at(address) if end.binds), None)
 
 
-def others_here(address: str, role: str) -> End | None:
-    """Return an end of this process that has another role at an address."""
-    return next((end for end in _at(address) if end.role != role), None)
+def others_here(address: str, role: str, *, met_by_binder: bool) -> End | None:
+    """Return an end of this process that has another role at an address, and may be met: of the two, one binds."""
+    return next((end for end in _at(address) if end.role != role and end.binds is not met_by_binder), None)
 
 
 def _at(address: str) -> list[End]:
