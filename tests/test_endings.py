@@ -373,6 +373,68 @@ def test_the_next_binder_within_one_process(consumer_binds: bool) -> None:
                 bound = binder()
 
 
+def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_puts() -> None:
+    """Over inproc, too, the consumer gets all of the first, is told how that ended, and then gets all of the next."""
+    first = tp.Producer("inproc://next", bind=True, linger=0)
+    with tp.Consumer("inproc://next", bind=False) as consumer:
+        _met(first, consumer)
+        for number in range(4):
+            first.put(number, PATIENCE)
+        with pytest.warns(RuntimeWarning, match="4 messages that were not taken"):
+            first.close()
+        with tp.Producer("inproc://next", bind=True) as following:
+            for number in range(4):
+                consumer._link.look_around(at_once=True)  # as a get does that comes late
+                assert consumer.get(PATIENCE) == number
+                with contextlib.suppress(tp.Full):
+                    following.wait_for(1, 0.02)
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+            putting = in_thread(lambda: [following.put(number, PATIENCE) for number in range(4, 8)])
+            assert [consumer.get(PATIENCE) for _ in range(4)] == [4, 5, 6, 7]
+            putting()
+            following.flush(PATIENCE)
+        assert (consumer.statistics().lost, consumer.statistics().duplicates) == (0, 0)
+
+
+def test_what_a_consumer_took_within_one_process_is_known_when_the_next_one_is_there() -> None:
+    """Over inproc, too, a producer that looks late counts no message as lost that was taken."""
+    with tp.Producer("inproc://next", linger=0) as producer:
+        with tp.Consumer("inproc://next") as first:
+            _met(producer, first)
+            for number in range(4):
+                producer.put(number, PATIENCE)
+            assert [first.get(PATIENCE) for _ in range(4)] == [0, 1, 2, 3]
+        with tp.Consumer("inproc://next") as following:
+            getting = in_thread(lambda: [following.get(PATIENCE) for _ in range(4)])
+            for number in range(4):
+                producer._link.look_around(at_once=True)  # as a put does that comes late
+                producer.put(number, PATIENCE)
+            assert getting() == [0, 1, 2, 3]
+            producer.flush(PATIENCE)
+            assert (producer.statistics().lost, producer.statistics().rejected) == (0, 0)
+
+
+def test_a_goodbye_of_a_binder_elsewhere_that_is_read_when_the_next_one_is_there(
+    tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer answers it. The next binder does not take the answer for a goodbye of that consumer."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        consumer = tp.Consumer(endpoint, bind=False)
+    with consumer:
+        with tp.Producer(endpoint, bind=True) as first:
+            _met(first, consumer)
+        with tp.Producer(endpoint, bind=True, linger=0) as following:
+            link = consumer._link
+            wait_until(lambda: link.socket.is_connected(0.01) and link.owes_greeting())
+            link.look_around(at_once=True)  # as a get does that comes late
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+            _met(following, consumer)
+
+
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("ends_by", ["close", "kill"])
 @pytest.mark.parametrize("consumer_binds", [False, True])

@@ -275,7 +275,7 @@ class Link(Meeting):
         while (waits or unmet) and (left := deadline - time.monotonic()) > 0:
             incoming = self.socket.receive(min(left, SLICE))
             self.socket.received()
-            if incoming is not None and _is_goodbye(incoming[1]):
+            if incoming is not None and (_is_goodbye(incoming[1]) or self.socket.binds and not len(incoming[1][0])):
                 unmet = False
                 waits.discard(incoming[0])
                 if incoming[0] in self.peers:
@@ -413,7 +413,9 @@ class Link(Meeting):
                 self.piece(peer, header, frames)
             else:
                 if self.presence is not None and peer.sight.is_out_of_sight:
-                    self._say(peer.routing, pack_goodbye(self.position(peer), Ending()))
+                    # A connector may have the next binder on the line by now, which would take a GOODBYE for its own.
+                    answer = pack_goodbye(self.position(peer), Ending()) if self.socket.binds else _NOTHING
+                    self._say(peer.routing, answer)
                 self._ends(peer, ending_of(header), header.sequence)
         elif kind == Kind.HELLO:
             self._hear_hello(routing, header)
@@ -503,6 +505,9 @@ class Link(Meeting):
         """Know an end again that comes by a new connection. Nobody but its binders has heard its token."""
         for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
             _remember(self._over, peer.routing)
+            self.came_again(peer, hello.sequence)
+            if peer.left is not None:
+                continue
             del self.peers[peer.routing]  # no exception comes between this and the last of it
             peer.routing, peer.gone_at = routing, 0.0
             self.peers[routing] = peer

@@ -58,6 +58,9 @@ class Role:
     def reconnected(self) -> None:
         """A connector is about to say HELLO by a new connection."""
 
+    def came_again(self, peer: Peer, sequence: int) -> None:
+        """A connector has said HELLO, and how far it has come, by a new connection. May be called again."""
+
     def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
         """A piece of a message came."""
         raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")

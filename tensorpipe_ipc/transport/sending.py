@@ -395,6 +395,12 @@ class SendLink(Link):
             for peer in [each for each in self.peers.values() if each.queue is None and each.settled]:
                 self._leaves(peer, How.LOST)
 
+    def came_again(self, peer: Peer, sequence: int) -> None:
+        """See Role. As ``reconnected``: what its last connection had brought, and it had not read, it dropped."""
+        if not self.keeps and peer.queue is None and peer.settled:
+            self.credited(peer, sequence)
+            self._leaves(peer, How.LOST)
+
     def position(self, peer: Peer) -> int:
         """See Role."""
         return peer.sent

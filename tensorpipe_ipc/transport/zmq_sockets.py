@@ -117,6 +117,7 @@ class FrameSocket:
         self.binds = bind
         self.connection = 0
         self._connections = 1  # over inproc, so far
+        self._is_left = False  # whether its binder has closed there, and not all that it said is read
 
         self._poll_fd: PollFd | None = None
         self._fd = -1  # once there is an epoll
@@ -531,10 +532,14 @@ class FrameSocket:
         if not self._monitored and not self.binds:
             if events & _POLLOUT:
                 self.connection = self._connections
-            elif self.connection:  # its binder has closed: over inproc libzmq connects once only
-                self._connections += 1
-                self._socket.connect(self.address.text)
+            elif self.connection or self._is_left:  # its binder has closed: over inproc libzmq connects once only
+                self._connections += self.connection > 0
                 self.connection = 0
+                self._is_left = bool(
+                    events & _POLLIN
+                )  # what it said is read first: libzmq mixes the next one's with it
+                if not self._is_left:
+                    self._socket.connect(self.address.text)
         return events
 
     @property

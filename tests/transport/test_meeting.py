@@ -256,6 +256,33 @@ def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(monke
             producer.flush(PATIENCE)
 
 
+@pytest.mark.parametrize("has_met", [False, True])
+def test_what_a_binders_consumer_dropped_with_a_connection_is_counted(has_met: bool) -> None:
+    """In frames over ipc: the producer tells of it, its window has room again, and what is put next comes."""
+    with tp.Producer("busy", bind=True, maxsize=2) as producer:
+        with tp.Consumer("busy", bind=False, shared_memory="off") as consumer:
+            if has_met:
+                putting = in_thread(lambda: producer.put(0, PATIENCE))
+                assert consumer.get(PATIENCE) == 0
+                putting()
+                producer.flush(PATIENCE)
+            else:
+                wait_until(lambda: consumer._link.socket.is_connected(0.01))
+                with pytest.raises(tp.Empty):
+                    consumer.get(0)
+            producer.put(1, PATIENCE)
+            producer.put(2, PATIENCE)
+            wait_until(consumer._link.socket.has_incoming)
+            consumer._link.socket.connect_anew()
+            putting = in_thread(lambda: producer.put(3, PATIENCE))
+            assert consumer.get(PATIENCE) == 3
+            putting()
+            with pytest.raises(tp.PeerLost, match="with 2 messages that it had not taken"):
+                producer.flush(PATIENCE)
+            assert producer.statistics().lost == 2
+            assert consumer.statistics().lost == 2 * has_met
+
+
 def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:
     """Nobody is told, and the stream of others ends; there is a queue for the next."""
     with tp.Consumer("busy") as consumer, tp.Producer("busy") as other, Child() as child, Child() as last:
