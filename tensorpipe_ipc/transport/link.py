@@ -172,7 +172,6 @@ class Link(Meeting):
         self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._drained = 0.0
-        self._came = 1  # messages, whosever
         self._looked = 0.0  # when it was last seen to who is still there
         self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
         self._is_posted = False  # whether this end's file is up to date
@@ -714,7 +713,11 @@ class Link(Meeting):
         However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
         """
         peer.unread_from = peer.unread_from or self._came
-        return self._came - peer.unread_from < _IN_TURN and self.socket.has_incoming()
+        return self._is_unread(peer.unread_from)
+
+    def _is_unread(self, came: int) -> bool:
+        """See Meeting."""
+        return self._came - came < _IN_TURN and self.socket.has_incoming()
 
     def _silence_of(self, peer: Peer) -> float:
         """How long nothing must come from one that is gone, and whose connection has not ended.

@@ -82,6 +82,7 @@ class Meeting(Role):
         self._greets_after = REPEAT  # how long after
         self._left_on = 0  # the one by which its binder left
         self._looked_for_file = 0.0
+        self._came = 1  # messages, whosever
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         raise NotImplementedError
@@ -93,6 +94,10 @@ class Meeting(Role):
         raise NotImplementedError
 
     def _post(self) -> None:
+        raise NotImplementedError
+
+    def _is_unread(self, came: int) -> bool:
+        """Return whether one may be unread that was there when so many had come."""
         raise NotImplementedError
 
     def pump(self, timeout: float) -> Any:
@@ -310,7 +315,7 @@ class Meeting(Role):
         """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
         if not self.spares.any_claimed:
             return
-        for queue in self.spares.deserted():
+        for queue in self.spares.deserted(self._came, self._is_unread):
             self._post()
             if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
                 continue

@@ -7,6 +7,7 @@ that follows, which names the queue. Until then it knows only that there is some
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.transport import rendezvous
@@ -35,7 +36,9 @@ class Spares:
         self.trouble = ""
         self._file: RendezvousFile | None = None
         self._offered: tuple[QueueOffer, ...] = ()  # by the file, as it was last written
-        self._deserted: dict[int, float] = {}  # by token: when it was first seen to be
+        self._deserted: dict[
+            int, tuple[float, int]
+        ] = {}  # by token: when it was first seen to be, after how many messages
 
     @property
     def is_open(self) -> bool:
@@ -109,12 +112,21 @@ class Spares:
         """Whether a connector has claimed one and was not heard of yet."""
         return any(queue.claimant for queue in self._queues)
 
-    def deserted(self) -> list[PairQueue]:
-        """Hand out those whose connector is gone for a while, and was never heard of."""
+    def deserted(self, came: int, is_unread: Callable[[int], bool]) -> list[PairQueue]:
+        """Hand out those whose connector is gone for a while, and was never heard of.
+
+        Args:
+            came: how many messages have come.
+            is_unread: whether one may be unread that was there when so many had come: it may be the connector's HELLO.
+        """
         now = time.monotonic()
         gone = [queue.offer.token for queue in self._queues if queue.is_deserted()]
-        self._deserted = {token: self._deserted.get(token, now) for token in gone}
-        late = [token for token, since in self._deserted.items() if now - since > _PATIENCE]
+        self._deserted = {token: self._deserted.get(token, (now, came)) for token in gone}
+        late = [
+            token
+            for token, (since, after) in self._deserted.items()
+            if now - since > _PATIENCE and not is_unread(after)
+        ]
         return [queue for queue in map(self.take, late) if queue is not None]
 
     def withdraw(self) -> None:

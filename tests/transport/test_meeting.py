@@ -196,6 +196,26 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
             consumer.get(PATIENCE)
 
 
+def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who said it, put and closed meanwhile is no producer that vanished, and ends the stream once."""
+    monkeypatch.setattr(spares_module, "_PATIENCE", 0)
+    with tp.Consumer("busy", producers=2) as consumer:
+        with tp.Producer("busy", shared_memory="off") as other:
+            putting = in_thread(lambda: [other.put(number, PATIENCE) for number in range(3)])
+            assert consumer.get(PATIENCE) == 0
+            putting()
+            with tp.Producer("busy", linger=0) as producer:
+                producer.put("early", PATIENCE)
+                with pytest.warns(RuntimeWarning, match="closed with 1 messages"):
+                    producer.close()
+            for _ in range(3):  # as gets do that are far apart
+                consumer._link.look_around(at_once=True)
+            assert {consumer.get(PATIENCE) for _ in range(3)} == {1, 2, "early"}
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert (consumer.statistics().ended, consumer.statistics().vanished) == (2, 0)
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may come by a connection that was made anew, when who said it has closed: it put nothing here, and ends no stream."""
