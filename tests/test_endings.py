@@ -28,7 +28,8 @@ from children import PATIENCE, Child, in_thread, wait_until
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.transport.addresses import runtime_folder
+from tensorpipe_ipc.transport.addresses import parse, runtime_folder
+from tensorpipe_ipc.transport.whereabouts import why_nobody
 
 pytestmark = pytest.mark.limit(25)
 MARGIN = 1.0  # seconds beyond what is promised, on a machine that does other things too
@@ -1115,6 +1116,12 @@ def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
                 tp.Refused, match=rf"of this very process \(pid {os.getpid()}\), made at {__file__}:\d+: close"
             ):
                 tp.Consumer(endpoint)
+
+
+def test_a_name_that_may_not_resolve_is_named() -> None:
+    """No name is looked up for it: a wait may be short."""
+    said = why_nobody(parse("tcp://no-such-host.invalid:5555", has_keys=True))
+    assert "see whether the name no-such-host.invalid resolves" in said
 
 
 def test_another_program_has_the_port() -> None:

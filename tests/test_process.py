@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import platform
+import resource
 import signal
 import threading
 
@@ -93,6 +94,18 @@ def test_what_cannot_be_seen_counts_as_alive(change: dict[str, object]) -> None:
     other = msgspec.structs.replace(identity(), pid=1 << 22, **change)
     assert not other.same_namespace(identity())
     assert is_alive(other)
+
+
+def test_without_a_descriptor_to_look_with_nobody_is_taken_for_dead() -> None:
+    """Those who use up this process's descriptors (ulimit -n) have it believe nothing of others, and raise nothing."""
+    me = identity()
+
+    def look() -> None:
+        identity()  # which an end asks for when it is opened
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+        assert is_alive(me)
+
+    assert reap(in_child(look)) == 0
 
 
 def test_memory_grows_with_what_is_held() -> None:

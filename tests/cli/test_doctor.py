@@ -14,6 +14,7 @@ from typing import Any
 
 import children
 import containers
+import msgspec
 import pytest
 from children import PATIENCE, Child, in_thread
 from programs import ran_in_fork
@@ -23,7 +24,7 @@ from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport.notice import Notice, framed, notices, read_notice
+from tensorpipe_ipc.transport.notice import Attached, Notice, framed, notices, read_notice
 
 pytestmark = pytest.mark.limit(30)
 
@@ -166,6 +167,23 @@ def test_what_a_notice_may_be(more: Any, found: bool) -> None:
     assert (read_notice(io.BytesIO(data)) is not None) == found
     assert read_notice(io.BytesIO(struct.pack("<II", zlib.crc32(text) ^ 1, len(text)) + text)) is None
     assert read_notice(io.BytesIO(data[:7])) is None
+
+
+def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Root is told of other users' ends, too, and they write what they like: escapes come out as question marks."""
+    escape = "\x1b]0;owned\x07\x1b[2J\u202e"
+    who = msgspec.structs.replace(identity(), host=f"host{escape}")
+    other = msgspec.structs.replace(who, started=0.0)
+    peer = Attached(f"producer{escape}", other, f"frames: {escape}", wanted=True)
+    address = "tcp://127.0.0.1:9"
+    for number, more in enumerate([{"peers": (peer,)}, {"binds": False, "refusal": escape}]):
+        notice = Notice(**{"endpoint": address, "role": f"consumer{escape}", "binds": True, "identity": who, **more})
+        (tmp_path / f"{number}.end").write_bytes(framed(notice))
+    with open(tmp_path / "0.end", "rb"), open(tmp_path / "1.end", "rb"):
+        assert cli.main(["doctor", address]) == 1
+    said = capsys.readouterr().out
+    assert "".join(said.split()).count("onhost?]0;owned??[2J?") == 3
+    assert said.replace("\n", "").isprintable()
 
 
 def test_ends_without_a_safe_runtime_folder_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import argparse
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.cli.failure import Failure
+from tensorpipe_ipc.wire.header import shown
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,5 +57,6 @@ def _show(title: str, findings: list[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         mark = Text(finding.state.value, style=_STYLES[finding.state])
-        table.add_row(Text(finding.what), mark, Text(finding.text))
+        # What other users' processes say of themselves is among it, where root asks.
+        table.add_row(Text(shown(finding.what)), mark, Text(shown(finding.text)))
     Console(width=WIDTH, highlight=False).print(table)
