@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from exchange import forget_schemas, join, read, received, sent
 
 from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer
 from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.wire import header, schema
+from tensorpipe_ipc.wire import header, metas, schema
+from tensorpipe_ipc.wire.dtypes import BY_CODE
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
 from tensorpipe_ipc.wire.schema import Schema
@@ -335,3 +338,67 @@ def test_views_count_from_where_the_span_begins() -> None:
     head = header.unpack(frames[0])
     tree = schema.schema_of(head.schema).tree(head.values, head.payloads(frames), Offset(), 0)
     assert [leaf.tolist() for leaf in tree] == [[0, 1, 2, 3], [2, 3]]
+
+
+def _of_64_views(index: int) -> bytes:
+    strides = struct.pack("<64q", *range(300 + index, 300 + 64 * 1000, 1000))
+    return struct.pack("<BBBBQ", 2, 2, 64, 0, 0) + struct.pack("<64qQ", *(1,) * 64, 0) + strides
+
+
+def _of_64_orders(index: int) -> bytes:
+    order = bytes(range(index % 64, 64)) + bytes(range(index % 64))
+    return struct.pack("<BBBBQ", 2, 1, 64, 0, 1) + struct.pack("<64q", *(1,) * 64) + order
+
+
+def _of_keys(begin: bytes) -> bytes:
+    """A dict of tuples, each of which ends in two numbers of its own."""
+    keys = [begin + bytes(divmod(index, 100)) for index in range(MANY)]
+    packed = b"".join(struct.pack("<H", len(key)) + key for key in keys)
+    return layout(b"\x22" + u32(MANY) + packed + bytes(MANY), metas=())
+
+
+MANY = 40
+WIDE: dict[str, tuple[bytes, int]] = {  # a schema, and the bytes of its payloads
+    "views of 64 dimensions": (
+        layout(b"\x20" + u32(MANY) + b"\x10" * MANY, ((8, 8),), tuple(map(_of_64_views, range(MANY)))),
+        8,
+    ),
+    "orders of 64 dimensions": (
+        layout(b"\x20" + u32(MANY) + b"\x10" * MANY, (), tuple(map(_of_64_orders, range(MANY)))),
+        64 * MANY - 63,
+    ),
+    "keys of small numbers": (_of_keys(b"\xdc\x01\x90" + bytes(398)), 0),
+    "keys that nest": (_of_keys(b"\x96" + (b"\x91" * 99 + b"\x01") * 4), 0),
+    "keys of tuples": (_of_keys(b"\xdc\x00\xf0" + b"\x91\x01" * 238), 0),
+    "spans": (layout(spans=((0, 0),) * MANY, metas=(meta(4),)), 4),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_schema_costs_no_more_memory_than_it_counts_for(name: str) -> None:
+    """Of what a peer has this process keep, the table of schemas knows the size: whatever the schema is made of."""
+    data, nbytes = WIDE[name]
+    frames = message(data, *([bytes(nbytes)] if nbytes else []))
+    forget_schemas()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        read(frames)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    (found,) = schema._SCHEMAS.values()
+    assert len(data) < kept <= found.cost
+    forget_schemas()
+
+
+def test_what_is_received_stays_in_no_senders_table() -> None:
+    """Shapes that a peer makes up, of every dtype, are kept with their schema, which is bounded, and nowhere else."""
+    before = {dtype: dict(known) for dtype, known in metas.METAS.items()}
+    for code, row in BY_CODE.items():
+        shapes = tuple(meta(0, (0, 1 + code, size), code) for size in range(20))
+        got = read(message(layout(b"\x20" + u32(20) + b"\x10" * 20, metas=shapes)))
+        assert {tensor.dtype for tensor in got} == {row.torch}
+    assert {dtype: dict(known) for dtype, known in metas.METAS.items()} == before
+    forget_schemas()
