@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import queue
@@ -320,6 +321,36 @@ def test_more_queues_than_a_process_can_batch_for_work_one_by_one() -> None:
         assert got == [1, 2, 3]
 
 
+@pytest.mark.parametrize("call", ["put_many", "get_many"])
+def test_more_threads_than_a_process_can_batch_for_work_one_by_one(call: str) -> None:
+    """70 threads wait in one queue at once; the 65th is only slower."""
+    there, got = Queue(1), list[int]()
+    if call == "put_many":
+        there.put(-1)
+
+    def work(number: int) -> None:
+        if call == "put_many":
+            there.put_many([number], LIMIT)
+        else:
+            got.extend(there.get_many(1, LIMIT))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(70)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + LIMIT
+    while len(there._queue._operations) < 70:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    if call == "put_many":
+        got += [there.get(timeout=LIMIT) for _ in range(71)][1:]
+    else:
+        for number in range(70):
+            there.put(number, timeout=LIMIT)
+    for thread in threads:
+        thread.join(LIMIT)
+    assert sorted(got) == list(range(70))
+
+
 def test_bells_do_not_make_a_timeout_longer() -> None:
     """A get with a timeout has one deadline, whatever wakes it."""
     there, over = Queue(), threading.Event()
@@ -343,6 +374,7 @@ class Scarce:
     """Can be made again when there is memory: at the third attempt."""
 
     attempts = 0
+    lacks: Callable[[], Exception]
 
     def __reduce__(self) -> Any:
         return _made_if_there_is_memory, ()
@@ -351,12 +383,12 @@ class Scarce:
 def _made_if_there_is_memory() -> str:
     Scarce.attempts += 1
     if Scarce.attempts % 3:
-        raise MemoryError
+        raise Scarce.lacks()
     return "made"
 
 
 def _never_made() -> None:
-    raise MemoryError
+    raise Scarce.lacks()
 
 
 class Never:
@@ -394,13 +426,22 @@ def test_what_was_made_in_vain_is_let_go_of_before_the_next_try(take: Callable[[
     assert len(_made) == 3
 
 
-def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped_at_once() -> None:
+@pytest.mark.parametrize(
+    "lacks",
+    [MemoryError, torch.cuda.OutOfMemoryError, lambda: OSError(errno.EMFILE, "descriptors")],
+    ids=["memory", "memory of a GPU", "descriptors"],
+)
+def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped_at_once(
+    lacks: Callable[[], Exception],
+) -> None:
     """The one that was tried often enough is dropped, too. What was dropped is counted, and others come."""
     there = Queue()
+    Scarce.attempts, Scarce.lacks = 0, lacks
+    error = type(lacks())
     for each in (Scarce(), Breaks(), Never(), "last"):
         there.put(each)
     for _ in range(2):
-        with pytest.raises(MemoryError):
+        with pytest.raises(error):
             there.get(timeout=LIMIT)
     assert there.get(timeout=LIMIT) == "made"
     with pytest.raises(ArithmeticError):
@@ -410,7 +451,7 @@ def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped
         try:
             assert there.get(timeout=LIMIT) == "last"
             break
-        except MemoryError:
+        except error:
             tries += 1
     assert 2 <= tries <= 20
     assert there.statistics().undecodable == 2

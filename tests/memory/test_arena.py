@@ -329,3 +329,41 @@ def test_a_gap_is_filled_by_what_fits_to_the_unit(arena):
     assert [arena._gap(unit, units) for units in (1, 2, 3)] == [unit + 2, unit + 2, unit + 5]
     assert arena._gap(unit + 3, 1) == unit + 3
     assert arena._gap(unit + 3, 2) == unit + 5
+
+
+def test_a_block_that_a_failed_put_gives_up_is_free_once(arena):
+    """Whatever another thread does meanwhile, which looks for free blocks at each step of it."""
+    block, kind = arena.allocate(400), kind_of(400)
+
+    def other_thread(frame, event, _):
+        sys.settrace(None)
+        arena.harvest(kind)
+        sys.settrace(lambda *_: None)
+        return other_thread
+
+    sys.settrace(lambda frame, *_: other_thread if frame.f_code.co_name == "discard" else None)
+    try:
+        arena.discard(block)
+    finally:
+        sys.settrace(None)
+    arena.harvest(kind)
+    assert arena.free[kind].count(block) == 1
+    blocks = [arena.allocate(400) for _ in range(100)]
+    assert len(set(blocks)) == 100
+    assert block in blocks
+
+
+def test_a_claim_of_units_keeps_the_lock_of_a_queue_that_is_being_buried(arena, child):
+    """Claims let go of locks by the description that rows are locked by; what is alone with a record has another."""
+    block = arena.allocate(400)
+    with arena.rows.alone(block) as alone:
+        assert alone
+        for nbytes in (400, 2 << 20, 400):  # which claims units, and lets go of their locks
+            assert arena.allocate(nbytes)
+        assert not arena._claim_at(block // UNIT, 1, 20)
+        child(lambda: (arena.attach(), is_false(arena.rows.alone(block))))
+
+
+def is_false(context):
+    with context as what:
+        assert not what
