@@ -350,6 +350,7 @@ class ReceiveLink(Link):
         if end in known:  # one that was given up is back
             taken, stream = known[end]
             sequence = sequence if sequence > taken else taken
+            self.lost += sequence - taken  # what was given up with it
             del known[end]
             self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
         peer.began = peer.taken = sequence
