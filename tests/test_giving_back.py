@@ -253,6 +253,49 @@ def reap_quietly(pid):
     return True
 
 
+@pytest.mark.parametrize("count", [1000, 7000], ids=["in the pipe", "in the log, too"])
+def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
+    """It had put many messages; the other process got them all, and gave the memory back."""
+    there = large_ctx.Queue()
+    for _ in range(count):
+        there.put(octets(3000))
+
+    def action():
+        for _ in range(count):
+            there.get(copy=True)
+        there.trim()
+
+    with Helper(action):
+        large_ctx.tensorpipe_undertaker().arena.reclaim()  # as where there is no room: it looks at all that it had
+        assert _pages_of_no_extent(large_ctx) == []
+        burst(there, 3000, 1000)
+        assert _pages_of_no_extent(large_ctx) == []
+        there.trim()
+        assert resident(there) < MIB
+
+
+def test_memory_that_is_nobodys_is_found(large_ctx):
+    """Who looks at blocks may be a moment too late, and make pages where others have just given up the memory."""
+    there = large_ctx.Queue()
+    burst(there, 3000, 5000)
+    there.trim()
+    arena = large_ctx.tensorpipe_undertaker().arena
+    first = arena._first_unit + 40 << 20
+    for page in range(first, first + 16 * MIB, 4096):
+        assert arena.words[page >> 3] == 0
+    assert resident(there) > 16 * MIB
+    there.put(1)
+    there.put(octets(24 * MIB), timeout=0)  # not the one that may be beyond the capacity
+    assert (there.get(), len(there.get())) == (1, 24 * MIB)
+
+
+def _pages_of_no_extent(ctx):
+    arena = ctx.tensorpipe_undertaker().arena
+    extents = [(start, start + (units << 20)) for start, _, units, _ in arena._all_extents()]
+    pages = arena.written(arena._first_unit << 20, arena.segment.size)
+    return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
+
+
 def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx):
     """Not the cold memory of the peak, one after the other."""
     there = large_ctx.Queue()

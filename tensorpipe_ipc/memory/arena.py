@@ -328,37 +328,44 @@ class Arena(Extents):
         free, young, old = self.free[kind], self.young[kind], self._old[kind]
         try:
             while len(young) > YOUNG:
-                old.append(young.popleft())
-            self._sort_out(young, free, len(young))
+                old += (young[0],)  # with no call until it is out of the other
+                del young[0]
+            self._sort_out(kind, young, len(young))
             if old:
-                self._sort_out(old, free, min(len(old), 4))
+                self._sort_out(kind, old, min(len(old), 4))
         except IndexError:  # another thread is at it, too
             pass
         return free
 
-    def _sort_out(self, blocks: deque[int], free: list[int], looks: int) -> None:
-        words = self.words
+    def _sort_out(self, kind: int, blocks: deque[int], looks: int) -> None:
+        """What is of an extent that another process has taken goes to the free ones, too: ``_start`` finds it out. Its state is
+        not read: where the extent was given up, that would make a page that is nobody's.
+        """
+        words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):
-            block = blocks.popleft()
-            if words[block >> 3] & HOLDER:
-                blocks.append(block)
+            block = blocks[0]
+            del blocks[0]  # from here on no call, until it is in a list again
+            if words[table + (block >> 20)] == own and words[block >> 3] & HOLDER:
+                blocks += (block,)
             else:
-                free.append(block)
+                free += (block,)
 
     def reclaim(self) -> None:
         """Look at every block in flight: for when there is no room."""
         for kind in list(self.young):
             for blocks in (self.young[kind], self._old[kind]):
-                if not self._any_free(blocks):
+                if not self._any_free(kind, blocks):
                     continue
                 with contextlib.suppress(IndexError):
-                    self._sort_out(blocks, self.free[kind], len(blocks))
+                    self._sort_out(kind, blocks, len(blocks))
 
-    def _any_free(self, blocks: deque[int]) -> bool:
+    def _any_free(self, kind: int, blocks: deque[int]) -> bool:
         if len(blocks) <= YOUNG:
             return True  # it is as quick to sort them
-        states = self.numbers[np.array(blocks.copy(), np.int64) >> 3]
-        return bool(((states & np.uint64(HOLDER)) == FREE).any())
+        places = np.array(blocks.copy(), np.int64)
+        if (self.numbers[self.table + (places >> 20)] != self.own[kind]).any():
+            return True
+        return bool(((self.numbers[places >> 3] & np.uint64(HOLDER)) == FREE).any())
 
     # ---- what the lists say ----
 
@@ -558,6 +565,8 @@ class Arena(Extents):
         short, no_addresses = self._short_of(growth), self._gap(self._first_unit, units) + units > self._units
         if short <= 0 and not no_addresses:
             return
+        self._punch_gaps()
+        short = self._short_of(growth)
         chosen = self._withdraw()
         found = [
             (
@@ -614,6 +623,7 @@ class Arena(Extents):
         self._withdraw({start >> 20 for start, _, _ in wanted}, busy=True)
         self._take(wanted)
         self._trim(1 << 62)
+        self._punch_gaps()
         return max(0, before - self.segment.resident())
 
     def mind_idle(self) -> None:
@@ -637,6 +647,7 @@ class Arena(Extents):
                     continue
             left += self._memory_of(blocks) if kind > self.whole else len(blocks) << kind
         self._seen = seen
+        self._punch_gaps()
         if idle:
             self.reclaim()
             own = self._withdraw({start >> 20 for start, _, _ in idle})

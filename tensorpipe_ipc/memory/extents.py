@@ -57,7 +57,10 @@ anybody would take the extent for.
 Where a page is that was never written, no state is read: reading would make it, and it would cost memory. The kernel tells
 where the next page is (``SEEK_DATA``), which is all that blocks larger than a page take, and where the next hole is. The search
 for a hole goes on until it finds one. So *the last page of each extent of smaller blocks stays a hole*: else looking at n MiB
-of them would cost n searches through up to n MiB. Only addresses are lost by that."""
+of them would cost n searches through up to n MiB. Only addresses are lost by that.
+
+Who asks and then reads may be too late: the extent is given up in between, and its pages are made anew, though they lie in no
+extent any more. Whoever gives memory back looks for such pages, too (``_punch_gaps``)."""
 
 from __future__ import annotations
 
@@ -260,6 +263,17 @@ class Extents:
         free[numbers[(states & _FREE_BITS) != 0] + 1] = False
         edges: list[int] = (start + np.flatnonzero(free[1:] != free[:-1]) * step).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _punch_gaps(self) -> None:
+        """Punch pages out that lie in no extent: somebody has read a state there when its extent had just been given up."""
+        end = self._first_unit
+        for start, units in [(start, units) for start, _, units, _ in self._all_extents()] + [(self._units << 20, 0)]:
+            for first, stop in list(self.written(end << 20, start)):
+                unit, count = first >> 20, -(-stop // UNIT) - (first >> 20)
+                with self._alone(unit, count) as alone:
+                    if alone and self._gap(unit, count) == unit:  # nobody has claimed any of them meanwhile
+                        self.segment.punch(unit << 20, unit + count << 20)
+            end = (start >> 20) + units
 
     def floor(self, block: int) -> int:
         """The generation at which a block begins that was never used, or whose page was punched out."""

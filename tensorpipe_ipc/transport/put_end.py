@@ -443,10 +443,8 @@ class PutEnd(QueueEnd):
 
     def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
         """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""
-        backlog, words, queued = self._backlog, self.words, self.arena.queued
-        while backlog and words[backlog[0] >> 32 << SMALLEST - 3] != (
-            backlog[0] % GENERATIONS << GENERATION_AT | queued
-        ):
+        backlog = self._backlog
+        while backlog and not self._waits(backlog[0]):
             backlog.popleft()
         if not backlog:
             try:
@@ -456,8 +454,14 @@ class PutEnd(QueueEnd):
                 self.record.set(self.record.spilled)
         backlog.extend(tickets)
         self.tickets.spill(buffers)  # P6
-        words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
+        self.words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
         self.tickets.ring()
+
+    def _waits(self, ticket: int) -> bool:
+        """Return whether what this process put with a ticket was not taken yet."""
+        block, state = ticket >> 32 << SMALLEST, ticket % GENERATIONS << GENERATION_AT | self.arena.queued
+        # First: where its extent was given up, reading its state would make a page that is nobody's.
+        return self.arena.begins(block) and self.words[block >> 3] == state
 
     def _idle(self) -> None:
         self._refuse_if_shut()

@@ -93,7 +93,7 @@ def test_looking_for_free_blocks_is_bounded_work(arena, monkeypatch):
 
     arena.words = Counting()
     arena.allocate(400)
-    assert len(looks) < 50
+    assert len(looks) < 100  # two for each block: its extent, and its state
 
 
 def test_capacity_is_never_passed_and_memory_of_other_sizes_is_given_back_for_it():
