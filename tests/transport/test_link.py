@@ -218,9 +218,10 @@ def test_a_serializer_that_is_not_accepted(producer_binds: bool) -> None:
         assert "numpy" in binder.statistics().last_rejection
 
 
-def test_data_of_a_serializer_that_is_not_accepted() -> None:
-    """Who says one serializer at HELLO and sends with another is not believed."""
-    with tp.Consumer("believed", accept=["raw"]) as consumer, RawEnd(consumer.endpoint) as raw:
+@pytest.mark.parametrize("accept", [["raw"], None])
+def test_data_of_a_serializer_that_is_not_accepted(accept: list[str] | None) -> None:
+    """Who says one serializer at HELLO and sends with another is not believed. By default torch_save is not accepted."""
+    with tp.Consumer("believed", accept=accept) as consumer, RawEnd(consumer.endpoint) as raw:
         _attach(consumer, raw)
         raw.say(*exchange.sent(torch.ones(3), "torch_save"))
         _listen(consumer, lambda: consumer.statistics().rejected)

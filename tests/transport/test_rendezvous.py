@@ -631,6 +631,11 @@ def _bad_blocks() -> dict[str, tuple[bytes, bytes, str]]:
         "a schema cut short": (metadata_of(0, schema, b"")[:-5], payload, "left for it"),
         "no schema": (metadata_of(0, b"x" * 20, b""), payload, "schema"),
         "an unknown serializer": (metadata_of(0, schema.replace(b"\3raw", b"\3war"), b""), payload, "war"),
+        "torch_save, by default": (
+            metadata_of(0, schema.replace(b"\3raw", b"\x0atorch_save"), b""),
+            payload,
+            "torch_save' is not accepted here",
+        ),
         "a payload too short": (metadata_of(0, schema, b""), payload[:-1], "payloads of 11 bytes"),
         "a payload too long": (metadata_of(0, schema, b""), payload + b"x", "payloads of 13 bytes"),
         "values that are none": (metadata_of(0, exchange.encoded([1, "x"]).schema, b"\xc1"), b"", "values"),
