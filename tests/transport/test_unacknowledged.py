@@ -180,10 +180,11 @@ def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str) -> None:
-    """It says HELLO 12,000 times, of which each is answered by 300 bytes, if somebody reads them."""
+    """It says HELLO 3,000 times, each of which is answered by 300 bytes, if somebody reads them. The kernel has little room."""
     made: Any = tp.Consumer if role == "producer" else tp.Producer
     with made(LOOPBACK, bind=True, shared_memory="off") as end, RawLine(end.endpoint) as deaf:
-        deaf.say(*[hello(role)] * 12_000)
+        deaf.leave_no_room_for_answers()
+        deaf.say(*[hello(role)] * 3000)
 
         def all_was_heard() -> bool:
             with contextlib.suppress(tp.Empty, tp.Full):
@@ -192,7 +193,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str) -> None:
 
         wait_until(all_was_heard)
         answered = deaf.heard(0.2) / 300
-        assert 1 < answered < 10_000, "libzmq had kept what the kernel had no room for"
+        assert 1 < answered < 1000, "libzmq had kept what the kernel had no room for"
 
 
 def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
