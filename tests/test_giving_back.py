@@ -436,6 +436,48 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
             assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout, monkeypatch):
+    """For a message that does not come: who waits never needs memory."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    monkeypatch.setattr("tensorpipe_ipc.transport.get_end.IDLE", 0.1)
+    there, other = large_ctx.Queue(), large_ctx.Queue()
+    for _ in range(3):
+        other.put(octets(4 * MIB))
+
+    with Helper(lambda: [other.get(copy=False) for _ in range(3)]) as holder:
+        waiter = threading.Thread(target=there.get, kwargs={"timeout": timeout})
+        waiter.start()
+        os.kill(holder.pid, signal.SIGKILL)
+        segment = large_ctx.tensorpipe_undertaker().arena.segment
+        wait_for(lambda: segment.resident() < MIB)  # and not by ``statistics``, which finishes what the dead began
+        there.put(1)
+        waiter.join(LIMIT)
+        assert not waiter.is_alive()
+
+
+def test_memory_that_an_exception_left_half_made_is_found(large_ctx, monkeypatch):
+    """By others: who began the put is idle now."""
+    there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
+
+    def interrupted(segment, start, stop):
+        steps.append(start)
+        if len(steps) == 5:
+            raise Interrupted
+        return reserve(segment, start, stop)
+
+    def begin():
+        monkeypatch.setattr(Segment, "reserve", interrupted)
+        with pytest.raises(Interrupted):
+            there.put(octets(24 * MIB))
+
+    with Helper(begin):
+        assert resident(there) > 15 * MIB
+        there.put(1)
+        there.put(octets(24 * MIB), timeout=0)
+        assert (there.get(), len(there.get())) == (1, 24 * MIB)
+
+
 def between_endpoints():
     """Return the bytes that the one segment of this process takes."""
     (segment,) = survey([os.getpid()])

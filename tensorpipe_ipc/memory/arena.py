@@ -468,27 +468,29 @@ class Arena(Extents):
             have = self.words[written]
             if growth <= have:
                 return True
-            if not self._grow(block + have, block + growth, force):
-                return False
-            self.words[written] = growth
-            return True
+            return self._grow(block, have, growth, force)
 
-    def _grow(self, start: int, stop: int, force: bool) -> bool:
-        """Make pages, once there is room for them, also beside what others are about to make."""
-        words, row = self.words, self.rows.index
+    def _grow(self, block: int, have: int, wanted: int, force: bool) -> bool:
+        """Make pages of a block, once there is room for them, also beside what others are about to make.
+
+        What is made is told step by step: an exception, or a kill, may end it, and then others look for what lies there.
+        """
+        words, row, written = self.words, self.rows.index, (block >> 3) + WRITTEN
         reserved = row_word(row) + RESERVED
         before = words[reserved]
         try:
-            words[reserved] = before + stop - start
-            if not self._has_room(stop - start, force):
+            words[reserved] = before + wanted - have
+            if not self._has_room(wanted - have, force):
                 return False
-            for first in range(start, stop, STEP):
-                last = min(first + STEP, stop)
-                if not self.segment.reserve(first, last):
-                    self.segment.punch(start + self.segment.page, last)
+            for first in range(have, wanted, STEP):
+                last = min(first + STEP, wanted)
+                self._count_growth(last - first)
+                if not self.segment.reserve(block + first, block + last):
+                    words[written] = have
+                    self.segment.punch(block + have + self.segment.page, block + last)
                     return False
-                words[reserved] = before + stop - last
-            self._count_growth(stop - start)
+                words[written] = last
+                words[reserved] = before + wanted - last
             return True
         finally:
             if row == self.rows.index:  # and not in a child that was forked meanwhile
@@ -626,12 +628,17 @@ class Arena(Extents):
         self._punch_gaps()
         return max(0, before - self.segment.resident())
 
-    def mind_idle(self) -> None:
-        """Give back extents that have lain free and unused for some seconds, whoever's. Cheap where nothing is due."""
+    def mind_idle(self, look: Callable[[], object] = lambda: None) -> None:
+        """Give back extents that have lain free and unused for some seconds, whoever's. Cheap where nothing is due.
+
+        Args:
+            look: called first, where something is due: it frees what the dead had.
+        """
         now = monotonic()
         if now >= self._look_at and self.rows.index >= 0:
             self._look_at = now + IDLE
             if self.words[GROWN]:
+                look()
                 self._give_back_idle()
 
     def _give_back_idle(self) -> None:

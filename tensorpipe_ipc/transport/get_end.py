@@ -329,11 +329,11 @@ class GetEnd(QueueEnd):
         if self.words[self.record.shut]:
             raise _Again
         self.leases.settle(at_once=False)
-        self.arena.mind_idle()
+        self.arena.mind_idle(self.undertaker.look)
 
     def _look_again(self) -> None:
         self.leases.settle(at_once=False)
-        self.arena.mind_idle()
+        self.arena.mind_idle(self.undertaker.look)
         if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
             raise _Again
 
@@ -352,13 +352,13 @@ class GetEnd(QueueEnd):
 
         By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
         """
-        self.arena.mind_idle()
+        self.arena.mind_idle(self.undertaker.look)
         if taken := self.tickets.take_piped(buffers):
             return taken
         pipe = select.poll()
         pipe.register(self.tickets.fd, select.POLLIN)
         while self.words[GROWN] and not pipe.poll(1000 * IDLE):
-            self.arena.mind_idle()
+            self.arena.mind_idle(self.undertaker.look)
         return 0
 
     def _spin(self, buffers: Buffers) -> bool:

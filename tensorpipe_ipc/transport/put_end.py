@@ -375,7 +375,7 @@ class PutEnd(QueueEnd):
             # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
             free = arena.free[kind]
             if kind > QUICK or not free:
-                arena.mind_idle()
+                arena.mind_idle(self.undertaker.look)
                 arena.harvest(kind)
             try:
                 block = free[-1]
