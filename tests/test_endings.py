@@ -350,6 +350,31 @@ def test_a_forked_child_does_not_keep_the_port(free_port: int) -> None:
 
 
 @pytest.mark.parametrize("consumer_binds", [False, True])
+def test_a_forked_child_keeps_nobody_present_who_is_out_of_sight(consumer_binds: bool, tmp_path: Path) -> None:
+    """Over ipc the kernel says who made the connection, or listens: a child that holds it open is not that process."""
+    endpoint = f"ipc://{tmp_path}/sight.sock"
+    with Child() as child, contextlib.ExitStack() as stack:
+        child.call(children.move_out_of_sight, str(tmp_path))
+        if consumer_binds:
+            consumer = stack.enter_context(tp.Consumer(endpoint))
+            child.call(children.open_producer, endpoint)
+        else:
+            child.call(children.open_producer, endpoint, bind=True)
+            stack.callback(os.unlink, f"{tmp_path}/sight.sock")  # as it has no next binder
+            consumer = stack.enter_context(tp.Consumer(endpoint, bind=False))
+        child.begin(children.put, "word")
+        assert consumer.get(PATIENCE) == "word"
+        child.result()
+        orphan = child.call(children.fork_that_waits)
+        try:
+            child.kill()
+            with pytest.raises(tp.PeerLost, match=f"producer pid {child.pid} .* vanished"):
+                consumer.get(PATIENCE)
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("consumer_binds", [False, True])
 def test_the_next_binder_within_one_process(consumer_binds: bool) -> None:
     """Over inproc a connector finds the next binder, too."""
 

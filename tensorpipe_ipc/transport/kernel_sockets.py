@@ -35,7 +35,7 @@ from itertools import starmap
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.transport.addresses import Address
 
-__all__ = ["hang_up", "is_to_itself", "listener", "listener_behind", "prepare_for_bulk"]
+__all__ = ["hang_up", "is_to_itself", "listener", "listener_behind", "prepare_for_bulk", "process_behind"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -90,6 +90,21 @@ def listener_behind(fd: int, path: str) -> tuple[int, int] | None:
                 pid, uid, _ = _CREDENTIALS.unpack(credentials)
                 return pid, uid
     return None
+
+
+def process_behind(fd: int, address: Address) -> int:
+    """Return the process that made a connection to a unix socket; 0 if it is not seen from here, or none any more.
+
+    Args:
+        fd: the binder's descriptor, as above.
+        address: the binder's.
+    """
+    with suppress(OSError):
+        with closing(_duplicate(fd)) as connection:
+            if connection.family == socket.AF_UNIX and _is_at(connection, address):
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                return int(_CREDENTIALS.unpack(credentials)[0])
+    return 0
 
 
 def _duplicate(fd: int) -> socket.SocketType:

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
-from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.process import identity, is_dead
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous, whereabouts
 from tensorpipe_ipc.transport.addresses import parse
@@ -489,6 +489,7 @@ class Link(Meeting):
             reason = self._no_place_for(hello)
         if not reason:
             peer = self._admit(routing, hello)
+            peer.process = self.socket.process_behind()
             reason = self.arrangement.unmet(hello, peer.why_not)
         if reason:
             self.reject(Refused(reason))
@@ -693,7 +694,7 @@ class Link(Meeting):
 
     def _is_gone(self, peer: Peer, again: bool) -> bool:
         """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
-        gone = peer.sight.is_gone()
+        gone = peer.sight.is_gone() or again and peer.sight.is_out_of_sight and self._is_orphaned(peer)
         if not self.socket.binds:
             connected = self.socket.is_connected()
         elif gone or again:
@@ -706,6 +707,10 @@ class Link(Meeting):
                 return False
             return not connected or time.monotonic() - peer.gone_at >= self._silence_of(peer)
         return not connected and not self._may_have_unread(peer) and not self.waits_for(peer)
+
+    def _is_orphaned(self, peer: Peer) -> bool:
+        """Return whether a peer over ipc is dead, whoever still holds its connection open."""
+        return is_dead(peer.process) if peer.process else self.socket.is_orphaned()
 
     def _may_have_unread(self, peer: Peer) -> bool:
         """Return whether something of a peer that has ended may have come and was not read yet.

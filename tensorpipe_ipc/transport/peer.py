@@ -38,6 +38,7 @@ class Peer:
         sent: sequence of the last message sent to it (by a producer).
         taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
         heard: when something last came from it, by time.monotonic().
+        process: that made its connection, as the kernel says, to a binder over ipc; 0: not known.
         gone_at: when it was first seen to be gone, and more may have been on its way.
         unread_from: how many messages had come, of all peers, when it was first seen to have ended, or lost its connection,
             since something last came from it; 0 while it is not.
@@ -79,6 +80,7 @@ class Peer:
         "left_at",
         "missed",
         "missed_at_end",
+        "process",
         "queue",
         "room",
         "round",
@@ -101,6 +103,7 @@ class Peer:
         self.sent = 0
         self.taken = 0
         self.heard = time.monotonic()
+        self.process = 0
         self.gone_at = 0.0
         self.unread_from = 0
         self.sight = sight or Sight()

@@ -42,7 +42,7 @@ from tensorpipe_ipc.transport.addresses import Address, check_folder, check_sock
 from tensorpipe_ipc.transport.curve import Gate, use_keys
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.handshakes import Handshakes
-from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, prepare_for_bulk
+from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, prepare_for_bulk, process_behind
 from tensorpipe_ipc.transport.poll_fd import PollFd
 from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, hold_reaper, release, router
 from tensorpipe_ipc.wire.layout import BULK
@@ -483,6 +483,13 @@ class FrameSocket:
         if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:
             with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that speaks an old version
                 prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
+
+    def process_behind(self) -> int:
+        """Return the process that the last message came from, to a binder over ipc; 0 where it is not known."""
+        if self.binds and self.address.path and self._frames:
+            with suppress(zmq.ZMQError):  # as above
+                return process_behind(self._frames[-1].get(zmq.SRCFD), self.address)
+        return 0
 
     def has_incoming(self) -> bool:
         """Whether ``receive`` would find something now."""
