@@ -1128,10 +1128,10 @@ def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
         with pytest.raises(
             tp.Full, match="no consumer has come to .*: (nobody listens there; .* bind=True|no end of this)"
         ):
-            producer.put(1, 0.4)
+            producer.put(1, 0.8)
         with tp.Consumer(endpoint, bind=False) as other:
             with pytest.raises(tp.Empty, match="(nobody listens there; .* bind=True|no end of this)"):
-                other.get(0.4)
+                other.get(0.8)
         with tp.Consumer(endpoint):
             with pytest.raises(
                 tp.Full, match=rf"the consumer of this very process, made at {__file__}:\d+, has to be in use"
