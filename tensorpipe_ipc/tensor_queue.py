@@ -158,7 +158,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         deadline = None if timeout is None else time.monotonic() + _timeout(timeout)
-        remaining, is_made = iter(objs), not isinstance(objs, (list, tuple))
+        remaining, is_made = iter(objs), type(objs) not in (list, tuple)
         waiting, done = list[tuple[Payload, bytes]](), 0
         at_fault: Exception | None = None
         try:

@@ -271,6 +271,20 @@ def test_a_generator_may_fill_one_tensor_again_and_again(size: int) -> None:
     assert [int(there.get(timeout=LIMIT)[-1]) for _ in range(130)] == list(range(130))
 
 
+class Frames(list[torch.Tensor]):
+    """A list whose objects are made as they are taken, in one tensor."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[0].fill_(number) for number in range(5))
+
+
+def test_a_list_of_another_kind_may_fill_one_tensor_again_and_again() -> None:
+    """As a generator may: it only looks like a list."""
+    there = Queue()
+    there.put_many(Frames([torch.empty(100_000)]))
+    assert [int(there.get(timeout=LIMIT)[-1]) for _ in range(5)] == list(range(5))
+
+
 _scratch = torch.zeros(30_000)
 
 
@@ -651,6 +665,23 @@ def test_join_does_not_wait_for_what_a_killed_worker_had_taken() -> None:
     work(tasks, 1)
     waiter.join(LIMIT)
     assert not waiter.is_alive()
+
+
+@pytest.mark.parametrize("put", [Queue.put_nowait, lambda there, obj: there.put_many([obj], 0)])
+def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: Callable[[Queue, Any], None]) -> None:
+    """The killed process had taken the object, and not given its place back: the queue is empty, and was full for ever."""
+    there = Queue(maxsize=1)
+    there.put(1)
+
+    def die() -> None:
+        assert there._queue.credits is not None
+        there._queue.credits.give = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        there.get()
+
+    assert reap(in_child(die)) == -signal.SIGKILL
+    assert (there.empty(), there.full()) == (True, False)
+    put(there, 2)
+    assert there.get(timeout=LIMIT) == 2
 
 
 @pytest.mark.parametrize("maxsize", [0, 3])

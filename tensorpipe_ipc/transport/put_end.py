@@ -358,6 +358,9 @@ class PutEnd(QueueEnd):
         began = monotonic()
         try:
             count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
+            if not count:  # who does not wait does not look in slices, and the dead may have one
+                self.undertaker.look()
+                count = abs(credits.take_nowait(buffers))
         finally:
             self.waits += 1
             self.seconds_waited += monotonic() - began
