@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -335,6 +336,31 @@ def test_what_a_child_reads_is_not_freed_by_a_thread_that_saw_another_child_end(
         point += 1
     assert point > 10
     assert left_in(ctx) == {}
+
+
+def test_what_is_collected_while_kept_blocks_are_looked_at_costs_no_message(ctx: Any) -> None:
+    """Python may collect garbage wherever an object is made, and with it tensors that a child can read."""
+    there, dying = ctx.Queue(), [ctx.empty(SIZE) for _ in range(40)]
+    pid = in_child(signal.pause)
+    del dying[20:]  # the child keeps them
+    there.put(torch.full((SIZE,), 5.0))
+
+    def collect(phase: str, _: Any) -> None:
+        if dying and sys._getframe(1).f_code is type(there._queue.leases).settle.__code__:
+            dying.pop()
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collect)
+    try:
+        gc.set_threshold(5)
+        for _ in range(3):
+            there.trim()
+        assert there.get(timeout=LIMIT).unique().tolist() == [5.0]
+    finally:
+        gc.callbacks.remove(collect)
+        gc.set_threshold(*thresholds)
+        os.kill(pid, signal.SIGKILL)
+        reap(pid)
 
 
 def test_a_tensor_at_whose_death_a_handler_raises_is_free_at_a_later_get(

@@ -401,8 +401,8 @@ class Arena(Extents):
         own = self.own[kind]
         lost = {
             unit
-            for unit, mine in list(self._mine.items())
-            if mine.kind == kind and self.words[self.table + unit] != own
+            for unit in list(self._mine)  # not its items: to make their tuples may collect garbage, and that may put
+            if (mine := self._mine.get(unit)) and mine.kind == kind and self.words[self.table + unit] != own
         }
         for blocks in self._lists(kind):
             for block in _removed(blocks, lost):

@@ -268,7 +268,10 @@ class Leases:
             if anchor() is None:
                 _release(anchor)
         answers: dict[tuple[int, int], bool] = {}
-        for word, entry in list(self.kept.items()):
+        for word in list(self.kept):  # not its items: to make their tuples may collect garbage, and with it a lease
+            entry = self.kept.get(word)
+            if entry is None:
+                continue
             held, first, last = entry
             if (first, last) not in answers:
                 answers[first, last] = self.arena.rows.is_witnessed(first, last)
@@ -378,7 +381,7 @@ class _Anchor(weakref.ref[Any]):
     forks: int
 
 
-def _release(anchor: _Anchor) -> None:
+def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
     leases, word, held = anchor.leases, anchor.word, anchor.held
     if anchor.process != leases.process:  # a forked child's copy: the block is the parent's
         leases._let_go_in_child(anchor)
@@ -401,6 +404,6 @@ def _release(anchor: _Anchor) -> None:
             else:
                 leases.kept[word] = held, anchor.forks + 1, forks
     leases.offered.discard(word)
-    if leases.kept:
+    if leases.kept and not is_finalizing():  # else modules are half gone, and the children outlast this process
         leases.settle(at_once=False)
     _let_go(leases)
