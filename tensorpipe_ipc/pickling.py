@@ -260,10 +260,13 @@ def load(data: Any, leaves: Sequence[Any] = (), made: Callable[[Any], Any] | Non
         PeerLost: it refers to shared memory of a process that is gone.
         Exception: whatever the object raises when it is made again.
     """
-    if made is None:
+    before = getattr(
+        _wanted, "made", None
+    )  # of a get in which an object that is being made, or a finalizer, gets another
+    if made is before:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - of a relative of this process
     _wanted.made = made
     try:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - as above
     finally:
-        _wanted.made = None
+        _wanted.made = before

@@ -445,3 +445,28 @@ def test_it_does_not_wait_for_ever_for_what_nobody_takes() -> None:
     process.close()
     with pytest.raises(tp.PeerLost):
         there.get(timeout=LIMIT)
+
+
+class Getting:
+    """An object that gets another while it is made."""
+
+    there: tp.Queue
+    got: Any = None
+
+    def __reduce__(self) -> Any:
+        return Getting._made, ()
+
+    @classmethod
+    def _made(cls) -> int:
+        cls.got = cls.there.get(timeout=LIMIT)
+        return 1
+
+
+def test_what_is_got_while_an_object_is_made_comes_in_its_own_form() -> None:
+    """The outer get wants arrays, and has them, also of what is made after the inner one, which wants none."""
+    outer, Getting.there = tp.Queue(), tp.Queue()
+    Getting.there.put(_shared(3))
+    outer.put([Getting(), _shared(3)])
+    made, array = outer.get(timeout=LIMIT, as_numpy=True)
+    assert (made, type(array), type(Getting.got)) == (1, np.ndarray, torch.Tensor)
+    del Getting.there, Getting.got
