@@ -447,6 +447,22 @@ def test_threads_that_bind_leave_the_umask_as_it_was(tmp_path: Path) -> None:
         os.umask(before)
 
 
+@pytest.mark.parametrize("endpoint", ["bare", "ipc", "tcp"])
+def test_an_end_never_touches_the_umask(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the process's: what another thread makes at that moment would get another mode."""
+
+    def touched(mask: int) -> int:
+        raise AssertionError(f"the umask was {mask:o} for a moment")
+
+    tmp_path.chmod(0o700)
+    address = {"bare": "masked", "ipc": f"ipc://{tmp_path}/socket", "tcp": LOOPBACK}[endpoint]
+    monkeypatch.setattr(os, "umask", touched)
+    with tp.Consumer(address) as consumer, tp.Producer(consumer.endpoint) as producer:
+        putting = in_thread(lambda: producer.put("word", PATIENCE))
+        assert consumer.get(PATIENCE) == "word"
+        putting()
+
+
 @pytest.mark.parametrize("how", ["writable by others", "writable by its group", "another user's", "behind his link"])
 def test_a_folder_above_that_others_can_replace(how: str, tmp_path: Path) -> None:
     """The whole chain up to / counts: who can rename a folder on the way can put his own in its place."""
