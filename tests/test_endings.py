@@ -802,6 +802,35 @@ def test_one_that_comes_back_counts_in_the_stream_that_it_ends_in(tmp_path: Path
             child.result()
 
 
+def test_one_that_comes_back_and_of_which_nothing_is_missing_ends_well(tmp_path: Path) -> None:
+    """A producer out of sight was given up, and is back before its stream has ended: that it said goodbye is what is told."""
+    with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=0.1) as consumer, Child() as child:
+        with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+            child.call(children.move_out_of_sight, str(tmp_path))
+            child.call(children.open_producer, line.endpoint)
+            child.begin(children.put, "before")
+            assert consumer.get(PATIENCE) == "before"
+            child.result()
+            line.silence()
+            line.cut()
+            wait_until(lambda: _vanished_after_a_look(consumer))
+            line.heal()
+            child.begin(children.put_numbers_and_close, "back", 1)
+            assert consumer.get(PATIENCE) == ("back", 0)
+            leaving = in_thread(lambda: children.put_and_leave(consumer.endpoint, "other"))
+            assert consumer.get(PATIENCE) == "other"
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+            leaving()
+            child.result()
+
+
+def _vanished_after_a_look(consumer: tp.Consumer) -> int:
+    with contextlib.suppress(tp.Empty):
+        consumer.get(0.02)
+    return consumer.statistics().vanished
+
+
 def test_a_server_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """producers=None: the stream never ends. Who fails or vanishes is counted and logged, and get is Empty in time."""
     with tp.Consumer("server", producers=None) as consumer, Child() as well, Child() as fails, Child() as dies:

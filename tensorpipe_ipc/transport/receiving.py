@@ -349,6 +349,8 @@ class ReceiveLink(Link):
         end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
         if end in known:  # one that was given up is back
             taken, stream = known[end]
+            if stream == self._stream and sequence <= taken:  # it had not gone, and nothing of it is missing
+                self.unwell = [each for each in self.unwell if each.hello.end != end]
             sequence = sequence if sequence > taken else taken
             self.lost += sequence - taken  # what was given up with it
             del known[end]
