@@ -265,7 +265,7 @@ class Consumer:
             bytes=self._bytes,
             lost=link.lost_so_far,
             duplicates=link.duplicates,
-            rejected=link.rejected,
+            rejected=link.rejected + link.socket.dropped,
             last_rejection=link.last_rejection,
             peers=() if self._guard.closed else tuple(str(peer) for peer in link.peers.values()),
             transport=link.transport(),

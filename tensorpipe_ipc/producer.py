@@ -314,7 +314,7 @@ class Producer:
             in_flight=link.in_flight,
             lost=link.lost,
             resent=link.resent,
-            rejected=link.rejected,
+            rejected=link.rejected + link.socket.dropped,
             last_rejection=link.last_rejection,
             waits=self._waits,
             seconds_waited=self._seconds_waited,

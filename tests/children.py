@@ -510,6 +510,19 @@ def flood(ends: Ends, endpoint: str, role: str) -> None:
                         raw.say_at_once(frame)
 
 
+def spin(ends: Ends) -> None:
+    """Compute as fast as it can, until killed."""
+    while True:
+        pass
+
+
+def put_without_end(ends: Ends, tree: Any) -> None:
+    """Put a tree again and again, until killed."""
+    while True:
+        with contextlib.suppress(tp.Full):
+            ends.producer.put(tree, 0.1)
+
+
 def be_stage(ends: Ends, upstream: str, downstream: str) -> str:
     """Pass on what comes, plus 1, until it ends. Returns how it ended."""
     try:

@@ -162,18 +162,21 @@ class RawLine:
         """Read until nothing comes for so long. Return how many bytes came."""
         self._socket.settimeout(seconds)
         count = 0
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
             while found := len(self._socket.recv(1 << 16)):
                 count += found
         return count
 
     def is_hung_up_on(self) -> bool:
         """Read all that comes. Return whether the other side ends the connection."""
-        with contextlib.suppress(TimeoutError):
+        try:
             while self._socket.recv(1 << 16):
                 pass
-            return True
-        return False
+        except TimeoutError:
+            return False
+        except ConnectionResetError:  # there was more that it had not read
+            pass
+        return True
 
     def reset(self) -> None:
         """Hang up, so that the other side is told of a broken connection. Again: nothing."""

@@ -1,4 +1,4 @@
-"""Floods of those who may not come in: whoever may goes on as before, and the binder does not grow.
+"""Floods of strangers: whoever may come in goes on as before, and the binder does not grow.
 
 ``make kills TESTS=tests/test_floods.py`` runs the long one, or, with figures::
 
@@ -9,15 +9,25 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import children
+import exchange
 import psutil
 import pytest
-from children import Child
+import torch
+from children import PATIENCE, Child, in_thread, wait_until
+from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.transport import link
+from tensorpipe_ipc.wire.header import Kind, pack
+
 MIB = 1 << 20
+LOOPBACK = "tcp://127.0.0.1:0"
 
 
 def flooded(folder: Path, count: int, strangers: int) -> tuple[float, float, float, float]:
@@ -84,3 +94,139 @@ def test_a_flood(tmp_path: Path) -> None:
     print(f"{calm:.0f} messages/s before, {busy:.0f} during {rate:.0f} connections/s; {grown / MIB:.1f} MiB more")
     assert busy >= 0.8 * calm
     assert grown <= 10 * MIB
+
+
+def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
+    """What came by its connection is dropped and counted. One that is refused may ask again from time to time."""
+    with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as bad, RawLine(consumer.endpoint) as refused:
+        bad.say(*[b"garbage"] * 1000)
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
+        assert bad.is_hung_up_on()
+        for _ in range(3):
+            time.sleep(link._ANSWER_AGAIN)
+            refused.say(hello("consumer"))
+            before = consumer.statistics().rejected
+            wait_in_vain(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
+            assert refused.heard(0.1) > 0, "it was not answered"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [pack(Kind.CREDIT, 0), hello("producer"), exchange.sent("first", sequence=1)[0]],
+    ids=["rubbish", "greetings", "duplicates"],
+)
+def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: bytes) -> None:
+    """Rubbish, greetings, and what it had sent before: each message costs time, also that which is dropped."""
+    with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as raw:
+        raw.say(hello("producer"), exchange.sent("first", sequence=1)[0])
+        assert consumer.get(PATIENCE) == "first"
+        raw.say(*[said] * 200)
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
+        assert raw.is_hung_up_on()
+
+
+def test_a_peer_may_send_again_what_is_in_flight() -> None:
+    """After a line was cut all of it comes a second time, and more often if the line is cut again."""
+    with tp.Consumer(LOOPBACK, maxsize=200) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", window=200, round=1))
+        for number in range(1, 201):
+            raw.say(*exchange.sent(number, sequence=number))
+        assert [consumer.get(PATIENCE) for _ in range(200)] == list(range(1, 201))
+        for number in [*range(1, 201)] * 3 + [201]:
+            raw.say(*exchange.sent(number, sequence=number))
+        assert consumer.get(PATIENCE) == 201
+        assert (consumer.statistics().duplicates, consumer.statistics().rejected) == (600, 0)
+
+
+def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:
+    """A stranger is hung up on unheard then, and comes in when there is time for it."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as stranger:
+        consumer._link._strangers_from = time.monotonic() + 60
+        stranger.say(hello("producer"))
+        wait_in_vain(consumer, lambda: "more strangers" in consumer.statistics().last_rejection)
+        assert consumer.statistics().peers == ()
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "friend"))
+        assert consumer.get(PATIENCE) == "friend"
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        putting()
+        consumer._link._strangers_from = 0.0
+        stranger.say(hello("producer"))
+        wait_in_vain(consumer, lambda: consumer.statistics().peers)
+
+
+def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages() -> None:
+    """However much comes by the socket, what lies in shared memory is taken."""
+    count = 500
+    with tp.Consumer("noisy", maxsize=count, shared_memory="require") as consumer, Child() as one, Child() as two:
+        for child in (one, two):
+            child.call(children.open_producer, "noisy", maxsize=count)
+            child.call(children.put_numbers, 0, count)
+        came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until both are known
+        with RawEnd(consumer.endpoint) as raw:
+            for _ in range(5 * count):
+                raw.say(b"garbage")
+            wait_until(consumer._link.socket.has_incoming)
+            before = consumer.statistics().rejected
+            came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
+            assert consumer.statistics().rejected - before < count / 2, "as one for each of both producers"
+        assert sorted(came) == sorted([*range(count)] * 2)
+        for child in (one, two):
+            child.call(children.abandon)
+
+
+def _rate(consumer: tp.Consumer, seconds: float) -> float:
+    """How many messages come in a second."""
+    count, began = 0, time.monotonic()
+    while time.monotonic() - began < seconds:
+        consumer.get(PATIENCE)
+        count += 1
+    return count / (time.monotonic() - began)
+
+
+def _floor_and_flood(consumer: tp.Consumer, flood: Callable[..., None], *arguments: Any) -> tuple[float, float]:
+    """The rate beside a process that computes, and beside one that floods the consumer: each three times, in turn."""
+    rates: tuple[list[float], list[float]] = [], []
+    for _ in range(3):
+        for found, function, given in ((rates[0], children.spin, ()), (rates[1], flood, arguments)):
+            with Child() as other:
+                other.begin(function, *given)
+                time.sleep(0.5)
+                found.append(_rate(consumer, 1.0))
+                other.kill()
+    return sorted(rates[0])[1], sorted(rates[1])[1]
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("shared_memory", ["require", "off"])
+def test_a_friend_keeps_its_rate_while_strangers_talk(shared_memory: str) -> None:
+    """Garbage and greetings that are refused, as fast as one process can say them: what it costs is its processor's time."""
+    with tp.Consumer(LOOPBACK, shared_memory=shared_memory) as consumer, Child() as friend:
+        friend.call(children.open_producer, consumer.endpoint, shared_memory=shared_memory)
+        friend.begin(children.put_without_end, torch.zeros(100))
+        consumer.get(PATIENCE)
+        floor, flooded = _floor_and_flood(consumer, children.flood, consumer.endpoint, "consumer")
+        print(f"{floor:.0f} messages/s beside a process that computes, {flooded:.0f} beside one that floods")
+        assert consumer.statistics().rejected > 1000
+        assert flooded > 0.6 * floor
+        friend.kill()
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("shared_memory", ["require", "off"])
+def test_a_newcomer_is_answered_while_strangers_talk(shared_memory: str) -> None:
+    """Its first message comes within seconds; and a get that waits for it ends in time."""
+    with tp.Consumer(LOOPBACK, shared_memory=shared_memory, producers=None) as consumer, Child() as other:
+        other.begin(children.flood, consumer.endpoint, "consumer")
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
+        for number in range(5):
+            putting = in_thread(lambda number=number: children.put_and_leave(consumer.endpoint, number))
+            began = time.monotonic()
+            assert consumer.get(PATIENCE) == number
+            assert time.monotonic() - began < 2
+            putting()
+            began = time.monotonic()
+            with pytest.raises(tp.Empty):
+                consumer.get(0.2)
+            assert time.monotonic() - began < 0.4
+        other.kill()

@@ -80,11 +80,18 @@ from tensorpipe_ipc.wire.header import (
     unpack,
     unpack_control,
 )
+from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["PEER_TIMEOUT", "Link", "Opening", "log"]
 
 log = logging.getLogger("tensorpipe_ipc")
 
+_STRANGERS = 5  # times as long as it took to hear one, nothing is heard from strangers
+_STRANGERS_AT_ONCE = 1.0  # seconds of that which are let go by: many may come at a time
+_CROWD = ProtocolError("more strangers say something than there is a fifth of the time for")
+_IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
+_IDLES = ProtocolError("it said too much that brings nothing, and was hung up on")
+_IDLE_AGAIN = 1.0  # seconds
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
@@ -171,6 +178,8 @@ class Link(Meeting):
         self.ended_afar: dict[int, None] = {}
         self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
+        self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
+        self._strangers_from = 0.0  # when there is time for somebody who is no peer
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
         self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
@@ -302,22 +311,80 @@ class Link(Meeting):
         if incoming is None:
             self.look_around()
             return None
-        routing, frames = incoming
         self._came += 1
+        data = self._hear_bounded(*incoming) if self._hangs_up else self._hear_or_reject(*incoming)
+        if data is None:
+            self.socket.received()
+        return data
+
+    def _hear_bounded(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
+        """Hear what came to a port that strangers reach, and hang up on those who take more of this end's time than they may.
+
+        Strangers have a fifth of the time together, and more for a moment, as many may come at once: those who are no peers,
+        and peers out of sight that have brought nothing yet. Over that, one that is no peer is hung up on unheard, unless it is
+        seen to be an end of this user. It connects anew by itself, until there is time for it. So is one that is no peer, and
+        says more than one thing at a time.
+        """
+        peer, now = self.peers.get(routing), time.monotonic()
+        if peer is None:
+            is_again = now - self._answered.get(routing, 0.0) < _ANSWER_AGAIN
+            is_too_much = now < self._strangers_from and not self._is_hello_in_sight(frames)
+            if (is_again or is_too_much) and routing not in self._over:
+                if is_again:  # why, the first one has told
+                    self.rejected += 1
+                else:
+                    self.reject(_CROWD)
+                self.socket.hang_up()
+                return None
+        is_strange = peer is None or not peer.brought and not _is_seen(peer)
+        began = time.thread_time() if is_strange else 0.0
+        stood = peer.taken if peer is not None else 0
+        data = self._hear_or_reject(routing, frames)
+        if peer is None:
+            if routing not in self.peers:
+                self._note_answered(routing, now)
+        elif data is not None or peer.taken != stood or len(frames[-1]) >= BULK:
+            peer.brought += 1
+            peer.idle = 0
+        elif self._is_idle_too_long(peer, now):
+            self.reject(_IDLES, peer)
+            self.socket.hang_up()
+        if is_strange:
+            took = time.thread_time() - began
+            self._strangers_from = max(self._strangers_from, now - _STRANGERS_AT_ONCE) + _STRANGERS * took
+        return data
+
+    def _is_hello_in_sight(self, frames: list[Any]) -> bool:
+        """Return whether this is the HELLO of an end of this user, for whom there is always time."""
+        with contextlib.suppress(ProtocolError):
+            header = unpack(frames[0])
+            return header.kind == Kind.HELLO and self._is_in_sight(unpack_control(header, Hello))
+        return False
+
+    def _is_idle_too_long(self, peer: Peer, now: float) -> bool:
+        """Count what brought nothing. Return whether a peer says too much of that at a time.
+
+        A peer that keeps the rules says such things where a line is cut: all that was in flight comes once or twice again.
+        """
+        if now - peer.idle_from > _IDLE_AGAIN:
+            peer.idle, peer.idle_from = 0, now
+        peer.idle += 1
+        if peer.idle <= _IDLE:
+            return False
+        window = min(self.window, peer.hello.window)
+        return peer.idle > _IDLE + 4 * (window if _is_seen(peer) else min(window, peer.brought))
+
+    def _hear_or_reject(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
         try:
-            data = self._hear(routing, frames)
+            return self._hear(routing, frames)
         except ProtocolError as error:
             self.reject(error, self.peers.get(routing))
             self._answer_misfit(routing, error)
-            data = None
         except Exception as error:
             if isinstance(error, (TensorPipeError, SocketError)) or is_a_signals(error, error.__traceback__):
                 raise
             self.reject(error, self.peers.get(routing))  # whatever a message does to what reads it, the next one comes
-            data = None
-        if data is None:
-            self.socket.received()
-        return data
+        return None
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
         """Deal with what has arrived, and do not wait; with no more than can be dealt with at once.
@@ -466,10 +533,13 @@ class Link(Meeting):
         now = time.monotonic()
         if now - self._answered.get(routing, 0.0) < _ANSWER_AGAIN:
             return
+        self._note_answered(routing, now)
+        self._say(routing, frame)
+
+    def _note_answered(self, routing: bytes, now: float) -> None:
         if len(self._answered) >= MOST_PEERS:
             self._answered.clear()
         self._answered[routing] = now
-        self._say(routing, frame)
 
     def _hear_hello(self, routing: bytes, header: Header) -> None:
         if not self.socket.binds:  # a binder that does not know us asks who we are
@@ -673,6 +743,8 @@ class Link(Meeting):
                 # of what an exception tore since it was last heard, its goodbye may have been the last
                 self._leaves(peer, How.GOODBYE if self.socket.torn_at > peer.heard else How.LOST)
                 again = True
+                if time.monotonic() - now > _AT_ONCE:  # there may be a thousand
+                    break
         self.see_to_deserted()
         if again and self.socket.binds:
             self._greeted = now
@@ -761,6 +833,11 @@ class Link(Meeting):
             self.drain()
         if self._refusal is not None:
             raise self._refusal
+
+
+def _is_seen(peer: Peer) -> bool:
+    """Return whether a peer is an end of this user that is seen to be open: no stranger knows the token of such a one."""
+    return not peer.sight.is_out_of_sight and not peer.sight.is_gone()
 
 
 def _remember(known: dict[Any, None], one: Any) -> None:

@@ -60,6 +60,8 @@ class Peer:
         settled: whether both ends know which of the two it is. It stays so.
         why_not: why there is no queue.
         missed: whether a queue that its binder should have was not to be found, at the last look.
+        brought: messages of its that brought something, as far as that is counted: to a port that strangers reach.
+        idle: those that brought nothing since the last that did, or ``idle_from`` (by time.monotonic()).
         turn: when a producer last chose it, of all the times that it chose from several.
         room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
             be more, as nobody else takes them.
@@ -70,11 +72,14 @@ class Peer:
         "assembly",
         "away_at",
         "began",
+        "brought",
         "by_file",
         "ending",
         "gone_at",
         "heard",
         "hello",
+        "idle",
+        "idle_from",
         "kept",
         "left",
         "left_at",
@@ -125,6 +130,9 @@ class Peer:
         self.settled = False
         self.why_not = ""
         self.missed = False
+        self.brought = 0
+        self.idle = 0
+        self.idle_from = 0.0
         self.turn = 0
         self.room = 0
 

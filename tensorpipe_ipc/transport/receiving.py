@@ -55,6 +55,7 @@ class ReceiveLink(Link):
         self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
         self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
         self._misses = 0
+        self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self.met_any = False
         self.asked: Peer
         self.duplicates = 0
@@ -172,13 +173,16 @@ class ReceiveLink(Link):
     def _look_for_ready(self, timeout: float) -> None:
         ready, sharing = self._ready, self._sharing
         self._only = None
-        self._drained = time.monotonic()
-        self.introduce(0)
-        incoming = not self.socket.is_silent()
+        self._drained = began = time.monotonic()
+        listens, incoming = began >= self._listens_from, False
+        if listens:
+            self.introduce(0)
+            incoming = not self.socket.is_silent()
+            self._listened(began)
         for peer in sharing.values():
             if peer.queue is not None and peer.queue.holds_back:
                 ready.append(peer)
-        found = self.socket.wait_any(0 if incoming or ready else timeout)
+        found = self.socket.wait_any(0 if incoming or ready or not listens else timeout)
         for fd in found:
             if fd in sharing:
                 peer = sharing[fd]
@@ -187,11 +191,22 @@ class ReceiveLink(Link):
             elif self._alarm is not None and fd == self._alarm.fd:
                 self._alarm.set(0)
                 self._due = 0.0
-        if incoming:
+        if incoming or not (listens or ready):
             ready.append(None)
         elif not ready:
             self.look_around()
             ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
+
+    def pump(self, timeout: float) -> tuple[Peer, Header, list[Any]] | None:
+        """See Link. While a queue has messages, what is none of its own has a fifth of the time: there may be no end of it."""
+        began = time.monotonic()
+        data = super().pump(timeout)
+        if data is None and self._sharing:
+            self._listened(began)
+        return data
+
+    def _listened(self, began: float) -> None:
+        self._listens_from = max(self._listens_from, began) + 5 * (time.monotonic() - began)
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
         """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""

@@ -78,6 +78,8 @@ _FRAMES = 4
 _UNREAD = 64
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
 _SURPLUS_AT_ONCE = 5000
+_DROPPED_AT_ONCE = 500  # messages of those who were hung up on
+_HUNG_UP = 4096  # connections that may have said more before they were hung up on
 _MOST_UNREAD = 1024  # peers, until those are forgotten that have read
 
 
@@ -99,6 +101,7 @@ class FrameSocket:
         surplus: why the message that ``receive`` returned is none: it had more frames than one of so many bytes has, and the
             first few were kept; or came by a connection that is refused. "" of others.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
+        dropped: messages that had come by connections that were hung up on.
     """
 
     def __init__(
@@ -130,6 +133,8 @@ class FrameSocket:
         self._surplus = False  # whether it has more frames than a message of so many bytes has: they are not kept
         self._torn = False  # whether that was cut short
         self.torn_at = 0.0
+        self.dropped = 0
+        self._hung_up: dict[bytes, None] = {}  # by routing id
         self._heard: Any = None  # the last frame that came to an end that sends
         self._window = window
         self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
@@ -383,6 +388,8 @@ class FrameSocket:
     def receive(self, timeout: float) -> tuple[bytes, list[Any]] | None:
         """The next message: who sent it, and its frames as buffers that are nobody else's. None if there is none in time.
 
+        What had come by connections that were hung up on is dropped; None, too, where that is much.
+
         It is the next one again until ``received`` is called, so that an exception of a signal's handler does not lose it.
         One that hits inside pyzmq's own ``recv`` does: pyzmq looks for signals when it has the frame.
 
@@ -402,7 +409,12 @@ class FrameSocket:
                     return None
                 self._torn = True
                 self._came = 0
-                self._receive_frame(_WAIT if timeout >= SLICE else _DO_NOT_WAIT)
+                flags = _WAIT if timeout >= SLICE else _DO_NOT_WAIT
+                if not self.binds:
+                    self._receive_frame(flags)
+                elif not self._receive_name(flags):
+                    self._torn = False
+                    return None
                 while frames[-1].more and not self._surplus:
                     self._came += len(frames[-1])
                     self._surplus = len(frames) > _FRAMES + 2 * self._came // BULK
@@ -418,16 +430,27 @@ class FrameSocket:
             return None
         if not self._receives:
             self._heard = frames[-1]
-        if self.binds and len(frames[0]) != _NAME:
-            self._refuse_name()
+        routing = frames[0] if self.binds else b""
+        if routing in self._hung_up:  # and it had many frames
+            self.received()
+            return None
+        if self.binds and len(routing) != _NAME:
+            self.surplus = (
+                "a connection that has chosen a name of its own"  # it may be long, and costs with each message
+            )
+            self.hang_up()
             return b"", [frames[-1].buffer]
-        routing = frames[0].bytes if self.binds else b""
         buffers = [frame.buffer for frame in frames[self.binds :]]
         return routing, joined(buffers) if self._cuts else buffers
 
-    def _refuse_name(self) -> None:
-        """Have nothing more come by a connection that chose a name: it may be long, and each message costs its length."""
-        self.surplus = "a connection that has chosen a name of its own"
+    def hang_up(self) -> None:
+        """Have nothing more come by the connection that a binder's message in hand came by.
+
+        Whoever it is may connect anew. What had come by it before is dropped as it is read.
+        """
+        self._hung_up[self._frames[0]] = None
+        while len(self._hung_up) > _HUNG_UP:
+            del self._hung_up[next(iter(self._hung_up))]
         with suppress(zmq.ZMQError):
             hang_up(self._frames[-1].get(zmq.SRCFD), self.address)
 
@@ -445,7 +468,7 @@ class FrameSocket:
     def _mend(self) -> bool:
         """An exception hit while frames came. If one is missing, the rest of its message is nobody's: drop a part of it in
         each turn. Return whether that is done."""
-        if not self._frames or self._frames[-1].more:
+        if len(self._frames) <= self.binds or self._frames[-1].more:
             if not self._drop_frames():
                 return False
             self._frames, self._surplus = [], False
@@ -468,6 +491,20 @@ class FrameSocket:
             if not self._socket.getsockopt(zmq.RCVMORE):
                 return True
             self._socket.recv(_LAST, copy=False)
+        return False
+
+    def _receive_name(self, flags: tuple[int]) -> bool:
+        """Receive who sent the next message to a binder, and its first frame. Drop, as fast as can be, what comes before it of
+        those who were hung up on. Return whether there is one, after no more of that than takes a millisecond."""
+        frames, receive = self._frames, self._socket.recv
+        for _ in range(_DROPPED_AT_ONCE):
+            frames.extend(map(receive, flags))
+            flags = _DO_NOT_WAIT
+            self._receive_frame(flags)
+            if frames[0] not in self._hung_up or frames[1].more:
+                return True
+            self.dropped += 1
+            frames.clear()
         return False
 
     def _receive_frame(self, flags: tuple[int]) -> None:

@@ -431,17 +431,14 @@ def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch
 
 def test_who_says_that_it_is_another_end() -> None:
     """One that names the end of another process, or the binder itself, is not believed: it would seem present."""
-    with (
-        tp.Consumer("tcp://127.0.0.1:0") as consumer,
-        RawEnd(consumer.endpoint) as one,
-        RawEnd(consumer.endpoint) as two,
-    ):
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as one:
         _attach(consumer, one, end=5)
         for token in (5, consumer._link.end):
             before = consumer.statistics().rejected
             other = msgspec.structs.replace(process.identity(), pid=os.getpid() + 1)
-            two.say(hello("producer", identity=other, end=token, folder=consumer._link.folder))
-            _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
+            with RawEnd(consumer.endpoint) as two:
+                two.say(hello("producer", identity=other, end=token, folder=consumer._link.folder))
+                _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
             assert "attached already" in consumer.statistics().last_rejection
         assert len(consumer.statistics().peers) == 1
 
