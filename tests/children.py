@@ -516,8 +516,9 @@ def spin(ends: Ends) -> None:
         pass
 
 
-def put_without_end(ends: Ends, tree: Any) -> None:
-    """Put a tree again and again, until killed."""
+def put_without_end(ends: Ends, size: int) -> None:
+    """Put a tensor of so many zeros again and again, until killed."""
+    tree = torch.zeros(size)
     while True:
         with contextlib.suppress(tp.Full):
             ends.producer.put(tree, 0.1)
