@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from pathlib import Path
@@ -150,6 +151,16 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         consumer._link._strangers_from = 0.0
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
+
+
+def test_errors_name_some_of_many_peers() -> None:
+    """However many strangers are peers, the text of an error is short."""
+    with tp.Consumer(LOOPBACK) as consumer, contextlib.ExitStack() as stack:
+        for _ in range(18):
+            stack.enter_context(RawLine(consumer.endpoint)).say(hello("producer"))
+        wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 18)
+        with pytest.raises(tp.Empty, match="; and 2 more$"):
+            consumer.get(0)
 
 
 def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages() -> None:

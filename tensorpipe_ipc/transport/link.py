@@ -47,9 +47,11 @@ There is no thread: whatever has arrived is dealt with inside put, get, flush an
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
@@ -107,6 +109,7 @@ _POST_RARELY = 20  # times as long nothing more is posted then
 MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
 _IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
 _NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
+_NAMED = 16  # peers, in the text of an error
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 
@@ -427,6 +430,12 @@ class Link(Meeting):
             f"; {self.rejected} times somebody was turned away: {self.last_rejection}" if self.rejected else ""
         )
         return f"no {other} has come to {self.endpoint} yet{why and f': {why}'}{turned_away}"
+
+    def named(self, peers: Iterator[str]) -> str:
+        """Name the peers in a text, the first of them only where there are many."""
+        told = list(itertools.islice(peers, _NAMED))
+        left = len(self.peers) - len(told)
+        return "; ".join(told) + (f"; and {left} more" if left else "")
 
     def _why_nobody(self, other: str) -> str:
         here = whereabouts.others_here(self.endpoint, self.role, met_by_binder=self.socket.binds)

@@ -442,7 +442,7 @@ class ReceiveLink(Link):
     def why_empty(self) -> str:
         """Who is expected to send something."""
         if self.peers:
-            return "; ".join(str(peer) for peer in self.peers.values())
+            return self.named(map(str, self.peers.values()))
         if self.last_left is not None:
             return f"no producer is attached: {self.last_left}"
         return self.why_alone()

@@ -347,8 +347,9 @@ class SendLink(Link):
     def why_blocked(self) -> str:
         """Who or what keeps this producer from sending."""
         if self.peers:
-            holders = [f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()]
-            return "; ".join(holders)
+            return self.named(
+                f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()
+            )
         if self.last_left is not None:
             return f"no consumer is attached: {self.last_left}, with {self.lost} messages in flight lost so far"
         return self.why_alone()

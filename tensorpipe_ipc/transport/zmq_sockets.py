@@ -446,7 +446,8 @@ class FrameSocket:
     def hang_up(self) -> None:
         """Have nothing more come by the connection that a binder's message in hand came by.
 
-        Whoever it is may connect anew. What had come by it before is dropped as it is read.
+        Whoever it is may connect anew. What had come by it before is dropped as it is read. The descriptor may be a younger
+        connection's by now: then that is made anew, and over tcp nothing is lost by it.
         """
         self._hung_up[self._frames[0]] = None
         while len(self._hung_up) > _HUNG_UP:
