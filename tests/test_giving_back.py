@@ -13,8 +13,9 @@ import pytest
 import torch
 from arenas import blocks_in_use, small_context
 from children import in_thread
-from crash_points import die, in_child, reap
+from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
 from programs import InFork, ran_in_fork
+from wholeness import strides
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
@@ -223,6 +224,39 @@ def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
     assert blocks_in_use(ctx) == {}
     there.put_many([octets(20_000, value) for value in (1, 2, 3)])
     assert [int(there.get()[-1]) for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.limit(200)
+@strides(61, 397)
+def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_ctx, step):
+    """Of a process whose memory nobody else takes."""
+    there = medium_ctx.Queue()
+
+    def action():
+        for nbytes in (3 * MIB, 400, 3000, 20_000, 9 * MIB):
+            there.put(octets(nbytes), timeout=LIMIT)
+        for _ in range(5):
+            there.get(copy=True)
+        there.put(octets(14 * MIB), timeout=LIMIT)
+
+    point, done = 1, False
+    while not done:
+        burst(there, 3000, 100)
+        burst(there, 2 * MIB, 1)
+        with contextlib.suppress(Interrupted):
+            done = run_traced(action, point, _interrupt, SIGNAL_CHECKS, before=False) > 0
+        for _ in range(there.qsize()):
+            there.get(copy=True)
+        there.trim()
+        left = list(medium_ctx.tensorpipe_undertaker().arena._all_extents())
+        assert len(left) == 1, (
+            f"after an exception at step {point} there is more left than what the queue's record lies in"
+        )
+        point += step
+
+
+def _interrupt():
+    raise Interrupted
 
 
 def test_who_lost_free_memory_gets_other_memory(ctx):

@@ -34,11 +34,13 @@ cannot. The generation goes up at each queueing. A ticket is (block, generation)
 late or foreign by one look at the state. It takes 2 ** 32 messages in one block for one to come round.
 
 **Allocation** is private to the owner and in plain Python data: lists of free blocks by kind, most recently freed
-first, as warm memory takes a copy five times faster than fresh. ``list.pop``, ``list.append`` and their deque cousins
-are single steps for threads and signal handlers, and each entry belongs to who has popped it. A block is in one of four
+first, as warm memory takes a copy five times faster than fresh. What makes no call is a single step for threads and signal
+handlers, and each entry belongs to who has taken it out. A block is in one of four
 lists, or in somebody's hands: ``free``; ``_fresh``, which cost nothing or little yet; ``young`` and ``_old``, which were
-taken and will be freed, by whoever has them. So nobody tells the lists that a block is free: its state does, and a
-harvest finds it. See ``harvest`` for what that costs, extents.py for blocks that another process has taken.
+taken and will be freed, by whoever has them. An exception of a signal's handler must not lose one on the way: so there is no
+call from where an entry leaves a list until it is in another, or WRITING with somebody who knows of it. Nobody tells the
+lists that a block is free: its state does, and a harvest finds it. See ``harvest`` for what that costs, extents.py for blocks
+that another process has taken.
 
 **Memory** is what ``Segment.resident`` says: pages. Before a block gets pages that it has not had since they were last
 punched out, they are held against ``capacity``, against what the machine's cgroups leave (memory/headroom.py), and
@@ -241,56 +243,65 @@ class Arena(Extents):
             )
 
     def _allocate(self, kind: int, growth: int, force: bool, taker: Operation | Taker | None) -> int:
+        taker = Taker() if taker is None else taker
         if kind > QUICK:
             self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
         while True:
-            source, block = self._next(kind)
-            if not block:
+            source = self._next(kind)
+            if not source:
                 if not self._has_room(growth if kind > self.whole else 1 << kind, force) or not self._claim(kind):
                     return 0
                 continue
-            if not self._start(block, kind, taker):
-                continue
-            done = source is self.free[kind] and kind <= self.whole
+            done, block = False, 0
             try:
+                block = self._start(source, kind, taker)
+                done = not block or (source is self.free[kind] and kind <= self.whole)
                 done = done or self._has_pages(block, kind, growth, force)
             finally:
-                if not done:
-                    if taker is not None:
-                        taker.block = 0
-                    self.discard(block)
-                    source.append(block)
+                if not done and taker.block:  # as ``discard``, with no call
+                    block, taker.block = taker.block, 0
+                    if self.words[block >> 3] & _ROW == self.writing & _ROW != 0:
+                        self.words[block >> 3] &= ~HOLDER
+                        source += (block,)
             if not done:
                 return 0
+            if not block:
+                continue
             self.young[kind].append(block)
             if source is self._fresh[kind] and kind <= self.whole:
                 self._stock(kind)
             return block
 
-    def _next(self, kind: int) -> tuple[list[int], int]:
-        """A block that is thought to be free, and the list that it was in; 0: there is none."""
-        for blocks in (self.free[kind], self.harvest(kind), self._fresh[kind]):
-            try:
-                return blocks, blocks.pop()
-            except IndexError:
-                continue
-        return [], 0
+    def _next(self, kind: int) -> list[int]:
+        """A list whose last block is thought to be free; an empty one: there is none."""
+        return self.harvest(kind) or self._fresh[kind]
 
-    def _start(self, block: int, kind: int, taker: Operation | Taker | None = None) -> bool:
-        """Have a free block WRITING, if its extent still is this process's. (extents.py, "Changing hands")."""
-        words, word = self.words, block >> 3
+    def _start(self, blocks: list[int], kind: int, taker: Operation | Taker, at: int = -1) -> int:
+        """Have a free block of a list WRITING, if its extent still is this process's. (extents.py, "Changing hands").
+
+        Returns:
+            The block, which the taker has; 0: it is another's, and in no list any more. Or the list is empty.
+        """
+        words = self.words
         with self._window:  # threads share this hazard; signal handlers do not come in here, where nothing is called
+            try:
+                block = blocks[at]
+                del blocks[at]
+            except IndexError:
+                return 0
             words[self._hazard] = block
             mine = words[self.table + (block >> 20)] == self.own[kind]
             if mine:
-                state = words[word] or words[self._floors + (block >> 20)] << GENERATION_AT
-                words[word] = state & ~HOLDER | self.writing
-                if taker is not None:
-                    taker.block = block
+                state = words[block >> 3] or words[self._floors + (block >> 20)] << GENERATION_AT
+                words[block >> 3] = state & ~HOLDER | self.writing
+                taker.block = block
             words[self._hazard] = 0
+            if not mine and block >> 20 in self._mine:
+                self._mine[block >> 20].dropped += (block,)
         if not mine:
-            self._drop(block)
-        return mine
+            self._forget_dropped(block >> 20)
+            return 0
+        return block
 
     def _stock(self, kind: int) -> None:
         """A few more small blocks than are needed: so that not each put of a message that is taken at once has to harvest.
@@ -299,14 +310,16 @@ class Arena(Extents):
         """
         free, fresh = self.free[kind], self._fresh[kind]
         while len(free) < STOCK and self._purse >= 1 << kind:
-            try:
-                block = fresh.pop()
-            except IndexError:
+            if not fresh:
                 return
-            if self._start(block, kind):
-                self.words[block >> 3] &= ~HOLDER
-                free.append(block)
-                self._purse -= 1 << kind
+            taker = Taker()
+            try:
+                self._start(fresh, kind, taker)
+            finally:
+                if taker.block:
+                    self.words[taker.block >> 3] &= ~HOLDER
+                    free += (taker.block,)
+                    self._purse -= 1 << kind
 
     def discard(self, block: int) -> None:
         """A block that this process was writing, or had queued without giving its ticket, is free again.
@@ -373,27 +386,29 @@ class Arena(Extents):
         """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
         spared = self.segment.page if kind <= self.whole else 0  # a hole: extents.py, "Walking"
         count = units * UNIT - spared >> kind
-        self._mine[start >> 20] = _Mine(kind, count)
+        mine = _Mine(kind, count)
         every = start + (np.arange(count) << kind)
         blocks, states = self.states(start, kind, units)
         held = (states & np.uint64(HOLDER)) != FREE
-        self._old[kind].extend(blocks[held].tolist())
-        self.free[kind][:0] = blocks[~held & (states != 0)].tolist()
-        self._fresh[kind][:0] = np.setdiff1d(every, blocks[states != 0])[::-1].tolist()
+        busy, free = blocks[held].tolist(), blocks[~held & (states != 0)].tolist()
+        fresh = np.setdiff1d(every, blocks[states != 0])[::-1].tolist()
+        self._mine[start >> 20] = mine  # from here on no call
+        self._old[kind] += busy
+        self.free[kind][:0] = free
+        self._fresh[kind][:0] = fresh
 
-    def _drop(self, block: int) -> None:
-        """A block that was in the lists is of an extent which another process has taken."""
-        mine = self._mine.get(block >> 20)
-        if mine is not None:
-            mine.dropped.append(block)
-            if len(mine.dropped) >= mine.blocks:
-                self._mine.pop(block >> 20, None)
+    def _forget_dropped(self, unit: int) -> None:
+        """See whether all blocks are out of the lists, of an extent which another process has taken."""
+        mine = self._mine.get(unit)
+        if mine is not None and len(mine.dropped) >= mine.blocks:
+            self._mine.pop(unit, None)
 
     def _may_have(self, unit: int, units: int) -> bool:
         for each in range(unit, unit + units):
             mine = self._mine.get(each)
             if mine is not None:
                 self._drop_lost(mine.kind)
+                self._forget_dropped(each)
         return not any(each in self._mine for each in range(unit, unit + units))
 
     def _drop_lost(self, kind: int) -> None:
@@ -405,8 +420,17 @@ class Arena(Extents):
             if (mine := self._mine.get(unit)) and mine.kind == kind and self.words[self.table + unit] != own
         }
         for blocks in self._lists(kind):
-            for block in _removed(blocks, lost):
-                self._drop(block)
+            removed = _removed(blocks, lost)
+            try:
+                while removed:
+                    unit = removed[-1] >> 20
+                    if unit in self._mine:
+                        self._mine[unit].dropped += (removed[-1],)
+                    del removed[-1]
+            finally:
+                blocks.extend(removed)  # what an exception left
+        for unit in lost:
+            self._forget_dropped(unit)
 
     def _withdraw(self, only: Collection[int] | None = None, *, busy: bool = False) -> list[Extent]:
         """Take own extents of which all blocks are free out of the lists. They are to be taken anew, or given up.
@@ -426,18 +450,19 @@ class Arena(Extents):
                 for unit, count in _units(lists).items()
                 if unit in self._mine and count == self._mine[unit].blocks and (only is None or unit in only)
             }
-            removed = [(blocks, _removed(blocks, whole)) for blocks in lists] if whole else []
-            taken = _units([entries for _, entries in removed])
-            gone = {unit for unit in whole if taken.get(unit) == self._mine[unit].blocks}
-            for blocks, entries in removed:  # another thread took one in between: that extent stays
-                left = [block for block in entries if block >> 20 not in gone]
-                if isinstance(blocks, deque):
-                    blocks.extend(left)
-                else:
-                    blocks[:0] = left
-            for unit in gone:
-                self._mine.pop(unit, None)
-                found.append((unit << 20, kind, max(1, (1 << kind) >> 20)))
+            removed, gone, units = list[_Removed](), set[int](), max(1, (1 << kind) >> 20)
+            try:
+                for blocks in lists if whole else ():
+                    removed += ((blocks, _removed(blocks, whole)),)
+                taken = _units([entries for _, entries in removed])
+                for unit in {unit for unit in whole if taken.get(unit) == self._mine[unit].blocks}:
+                    gone |= {unit}  # no call from here on
+                    del self._mine[unit]
+                    found += ((unit << 20, kind, units),)
+                _put_back(removed, gone)
+            except BaseException:
+                _put_back(removed, gone)
+                raise
         return found
 
     def _lists(self, kind: int) -> tuple[list[int] | deque[int], ...]:
@@ -542,18 +567,22 @@ class Arena(Extents):
                 if tried and self._short_of(nbytes) <= 0:
                     return True
                 tried = True
-                with contextlib.suppress(IndexError):
-                    self._punch_out(blocks.pop(0), kind)
+                self._punch_out(blocks, kind)
         return tried
 
-    def _punch_out(self, block: int, kind: int) -> None:
-        """Give back all of a free block but the page with its state."""
-        if self._start(block, kind):
-            page, written = self.segment.page, (block >> 3) + WRITTEN
-            self.words[written] = min(self.words[written], page)  # first: killed after it, pages are counted twice
-            self.segment.punch(block + page, block + (1 << kind))
-            self.words[block >> 3] &= ~HOLDER
-            self._fresh[kind].append(block)
+    def _punch_out(self, blocks: list[int], kind: int) -> None:
+        """Give back all of the first of some free blocks but the page with its state."""
+        taker = Taker()
+        try:
+            block = self._start(blocks, kind, taker, at=0)
+            if block:
+                page, written = self.segment.page, (block >> 3) + WRITTEN
+                self.words[written] = min(self.words[written], page)  # first: killed after it, pages are counted twice
+                self.segment.punch(block + page, block + (1 << kind))
+        finally:
+            if taker.block:
+                self.words[taker.block >> 3] &= ~HOLDER
+                self._fresh[kind] += (taker.block,)
 
     def collect(self, nbytes: int) -> None:
         """Have room for so many bytes, if there is free memory, whoever's, that makes it.
@@ -757,20 +786,43 @@ def _units(lists: Iterable[list[int] | deque[int]]) -> dict[int, int]:
     return Counter(block >> 20 for blocks in lists for block in blocks.copy())
 
 
+_Removed = tuple["list[int] | deque[int]", list[int]]  # a list, and what was taken out of it
+
+
+def _put_back(removed: list[_Removed], gone: Collection[int]) -> None:
+    """Put back what was taken out of lists, but for the blocks of some units."""
+    while removed:
+        blocks, entries = removed[-1]
+        left = [block for block in entries if block >> 20 not in gone]
+        if isinstance(blocks, deque):
+            blocks += left
+        else:
+            blocks[:0] = left
+        del removed[-1]
+
+
 def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int]:
     """Take the blocks of some units out of a list. Threads may use it meanwhile: each entry is in one place at a time."""
     kept, removed = list[int](), list[int]()
     if units:
         try:
-            for _ in range(len(blocks)):
-                block = blocks.pop()
-                (removed if block >> 20 in units else kept).append(block)
-        except IndexError:
-            pass
-        finally:
+            try:
+                for _ in range(len(blocks)):
+                    block = blocks[-1]
+                    del blocks[-1]
+                    if block >> 20 in units:
+                        removed += (block,)
+                    else:
+                        kept += (block,)
+            except IndexError:
+                pass
             kept.reverse()
-            blocks.extend(kept)
             removed.reverse()
+        except BaseException:
+            kept += removed
+            raise
+        finally:
+            blocks.extend(kept)
     return removed
 
 

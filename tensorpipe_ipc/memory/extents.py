@@ -157,21 +157,37 @@ class Extents:
     def _alone(self, unit: int, units: int) -> Iterator[bool]:
         """True while nobody else changes the words of these units; False where somebody may be at it. Never waits."""
         mine: list[int] = []  # to the kernel all threads of this process are one holder, so they are told apart here
-        locked = False
+        locked = tried = False
         try:
             for each in range(unit, unit + units):
                 if self._claiming.setdefault(each, mine) is not mine:
                     break
                 mine.append(each)
             else:
+                tried = True
                 locked = self.rows.try_lock(_LOCKS + unit, units)
             yield locked
         finally:
-            if locked:
-                self.rows.unlock(_LOCKS + unit, units)
-            for each in mine:
-                if self._claiming.get(each) is mine:  # not in a child that was forked meanwhile
-                    del self._claiming[each]
+            # What an exception of a signal's handler ends here is done again, for nobody else would.
+            try:
+                if tried:
+                    self.rows.unlock(_LOCKS + unit, units)
+            except BaseException:
+                self.rows.unlock(_LOCKS + unit, units)  # as ``mine`` stands there, no other thread has them
+                raise
+            finally:
+                try:
+                    self._unclaim(mine)
+                except BaseException:
+                    self._unclaim(mine)
+                    raise
+
+    def _unclaim(self, mine: list[int]) -> None:
+        while mine:
+            each = mine[-1]
+            if each in self._claiming and self._claiming[each] is mine:  # not in a child that was forked meanwhile
+                del self._claiming[each]
+            del mine[-1]
 
     def _gap(self, unit: int, units: int) -> int:
         """The first unit from ``unit`` on that so many free ones begin with."""
