@@ -357,11 +357,11 @@ class Arena(Extents):
         words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):
             block = blocks[0]
-            del blocks[0]  # from here on no call, until it is in a list again
+            del blocks[0]  # from here on no call, until that which puts it into a list again
             if words[table + (block >> 20)] == own and words[block >> 3] & HOLDER:
-                blocks += (block,)
+                blocks.append(block)
             else:
-                free += (block,)
+                free.append(block)
 
     def reclaim(self) -> None:
         """Look at every block in flight: for when there is no room."""
