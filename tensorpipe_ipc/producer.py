@@ -27,7 +27,7 @@ from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.on_device import Lender
 from tensorpipe_ipc.transport.peer import Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.rendezvous import PairQueue
-from tensorpipe_ipc.transport.sending import Held, SendLink
+from tensorpipe_ipc.transport.sending import Held, NotHandedOver, SendLink
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
 from tensorpipe_ipc.transport.zmq_sockets import SLICE
 from tensorpipe_ipc.wire.flatten import flatten
@@ -199,10 +199,10 @@ class Producer:
             said = moving.placed(message, handover)
             held = None if said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
         if held is None:
-            message = encode(tree, staged(self._narrowing or self._serializer))
+            message = self._copied(tree)
         deadline = deadline_of(timeout)
         with self._guard:
-            self._send(message, deadline, held=held)
+            self._send(tree, message, deadline, held=held)
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors that lie where the consumer will read them, to be filled, and sent without a copy::
@@ -391,12 +391,19 @@ class Producer:
             self._wait(deadline, "no consumer")
         return link.any_queue()
 
-    def _send(self, message: Outgoing, deadline: float | None, *, held: Held | None) -> None:
+    def _copied(self, tree: Any) -> Outgoing:
+        """A tree as it goes where its tensors are not handed over."""
+        return encode(tree, staged(self._narrowing or self._serializer))
+
+    def _send(self, tree: Any, message: Outgoing, deadline: float | None, *, held: Held | None) -> None:
         link = self._link
         while True:
             peer = self._reserve(deadline)
-            if link.send(peer, message, remaining(deadline), held=held):
-                break
+            try:
+                if link.send(peer, message, remaining(deadline), held=held):
+                    break
+            except NotHandedOver:
+                message, held = self._copied(tree), None
         self._messages += 1
         self._bytes += message.nbytes
         if link.needs_credit():  # now that the message is on its way

@@ -25,6 +25,7 @@ import pytest
 import secured
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from crash_points import in_child, reap
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
@@ -1307,3 +1308,55 @@ def test_a_loan_that_cannot_be_handed_over_is_narrowed() -> None:
             alias = tensor.view(2, -1)
         assert consumer.get(PATIENCE).dtype == torch.float16
         assert alias.numel() == 1 << 16
+
+
+def test_a_loan_is_narrowed_where_a_fork_keeps_it_from_being_handed_over() -> None:
+    """It waits for room, and a child that is forked meanwhile has its tensors, too: so it is copied, as wire_dtype says."""
+    filled, read, write = threading.Event(), *os.pipe()
+    with (
+        tp.Consumer("narrow", restore=False, maxsize=1) as consumer,
+        tp.Producer("narrow", wire_dtype=torch.float16) as producer,
+    ):
+
+        def lend() -> None:
+            with producer.loan((1 << 16,), torch.float32, timeout=PATIENCE) as tensor:
+                tensor.fill_(1.5)
+                producer.put("waits", PATIENCE)
+                filled.set()
+
+        _met(producer, consumer)
+        lending = in_thread(lend)
+        assert filled.wait(PATIENCE)
+        wait_until(lambda: _is_busy(producer))
+        pid = in_child(lambda: os.read(read, 1))
+        try:
+            assert consumer.get(PATIENCE) == "waits"
+            assert consumer.get(PATIENCE).dtype == torch.float16
+            lending()
+        finally:
+            os.write(write, b"x")
+            assert reap(pid) == 0
+            os.close(read)
+            os.close(write)
+
+
+def test_a_loan_is_narrowed_for_a_consumer_that_does_not_share_its_memory() -> None:
+    """Another one does, and gets it as it lies."""
+    with tp.Producer("narrow", bind=True, wire_dtype=torch.float16) as producer, contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"bind": False, "restore": False, "maxsize": 1}
+        consumers = [
+            stack.enter_context(tp.Consumer("narrow", shared_memory=how, **options)) for how in ("auto", "off")
+        ]
+        waiting = in_thread(lambda: producer.wait_for(2, PATIENCE))
+        for consumer in consumers:
+            with contextlib.suppress(tp.Empty):
+                consumer.get(0.3)
+        waiting()
+        for _ in consumers:
+            with producer.loan((1 << 16,), torch.float32, timeout=PATIENCE) as tensor:
+                tensor.fill_(1.5)
+        flushing = in_thread(lambda: producer.flush(PATIENCE))
+        got = [consumer.get(PATIENCE) for consumer in consumers]
+        assert [each.dtype for each in got] == [torch.float32, torch.float16]
+        assert all(each.sum() == 1.5 * (1 << 16) for each in got)
+        flushing()

@@ -21,7 +21,7 @@ from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.layout import BULK, Block
 from tensorpipe_ipc.wire.message import Outgoing
 
-__all__ = ["Held", "SendLink"]
+__all__ = ["Held", "NotHandedOver", "SendLink"]
 
 Held = tuple[Handover, bytes]
 _REMEMBERED = 1000  # peers that vanished
@@ -35,6 +35,10 @@ _FRAME = 64  # bytes of ZeroMQ's own
 
 def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
     return in_one_block(message)
+
+
+class NotHandedOver(Exception):
+    """What was to go by reference has to be copied."""
 
 
 class SendLink(Link):
@@ -211,15 +215,17 @@ class SendLink(Link):
 
         Args:
             timeout: seconds.
-            held: the block that the message lies in already, and the metadata that say so; it goes as it lies, if the
-                peer shares that memory.
+            held: the block that the message lies in already, and the metadata that say so; it goes as it lies.
 
         Raises:
+            NotHandedOver: it cannot, as the peer does not share that memory, or somebody else has the tensors. Send a copy.
             Full: no memory within ``timeout`` seconds, which are less than a slice.
             OutOfMemory: there is none for so large a message, ever.
         """
         if peer.queue is not None:
             return self._put(peer, peer.queue, message, timeout, held)
+        if held is not None:
+            raise NotHandedOver
         if self.keeps:
             return self._send_kept(peer, message, timeout)
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
@@ -317,8 +323,10 @@ class SendLink(Link):
         unsure, self._unsure = self._unsure, True  # unless it is put, as it was reckoned
         peer.room -= 1
         try:
-            if held is None or held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
+            if held is None:
                 queue.put(*self.in_one_block(queue, message), min(timeout, SLICE))
+            elif held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
+                raise NotHandedOver
         except Full:
             if timeout < SLICE:
                 raise
