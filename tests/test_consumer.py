@@ -214,6 +214,19 @@ def test_a_consumer_that_leaves_says_so() -> None:
         producer.flush(PATIENCE)
 
 
+@pytest.mark.parametrize("endpoint", ["sleeps", "tcp://127.0.0.1:0"])
+def test_a_get_that_waits_takes_no_processor_time(endpoint: str) -> None:
+    """Whoever is attached, and by whatever way, it sleeps until something comes."""
+    with tp.Consumer(endpoint) as consumer, tp.Producer(consumer.endpoint) as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        began = time.thread_time()
+        with pytest.raises(tp.Empty):
+            consumer.get(0.5)
+        assert time.thread_time() - began < 0.1
+
+
 # -- the descriptor
 
 

@@ -174,15 +174,14 @@ class ReceiveLink(Link):
         ready, sharing = self._ready, self._sharing
         self._only = None
         self._drained = began = time.monotonic()
+        ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.holds_back)
         listens, incoming = began >= self._listens_from, False
-        if listens:
+        found = [] if listens else self.socket.wait_any(0)
+        if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
             self.introduce(0)
             incoming = not self.socket.is_silent()
             self._listened(began)
-        for peer in sharing.values():
-            if peer.queue is not None and peer.queue.holds_back:
-                ready.append(peer)
-        found = self.socket.wait_any(0 if incoming or ready or not listens else timeout)
+            found = self.socket.wait_any(0 if incoming or ready else timeout)
         for fd in found:
             if fd in sharing:
                 peer = sharing[fd]
@@ -191,7 +190,7 @@ class ReceiveLink(Link):
             elif self._alarm is not None and fd == self._alarm.fd:
                 self._alarm.set(0)
                 self._due = 0.0
-        if incoming or not (listens or ready):
+        if incoming:
             ready.append(None)
         elif not ready:
             self.look_around()
