@@ -464,8 +464,9 @@ def test_a_goodbye_of_a_binder_elsewhere_that_is_read_when_the_next_one_is_there
 
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("ends_by", ["close", "kill"])
+@pytest.mark.parametrize("late", [0.2, 0.6])
 @pytest.mark.parametrize("consumer_binds", [False, True])
-def test_a_forked_child_keeps_nobody_from_the_next_binder(consumer_binds: bool, ends_by: str) -> None:
+def test_a_forked_child_keeps_nobody_from_the_next_binder(consumer_binds: bool, late: float, ends_by: str) -> None:
     """A binder ends, and a child of its process has the connection open: who was connected finds the next binder."""
     with Child() as first, Child() as second:
         first.call(children.open_consumer if consumer_binds else children.open_producer, "kept", bind=True)
@@ -478,7 +479,7 @@ def test_a_forked_child_keeps_nobody_from_the_next_binder(consumer_binds: bool, 
                     first.kill()
                 else:
                     first.call(children.close)
-                deadline = time.monotonic() + 0.5
+                deadline = time.monotonic() + late
                 while time.monotonic() < deadline:  # the next binder is late
                     with contextlib.suppress(tp.Empty, tp.EndOfStream, tp.PeerLost):
                         connector.statistics() if consumer_binds else connector.get(0.05)

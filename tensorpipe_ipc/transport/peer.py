@@ -177,6 +177,10 @@ class Peer:
         """Seconds since the last sign of life of one whose connection has ended; of one that says nothing ZeroMQ had some."""
         return time.monotonic() - max(self.heard, self.away_at - _SILENCE)
 
+    def is_there(self) -> bool:
+        """Return whether messages may be sent to it: it is neither away, nor seen to be gone and yet to be heard to the end."""
+        return self.settled and not self.away_at and not self.gone_at
+
     def heard_of(self) -> None:
         """Note that something came from it."""
         self.heard, self.away_at, self.unread_from = time.monotonic(), 0.0, 0

@@ -150,9 +150,9 @@ class SendLink(Link):
         if len(self.peers) == 1:
             (peer,) = self.peers.values()
             if peer.queue is not None:
-                return peer if peer.settled and _has_room(peer) else None
+                return peer if peer.settled and not peer.gone_at and _has_room(peer) else None
             has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
-            return peer if has_room and peer.settled and not peer.away_at and _reads(peer) else None
+            return peer if has_room and peer.is_there() and _reads(peer) else None
         while self._idle:
             peer = self._idle.popleft()
             if self._reckoned < self.window and _is_idle(peer):
@@ -171,7 +171,7 @@ class SendLink(Link):
                 in_flight += load
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
-            if load < self._room(peer) and peer.settled and not peer.away_at and _reads(peer):
+            if load < self._room(peer) and peer.is_there() and _reads(peer):
                 best, best_load = peer, load
         self._reckoned = in_flight
         if best is None or in_flight >= self.window:
@@ -463,7 +463,7 @@ class SendLink(Link):
 def _is_idle(peer: Peer) -> bool:
     """Whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
     queue = peer.queue
-    return queue is not None and peer.room == queue.maxsize and peer.settled and not peer.away_at and not peer.left
+    return queue is not None and peer.room == queue.maxsize and peer.is_there() and not peer.left
 
 
 def _reads(peer: Peer) -> bool:
