@@ -341,8 +341,10 @@ class Arena(Extents):
         free, young, old = self.free[kind], self.young[kind], self._old[kind]
         try:
             while len(young) > YOUNG:
-                old += (young[0],)  # with no call until it is out of the other
+                # Not in one with its removal: a tuple that is made may have garbage collected, and a finalizer may put.
+                block = young[0]
                 del young[0]
+                old.append(block)
             self._sort_out(kind, young, len(young))
             if old:
                 self._sort_out(kind, old, min(len(old), 4))
@@ -455,7 +457,10 @@ class Arena(Extents):
                 for blocks in lists if whole else ():
                     removed += ((blocks, _removed(blocks, whole)),)
                 taken = _units([entries for _, entries in removed])
-                for unit in {unit for unit in whole if taken.get(unit) == self._mine[unit].blocks}:
+                # Another thread may have dropped one meanwhile, which another process has taken.
+                for unit in {
+                    unit for unit in whole if unit in self._mine and self._mine[unit].blocks == taken.get(unit)
+                }:
                     gone |= {unit}  # no call from here on
                     del self._mine[unit]
                     found += ((unit << 20, kind, units),)
@@ -822,7 +827,8 @@ def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int
             kept += removed
             raise
         finally:
-            blocks.extend(kept)
+            # No call: an exception behind it would lose what was removed.
+            blocks += kept  # type: ignore[operator]
     return removed
 
 

@@ -160,9 +160,9 @@ class Extents:
         locked = tried = False
         try:
             for each in range(unit, unit + units):
+                mine.append(each)  # first: an exception may come as soon as it is claimed
                 if self._claiming.setdefault(each, mine) is not mine:
                     break
-                mine.append(each)
             else:
                 tried = True
                 locked = self.rows.try_lock(_LOCKS + unit, units)

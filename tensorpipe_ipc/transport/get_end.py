@@ -285,7 +285,8 @@ class GetEnd(QueueEnd):
             operation.messages += taken
             operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-            operation.waiting, self._aside = waiting, self._aside + left
+            operation.waiting = waiting
+            self._aside += left
             if not waiting:
                 spare = self._batches[GET]
                 spare += (operation,)
@@ -478,7 +479,10 @@ class GetEnd(QueueEnd):
             asides[0].cause = None  # its frames keep the queue, and what was made of the message so far
         count, is_early = len(left), operation.before > 0
         operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
-        self._aside = self._aside + left if is_early else left + self._aside
+        if is_early:
+            self._aside += left
+        else:
+            self._aside[:0] = left
         if not count:
             spare = self._getting if operation.size == 1 else self._batches[GET]
             spare += (operation,)
@@ -491,7 +495,7 @@ class GetEnd(QueueEnd):
         except InDoubt:
             return False
         if comes_again:
-            self._aside = [aside, *self._aside]
+            self._aside[:0] = (aside,)
         else:
             self._is_over(aside.operation)
         aside.cause = None  # with no call since then

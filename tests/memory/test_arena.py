@@ -1,11 +1,14 @@
 """Blocks: who has them, where they come from, what they cost."""
 
+import gc
 import os
 import sys
 import threading
 
 import pytest
+from crash_points import interrupted_at
 
+import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.arena import FREE, HEADER, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
 from tensorpipe_ipc.memory.rows import Rows
@@ -351,6 +354,72 @@ def test_a_block_that_a_failed_put_gives_up_is_free_once(arena):
     blocks = [arena.allocate(400) for _ in range(100)]
     assert len(set(blocks)) == 100
     assert block in blocks
+
+
+def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena):
+    """What it left is given up the next time: no block is out of the lists, and no unit stays claimed."""
+    point, interrupted = 1, True
+    while interrupted:
+        for block in [arena.allocate(nbytes) for nbytes in (300_000, 300_000)]:
+            free(arena, block)
+        arena.reclaim()
+        interrupted = interrupted_at(point, lambda: arena._take(arena._withdraw()))
+        assert not arena._claiming, f"after an exception at step {point}"
+        arena._take(arena._withdraw())
+        assert not arena._mine, f"after an exception at step {point}"
+        arena.trim()
+        assert not list(arena._all_extents())
+        point += 1
+    assert point > 100
+
+
+def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena):
+    """Up to Python 3.11 garbage is collected when a tuple is made, say. No block is in the lists twice after that."""
+    nbytes, taken, hoard, thresholds = 100_000, list[int](), list[tuple[object]](), gc.get_threshold()
+    kind = kind_of(nbytes)
+
+    class Allocating:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            taken.append(arena.allocate(nbytes))
+
+    for made in range(1, 10):
+        while len(arena.young[kind]) <= tensorpipe_ipc.memory.arena.YOUNG:
+            taken.append(arena.allocate(nbytes))
+        gc.disable()
+        hoard += [(object(),) for _ in range(2500)]  # so Python has none to use again
+        Allocating()
+        gc.set_threshold(gc.get_count()[0] + made, *thresholds[1:])
+        gc.enable()
+        try:
+            arena.harvest(kind)
+        finally:
+            gc.set_threshold(*thresholds)
+        gc.collect(0)
+        listed = [block for blocks in arena._lists(kind) for block in blocks]
+        assert len(set(listed)) == len(listed) == sum(mine.blocks for mine in arena._mine.values())
+        while taken:
+            free(arena, taken.pop())
+
+
+def test_a_thread_drops_what_another_process_took_while_one_looks_for_free_extents(arena, monkeypatch):
+    block, removed = arena.allocate(400), tensorpipe_ipc.memory.arena._removed
+    free(arena, block)
+    arena.harvest(kind_of(400))
+
+    def drop_first(blocks, units):
+        if units:
+            monkeypatch.setattr(tensorpipe_ipc.memory.arena, "_removed", removed)
+            arena.words[arena.table + (block >> 20)] += 1
+            arena._drop_lost(kind_of(400))
+        return removed(blocks, units)
+
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "_removed", drop_first)
+    assert arena._withdraw() == []
+    assert not arena._mine
+    assert not any(arena._lists(kind_of(400)))
 
 
 def test_a_claim_of_units_keeps_the_lock_of_a_queue_that_is_being_buried(arena, child):
