@@ -153,6 +153,60 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
 
 
+@pytest.mark.parametrize("before", ["strangers", "friends"])
+def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One out of sight waits for no friend's sake, and a second at most for that of strangers who are peers by now."""
+    monkeypatch.setattr(link, "_STRANGERS", 1_000_000)  # as if each thing that was said took seconds
+    with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
+        if before == "strangers":
+            one.say(hello("producer"))
+            wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 1)
+        else:
+            putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "friend"))
+            assert consumer.get(PATIENCE) == "friend"
+            wait_in_vain(consumer, lambda: consumer.statistics().ended == 1)
+            putting()
+        began, there = time.monotonic(), len(consumer.statistics().peers)
+        with RawEnd(consumer.endpoint) as next_one:
+            while len(consumer.statistics().peers) == there:
+                assert time.monotonic() - began < 3
+                next_one.say(hello("producer"))
+                with contextlib.suppress(tp.Empty):
+                    consumer.get(0.15)
+        assert before == "strangers" or time.monotonic() - began < 0.8
+
+
+def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took no time from a queue. So who comes when there are messages all the time has a fifth of the time at once."""
+    with (
+        tp.Consumer("noisy", maxsize=500, producers=None) as consumer,
+        RawEnd(consumer.endpoint) as raw,
+        Child() as child,
+    ):
+        child.call(children.open_producer, "noisy", maxsize=500, linger=0)
+        child.call(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        with monkeypatch.context() as slow:
+            hear = consumer._link._hear
+            slow.setattr(consumer._link, "_hear", lambda *came: (time.sleep(0.01), hear(*came))[1])
+            for _ in range(20):
+                raw.say(b"garbage")
+            wait_in_vain(consumer, lambda: consumer.statistics().rejected == 20)
+        child.call(children.put_numbers, 0, 500)
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "newcomer"))
+        count = 1
+        while consumer.get(PATIENCE) != "newcomer":
+            count += 1
+            time.sleep(0.002)
+        assert count < 250
+        putting()
+        child.call(children.abandon)
+
+
 def test_errors_name_some_of_many_peers() -> None:
     """However many strangers are peers, the text of an error is short."""
     with tp.Consumer(LOOPBACK) as consumer, contextlib.ExitStack() as stack:

@@ -352,9 +352,9 @@ class Link(Meeting):
         elif self._is_idle_too_long(peer, now):
             self.reject(_IDLES, peer)
             self.socket.hang_up()
-        if is_strange:
-            took = time.thread_time() - began
-            self._strangers_from = max(self._strangers_from, now - _STRANGERS_AT_ONCE) + _STRANGERS * took
+        if is_strange and not _is_seen(self.peers.get(routing)):
+            due = max(self._strangers_from, now - _STRANGERS_AT_ONCE) + _STRANGERS * (time.thread_time() - began)
+            self._strangers_from = min(due, now + _STRANGERS_AT_ONCE)  # peers among them are heard all the same
         return data
 
     def _is_hello_in_sight(self, frames: list[Any]) -> bool:
@@ -844,9 +844,9 @@ class Link(Meeting):
             raise self._refusal
 
 
-def _is_seen(peer: Peer) -> bool:
+def _is_seen(peer: Peer | None) -> bool:
     """Return whether a peer is an end of this user that is seen to be open: no stranger knows the token of such a one."""
-    return not peer.sight.is_out_of_sight and not peer.sight.is_gone()
+    return peer is not None and not peer.sight.is_out_of_sight and not peer.sight.is_gone()
 
 
 def _remember(known: dict[Any, None], one: Any) -> None:

@@ -205,7 +205,8 @@ class ReceiveLink(Link):
         return data
 
     def _listened(self, began: float) -> None:
-        self._listens_from = max(self._listens_from, began) + 5 * (time.monotonic() - began)
+        # Of the last turn only: what was heard while no queue had anything took nothing from one.
+        self._listens_from = began + 5 * (time.monotonic() - began)
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
         """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
