@@ -71,7 +71,7 @@ from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, PAGE_LOCKED, Segment
 
 __all__ = [
     "FREE",
@@ -678,6 +678,8 @@ class Arena(Extents):
     def _give_back_idle(self) -> None:
         """What is free now and was at the last look, with the same generations, nobody has used in between."""
         self.words[GROWN] = 0  # first: who grows meanwhile sets it again
+        if self.words[PAGE_LOCKED]:  # nothing can be given back any more
+            return
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
         for start, kind, units, _ in self._all_extents():
             blocks, states = self.states(start, kind, units)
@@ -688,13 +690,13 @@ class Arena(Extents):
                     continue
             left += self._memory_of(blocks) if kind > self.whole else len(blocks) << kind
         self._seen = seen
+        if idle or left >= WORTH:  # before: who is killed at it, or kept from some, leaves that to the next look
+            self.words[GROWN] = 1
         self._punch_gaps()
         if idle:
             self.reclaim()
             own = self._withdraw({start >> 20 for start, _, _ in idle})
             self._take(own + [extent for extent in idle if extent not in own and extent[0] >> 20 not in self._mine])
-        if left >= WORTH:
-            self.words[GROWN] = 1
 
     # ---- the dead ----
 

@@ -2,14 +2,16 @@
 
 import gc
 import os
+import signal
 import sys
 import threading
 
 import pytest
-from crash_points import interrupted_at
+from crash_points import die, in_child, interrupted_at, reap
 
 import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import FREE, HEADER, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, Segment
@@ -139,6 +141,34 @@ def test_extents_that_lie_idle_are_given_back(arena):
             free(arena, block)
     assert 850_000 < arena.segment.resident() < 2 << 20  # that one was used in between
     assert len({arena.allocate(900_000) for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize("ending", ["killed", "stopped for a time"])
+def test_who_is_kept_from_giving_back_leaves_it_to_the_next_look(arena, monkeypatch, ending):
+    """Though nobody needs memory, and the arena does not grow: all are idle."""
+    for block in [arena.allocate(900_000) for _ in range(4)]:
+        free(arena, block)
+    arena._give_back_idle()
+
+    def look_and_die():
+        arena.attach()
+        arena._give_back_idle()
+        monkeypatch.setattr(barrier, "quick", die)
+        arena._give_back_idle()
+
+    if ending == "killed":
+        assert reap(in_child(look_and_die)) == -signal.SIGKILL
+    else:
+        other = Rows(arena.segment)
+        other.attach(lambda row: False)
+        assert other.try_lock((1 << 62) + arena._first_unit, 64)
+        arena._give_back_idle()
+        other.detach()
+    assert arena.segment.resident() > 3 << 20
+    for _ in range(3):
+        arena._look_at = 0
+        arena.mind_idle()
+    assert arena.segment.resident() < 1 << 20
 
 
 def test_processes_claim_extents_that_do_not_overlap(arena, child):
