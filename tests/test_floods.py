@@ -153,6 +153,24 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_their_time(count: int) -> None:
+    """It claimed a queue, put into it, and is gone: its goodbye ends the stream all the same, and nobody vanished."""
+    with tp.Consumer(LOOPBACK, producers=1) as consumer:
+        with contextlib.suppress(tp.Empty):
+            consumer.get(0)
+        producer = tp.Producer(consumer.endpoint, linger=0)
+        producer.wait_for(1, PATIENCE)
+        for number in range(count):
+            producer.put(number, PATIENCE)
+        with pytest.warns(RuntimeWarning, match="1 messages") if count else contextlib.nullcontext():
+            producer.close()
+        consumer._link._strangers_from = time.monotonic() + 60
+        assert [consumer.get(PATIENCE) for _ in range(count)] == [*range(count)]
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
 @pytest.mark.parametrize("before", ["strangers", "friends"])
 def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
     before: str, monkeypatch: pytest.MonkeyPatch

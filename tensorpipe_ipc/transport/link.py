@@ -358,10 +358,16 @@ class Link(Meeting):
         return data
 
     def _is_hello_in_sight(self, frames: list[Any]) -> bool:
-        """Return whether this is the HELLO of an end of this user, for whom there is always time."""
+        """Return whether this is the HELLO of an end of this user, for whom there is always time.
+
+        One that is seen no more, as it has closed, has claimed a queue: its token, too, no stranger knows.
+        """
         with contextlib.suppress(ProtocolError):
             header = unpack(frames[0])
-            return header.kind == Kind.HELLO and self._is_in_sight(unpack_control(header, Hello))
+            if header.kind == Kind.HELLO:
+                hello = unpack_control(header, Hello)
+                terms = hello.shared_memory
+                return terms is not None and self.spares.is_claimed(terms.attached) or self._is_in_sight(hello)
         return False
 
     def _is_idle_too_long(self, peer: Peer, now: float) -> bool:

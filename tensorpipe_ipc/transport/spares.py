@@ -112,6 +112,10 @@ class Spares:
         """Whether a connector has claimed one and was not heard of yet."""
         return any(queue.claimant for queue in self._queues)
 
+    def is_claimed(self, token: int) -> bool:
+        """Return whether a connector has claimed the one of that token, and was not heard of yet."""
+        return any(queue.offer.token == token and queue.claimant for queue in self._queues)
+
     def deserted(self, came: int, is_unread: Callable[[int], bool]) -> list[PairQueue]:
         """Hand out those whose connector is gone for a while, and was never heard of.
 
