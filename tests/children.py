@@ -408,13 +408,14 @@ def interrupted(ends: Ends, function: Callable[..., Any], *arguments: Any) -> fl
 @contextlib.contextmanager
 def ticking(seconds: float, handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Have a signal's handler called every so many seconds of the process's time."""
-    before = signal.signal(signal.SIGVTALRM, handler)
+    signal.signal(signal.SIGVTALRM, handler)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:
+        # This one stays: the last signal may come late, and by default it ends the process.
+        signal.signal(signal.SIGVTALRM, lambda *_: None)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _state(thread: Path) -> str:
