@@ -512,6 +512,34 @@ def test_memory_that_an_exception_left_half_made_is_found(large_ctx, monkeypatch
         assert (there.get(), len(there.get())) == (1, 24 * MIB)
 
 
+@pytest.mark.parametrize("ending", ["raises", "dies"])
+def test_memory_that_was_made_and_not_told_of_is_found(large_ctx, ending, monkeypatch):
+    """By others, who need it all: who made it is idle now, or another has its row."""
+    there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
+
+    def interrupted(segment, start, stop):
+        steps.append(reserve(segment, start, stop))
+        if len(steps) == 5:
+            if ending == "dies":
+                die()
+            raise Interrupted
+        return steps[-1]
+
+    def begin():
+        monkeypatch.setattr(Segment, "reserve", interrupted)
+        with pytest.raises(Interrupted):
+            there.put(octets(24 * MIB))
+
+    if ending == "dies":
+        assert reap(in_child(begin)) == -signal.SIGKILL
+    with Helper(begin if ending == "raises" else lambda: there.put(1)):
+        assert resident(there) > 15 * MIB
+        if ending == "raises":
+            there.put(1)
+        there.put(octets(30 * MIB), timeout=0)
+        assert (there.get(), len(there.get())) == (1, 30 * MIB)
+
+
 def between_endpoints():
     """Return the bytes that the one segment of this process takes."""
     (segment,) = survey([os.getpid()])

@@ -517,7 +517,6 @@ class Arena(Extents):
                 self._count_growth(last - first)
                 if not self.segment.reserve(block + first, block + last):
                     words[written] = have
-                    self.segment.punch(block + have + self.segment.page, block + last)
                     return False
                 words[written] = last
                 words[reserved] = before + wanted - last
@@ -525,6 +524,11 @@ class Arena(Extents):
         finally:
             if row == self.rows.index:  # and not in a child that was forked meanwhile
                 words[reserved] = before
+                self._punch_untold(block, wanted)
+
+    def _punch_untold(self, block: int, nbytes: int) -> None:
+        """Give back what an exception, or a kill, came between the making and the telling of."""
+        self.segment.punch(block + max(self.words[(block >> 3) + WRITTEN], self.segment.page), block + nbytes)
 
     def _count_growth(self, nbytes: int) -> None:
         self._machine -= nbytes
@@ -729,6 +733,8 @@ class Arena(Extents):
                         if in_doubt:
                             done = False
                         else:
+                            if kind > self.whole and words[block >> 3] & HOLDER == holder | WRITING:
+                                self._punch_untold(block, 1 << kind)
                             words[block >> 3] &= ~HOLDER
         finally:
             self._sweeping.discard(row)
