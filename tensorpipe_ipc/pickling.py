@@ -260,9 +260,8 @@ def load(data: Any, leaves: Sequence[Any] = (), made: Callable[[Any], Any] | Non
         PeerLost: it refers to shared memory of a process that is gone.
         Exception: whatever the object raises when it is made again.
     """
-    before = getattr(
-        _wanted, "made", None
-    )  # of a get in which an object that is being made, or a finalizer, gets another
+    # Of the get in which an object that is being made, or a finalizer, gets another.
+    before = getattr(_wanted, "made", None)
     if made is before:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - of a relative of this process
     _wanted.made = made

@@ -154,7 +154,7 @@ def test_the_producer_is_killed(endpoint: str, consumer_binds: bool) -> None:
 
 @pytest.mark.parametrize("transport", ["frames"], indirect=True)
 def test_what_a_killed_producer_had_sent_waits_for_who_takes_it_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has come in frames is there to be taken, however long its producer has been dead."""
+    """Messages that have come in frames are there to be taken, however long their producer has been dead."""
     monkeypatch.setattr(link, "REPEAT", 0.05)  # seconds between two looks who is there, while messages come
     with tp.Consumer("seldom") as consumer, Child() as child:
         child.call(children.open_producer, consumer.endpoint)

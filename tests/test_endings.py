@@ -775,15 +775,20 @@ def test_a_loss_counts_as_an_end() -> None:
             consumer.get(PATIENCE)
 
 
+def _met_out_of_sight(consumer: tp.Consumer, child: Child, endpoint: str, folder: Path) -> None:
+    """Have a child open a producer with a runtime folder of its own, and one message of it be taken."""
+    child.call(children.move_out_of_sight, str(folder))
+    child.call(children.open_producer, endpoint)
+    child.begin(children.put, "before")
+    assert consumer.get(PATIENCE) == "before"
+    child.result()
+
+
 def test_one_that_comes_back_counts_in_the_stream_that_it_ends_in(tmp_path: Path) -> None:
     """A producer out of sight was given up, and a stream ended with that. When it is back, it counts in the next one."""
     with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=0.1) as consumer, Child() as child:
         with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
-            child.call(children.move_out_of_sight, str(tmp_path))
-            child.call(children.open_producer, line.endpoint)
-            child.begin(children.put, "before")
-            assert consumer.get(PATIENCE) == "before"
-            child.result()
+            _met_out_of_sight(consumer, child, line.endpoint, tmp_path)
             flushing = in_thread(lambda: child.call(children.flush))
             with contextlib.suppress(tp.Empty):
                 consumer.get(0.1)
@@ -808,11 +813,7 @@ def test_one_that_comes_back_and_of_which_nothing_is_missing_ends_well(tmp_path:
     """A producer out of sight was given up, and is back before its stream has ended: that it said goodbye is what is told."""
     with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=0.1) as consumer, Child() as child:
         with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
-            child.call(children.move_out_of_sight, str(tmp_path))
-            child.call(children.open_producer, line.endpoint)
-            child.begin(children.put, "before")
-            assert consumer.get(PATIENCE) == "before"
-            child.result()
+            _met_out_of_sight(consumer, child, line.endpoint, tmp_path)
             line.silence()
             line.cut()
             wait_until(lambda: _vanished_after_a_look(consumer))

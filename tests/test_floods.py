@@ -95,7 +95,7 @@ def test_a_flood(tmp_path: Path) -> None:
 
 
 def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
-    """What came by its connection is dropped and counted. One that is refused may ask again from time to time."""
+    """All that came by its connection is dropped and counted. One that is refused may ask again from time to time."""
     with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as bad, RawLine(consumer.endpoint) as refused:
         bad.say(*[b"garbage"] * 1000)
         wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)

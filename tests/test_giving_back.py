@@ -309,7 +309,7 @@ def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
 
 
 def test_memory_that_is_nobodys_is_found(large_ctx):
-    """Who looks at blocks may be a moment too late, and make pages where others have just given up the memory."""
+    """A look at blocks may be a moment too late, and make pages where others have just given up the memory."""
     there = large_ctx.Queue()
     burst(there, 3000, 5000)
     there.trim()

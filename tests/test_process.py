@@ -97,7 +97,7 @@ def test_what_cannot_be_seen_counts_as_alive(change: dict[str, object]) -> None:
 
 
 def test_without_a_descriptor_to_look_with_nobody_is_taken_for_dead() -> None:
-    """Those who use up this process's descriptors (ulimit -n) have it believe nothing of others, and raise nothing."""
+    """A process without a free descriptor (ulimit -n) believes nothing of others, and raises nothing."""
     me = identity()
 
     def look() -> None:

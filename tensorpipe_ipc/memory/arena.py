@@ -353,8 +353,10 @@ class Arena(Extents):
         return free
 
     def _sort_out(self, kind: int, blocks: deque[int], looks: int) -> None:
-        """What is of an extent that another process has taken goes to the free ones, too: ``_start`` finds it out. Its state is
-        not read: where the extent was given up, that would make a page that is nobody's.
+        """Sort some blocks that were busy: those that are free go to the free ones.
+
+        So do those of an extent that another process has taken, as ``_start`` finds that out. Their state is not read. Where
+        the extent was given up, reading it would make a page that is nobody's.
         """
         words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):

@@ -38,7 +38,7 @@ def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  
 
 
 class NotHandedOver(Exception):
-    """What was to go by reference has to be copied."""
+    """Raised where tensors that were to go by reference have to be copied."""
 
 
 class SendLink(Link):

@@ -36,9 +36,8 @@ class Spares:
         self.trouble = ""
         self._file: RendezvousFile | None = None
         self._offered: tuple[QueueOffer, ...] = ()  # by the file, as it was last written
-        self._deserted: dict[
-            int, tuple[float, int]
-        ] = {}  # by token: when it was first seen to be, after how many messages
+        # By token: when it was first seen to be, and after how many messages.
+        self._deserted: dict[int, tuple[float, int]] = {}
 
     @property
     def is_open(self) -> bool:

@@ -436,9 +436,8 @@ class FrameSocket:
             self.received()
             return None
         if self.binds and len(routing) != _NAME:
-            self.surplus = (
-                "a connection that has chosen a name of its own"  # it may be long, and costs with each message
-            )
+            # It may be long, and costs with each message.
+            self.surplus = "a connection that has chosen a name of its own"
             self.hang_up()
             return b"", [frames[-1].buffer]
         buffers = [frame.buffer for frame in frames[self.binds :]]
@@ -583,9 +582,8 @@ class FrameSocket:
             elif self.connection or self._is_left:  # its binder has closed: over inproc libzmq connects once only
                 self._connections += self.connection > 0
                 self.connection = 0
-                self._is_left = bool(
-                    events & _POLLIN
-                )  # what it said is read first: libzmq mixes the next one's with it
+                # All that it said is read first: libzmq mixes the next one's with it.
+                self._is_left = bool(events & _POLLIN)
                 if not self._is_left:
                     self._socket.connect(self.address.text)
         return events

@@ -387,7 +387,7 @@ def test_a_block_that_a_failed_put_gives_up_is_free_once(arena):
 
 
 def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena):
-    """What it left is given up the next time: no block is out of the lists, and no unit stays claimed."""
+    """The next time gives up all that it left: no block is out of the lists, and no unit stays claimed."""
     point, interrupted = 1, True
     while interrupted:
         for block in [arena.allocate(nbytes) for nbytes in (300_000, 300_000)]:

@@ -220,7 +220,7 @@ def test_a_serializer_that_is_not_accepted(producer_binds: bool) -> None:
 
 @pytest.mark.parametrize("accept", [["raw"], None])
 def test_data_of_a_serializer_that_is_not_accepted(accept: list[str] | None) -> None:
-    """Who says one serializer at HELLO and sends with another is not believed. By default torch_save is not accepted."""
+    """A peer that sends with another serializer than its HELLO said is not believed. By default torch_save is not accepted."""
     with tp.Consumer("believed", accept=accept) as consumer, RawEnd(consumer.endpoint) as raw:
         _attach(consumer, raw)
         raw.say(*exchange.sent(torch.ones(3), "torch_save"))

@@ -197,7 +197,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
 
 
 def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who said it, put and closed meanwhile is no producer that vanished, and ends the stream once."""
+    """An end that said it, put and closed meanwhile is no producer that vanished, and ends the stream once."""
     monkeypatch.setattr(spares_module, "_PATIENCE", 0)
     with tp.Consumer("busy", producers=2) as consumer:
         with tp.Producer("busy", shared_memory="off") as other:

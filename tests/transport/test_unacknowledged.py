@@ -736,7 +736,7 @@ def test_a_new_connection_of_the_other_end() -> None:
 
 @pytest.mark.parametrize(("said", "known", "taken", "lost"), [(4, 10, 10, 0), (14, 10, 14, 4), (4, 0, 4, 0)])
 def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> None:
-    """What was taken from it before, or what it says that it will not send again: whichever is more. The gap is lost."""
+    """It is where more was taken, or where it says that it will not send again: whichever is more. The gap is lost."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(0, sequence=said)
         link._known = {7: (known, 1), 8: (99, 1)} if known else {8: (99, 1)}
