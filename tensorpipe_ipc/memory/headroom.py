@@ -3,6 +3,9 @@
 A full memory cgroup kills, it does not refuse: touching a page, ``posix_fallocate`` and MADV_POPULATE_WRITE alike end
 in the OOM killer. So what is left is looked up before shared memory grows. Others may take it in the meantime: this is
 a check, not a guarantee.
+
+A cgroup's usage counts the files that its processes read, too. A program that reads more than its limit, as training does,
+is at that limit for ever. The kernel takes this cache back before it kills, so it counts as left, as in ``MemAvailable``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ __all__ = ["addresses_left", "headroom"]
 _ROOT = "/sys/fs/cgroup"
 # what is set as "no limit" in version 1: a number near 2 ** 63
 _UNLIMITED = 1 << 60
+# of memory.stat; in version 1 with "total_" before them, as these alone are of the whole subtree there
+_CACHE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def headroom() -> int:
@@ -26,8 +31,8 @@ def headroom() -> int:
     for limit, usage in _files(os.getpid()):
         with contextlib.suppress(OSError, ValueError):  # "max", or a file that this kernel does not have
             most = _number(limit)
-            if most < _UNLIMITED:
-                room = min(room, most - _number(usage))
+            if most < _UNLIMITED and (left := most - _number(usage)) < room:
+                room = min(room, left + _cache(os.path.dirname(usage)))
     return max(0, room)
 
 
@@ -71,6 +76,14 @@ def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[s
         folder = "/".join([root, *parts[:depth]])
         if os.path.exists(f"{folder}/{limit}"):
             yield f"{folder}/{limit}", f"{folder}/{usage}"
+
+
+def _cache(folder: str) -> int:
+    """Bytes of a cgroup's usage that the kernel can take back."""
+    with contextlib.suppress(OSError, ValueError), open(f"{folder}/memory.stat", encoding="utf-8") as lines:
+        found = dict(line.split() for line in lines)
+        return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in _CACHE)
+    return 0
 
 
 def _number(name: str) -> int:
