@@ -141,6 +141,55 @@ def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
         assert resident(there) <= 33 * PART
 
 
+@pytest.mark.parametrize("where", ["before it fills new memory", "as it takes a block", "as it gives back"])
+def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, monkeypatch):
+    """A part of this is his, or may be: then other memory is found that is enough."""
+    many, one, mine = (large_ctx.Queue() for _ in range(3))
+    told, tell = os.pipe()
+
+    def have():
+        for _ in range(60):
+            many.put(octets(300_000))
+        os.write(tell, b".")
+        signal.pause()
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stops():
+        arena = large_ctx.tensorpipe_undertaker().arena
+        if where == "before it fills new memory":
+            monkeypatch.setattr(Segment, "reserve", stop)
+        one.put(octets(12 * MIB))
+        os.read(told, 1)
+        if where == "as it takes a block":
+            ((start, *_),) = (each for each in arena._all_extents() if each[2] >= 12)
+            arena.words[arena._hazard] = start
+            stop()
+        monkeypatch.setattr(Segment, "punch", stop)
+        one.trim()
+
+    pids = [in_child(have)]
+    try:
+        os.read(told, 1)
+        held = [many.get(copy=number % 3 > 0) for number in range(60)]
+        mine.put(octets(1))
+        pids.append(in_child(stops))
+        if where != "before it fills new memory":
+            one.get(timeout=LIMIT, copy=True)
+            os.write(tell, b".")
+        assert os.WIFSTOPPED(os.waitpid(pids[-1], os.WUNTRACED)[1])
+        mine.put(octets(10 * MIB), timeout=2)
+        assert resident(mine) <= 32 * MIB
+        assert all((each == 1).all() for each in held)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            reap(pid)
+        os.close(told)
+        os.close(tell)
+
+
 def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
     there = large_ctx.Queue()
     there.put(0)

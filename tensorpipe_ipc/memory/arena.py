@@ -566,7 +566,7 @@ class Arena(Extents):
 
     def _short_of(self, nbytes: int) -> int:
         """Bytes that have to be given back before there is room for so many."""
-        return nbytes - min(self.capacity - self.segment.resident(), headroom())
+        return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), headroom())
 
     def _trim(self, nbytes: int) -> bool:
         """Give back memory of own free blocks, largest and coldest first, until there is room. Whether any was free."""
@@ -601,12 +601,25 @@ class Arena(Extents):
         Own extents that are free are given up, then those of others, the dead first; of extents that are free in part, the
         free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
+        missed = set[int]()
+        while (refused := self._collect(nbytes, missed)) - missed:
+            missed |= refused
+
+    def _collect(self, nbytes: int, missed: Container[int]) -> set[int]:
+        """Once.
+
+        Args:
+            missed: units of extents that somebody is at, and may be stopped: others are taken instead.
+
+        Returns:
+            The units of further ones.
+        """
         kind, growth = kind_of(nbytes), self._growth(nbytes)
         units = max(1, (1 << kind) >> 20)
         self.reclaim()
         short, no_addresses = self._short_of(growth), self._gap(self._first_unit, units) + units > self._units
         if short <= 0 and not no_addresses:
-            return
+            return set()
         self._punch_gaps()
         short = self._short_of(growth)
         chosen = self._withdraw()
@@ -617,6 +630,7 @@ class Arena(Extents):
                 (start, kind_, units_),
             )
             for start, kind_, units_, row, _ in self._words_of_extents()
+            if start >> 20 not in missed
         ]
         own = sum(free for _, free, _, extent in found if extent in chosen)
         others = [each for each in found if each[3] not in chosen and (each[1] or each[2])]
@@ -630,8 +644,9 @@ class Arena(Extents):
                     more.append(extent)
                     short -= free
         self._withdraw({start >> 20 for start, _, _ in more}, busy=True)
-        self._take(chosen + more)
+        refused = self._take(chosen + more)
         self._trim(growth)
+        return refused
 
     def _free_memory(self, start: int, kind: int, units: int) -> tuple[int, bool]:
         """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
