@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
 __all__ = [
@@ -108,12 +109,16 @@ class Segment:
         """A new one.
 
         Args:
-            size: bytes of address space; where the process's limits do not allow it, the largest half, quarter and so
-                on that they do allow.
+            size: bytes of address space. Of a limit (``ulimit -v``) it takes half of what is left at most: the program needs
+                the other, and children that map it may have less. Where other limits do not allow it, it is halved until
+                they do.
 
         Raises:
             SharedMemoryError: there is no memfd here, no descriptor left, or not even ``MINIMUM_SIZE`` can be mapped.
         """
+        left = addresses_left()
+        if left is not None:
+            size = min(size, max(MINIMUM_SIZE, left >> 21 << 20))
         while True:
             try:
                 return cls._create(size)
