@@ -50,6 +50,7 @@ class _WithOurQueues(context.BaseContext):
         found = self.__dict__.get("_undertaker")
         if found is None:  # two threads may make one each, but both take the same
             found = self.__dict__.setdefault("_undertaker", Undertaker(Arena(Segment.create())))
+            found.lasts = True
         return found  # type: ignore[no-any-return]
 
     def Queue(
@@ -220,4 +221,5 @@ def get_context(method: str | None = None) -> Any:
 def _rebuild(method: str, undertaker: Undertaker) -> _WithOurQueues:
     made_here = _CLASSES[method]()
     made_here.__dict__["_undertaker"] = undertaker
+    undertaker.lasts = True
     return made_here

@@ -21,7 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import kind_of
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.transport.survey import survey
 
 MIB = 1 << 20
@@ -471,6 +471,20 @@ print("done")
 """
 
 
+def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
+    """As that of an arena whose pages a GPU has locked: also once there was no room for something larger."""
+    there = large_ctx.Queue()
+    large_ctx.tensorpipe_undertaker().arena.words[PAGE_LOCKED] = 1
+    burst(there, 3 * MIB, 10)
+    there.put(octets(1))
+    with pytest.raises(Full):
+        there.put(octets(10 * MIB), timeout=0)
+    there.get()
+    before = resident(there)
+    burst(there, 3 * MIB, 10)
+    assert resident(there) == before
+
+
 def test_few_addresses_do_for_all_sizes_in_turn(tmp_path):
     done = ran_in_fork("-c", ADDRESSES, folder=tmp_path)
     assert (done.status, done.out) == (0, "True\ndone\n"), done.err
@@ -616,6 +630,29 @@ def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
             assert given > 2 * MIB
             assert between_endpoints() == before - given < MIB
             assert end.trim() == 0
+
+
+@pytest.mark.parametrize("between", ["a queue's ends", "endpoints"])
+def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between):
+    """Nobody would find what is free there; and some tensors last as long as their program."""
+    if between == "endpoints":
+        with tp.Consumer("last", shared_memory="require") as consumer, tp.Producer("last") as producer:
+            putting = in_thread(lambda: [producer.put(octets(MIB, n), LIMIT) for n in range(12)])
+            got = [consumer.get(LIMIT) for _ in range(12)]
+            putting()
+            del got[6:]
+            segment = segment_at(got[0].data_ptr())
+    else:
+        there = tp.Queue()
+        there.put_many([octets(MIB, n) for n in range(12)])
+        got = [there.get() for _ in range(12)][:6]
+        segment = segment_at(got[0].data_ptr())
+        del there
+    gc.collect()
+    assert segment.resident() < 7 * MIB
+    del got[2:]
+    assert segment.resident() < 3 * MIB
+    assert [each.unique().tolist() for each in got] == [[0], [1]]
 
 
 def test_threads_put_while_others_take_their_memory_away(ctx):

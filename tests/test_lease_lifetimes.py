@@ -15,6 +15,7 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.errors import SharedMemoryError
 
 SIZE = 100_000
+MIB = 1 << 20
 LIMIT = 20
 
 KEEPERS = {
@@ -263,6 +264,21 @@ def test_loans_pin_no_more_than_the_capacity(ctx):
         got = there.get(copy=True)
         assert got.min() == got.max() == number
     assert blocks_in_use(ctx) == {}
+
+
+def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx):
+    there, held = ctx.Queue(), []
+    leases = ctx.tensorpipe_undertaker().leases
+    leases.budget = leases._room = MIB
+    before = there.statistics().resident
+    for _ in range(256):
+        there.put(torch.zeros(10))
+        held.append(there.get(copy=False))
+    there.put(torch.zeros(10))
+    with pytest.raises(SharedMemoryError, match=f"may have {MIB} bytes under lease"):
+        there.get(copy=False)
+    assert there.statistics().resident - before < 1.2 * MIB
+    assert there.statistics().bytes_leased == MIB
 
 
 def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):

@@ -587,13 +587,19 @@ class Arena(Extents):
         try:
             block = self._start(blocks, kind, taker, at=0)
             if block:
-                page, written = self.segment.page, (block >> 3) + WRITTEN
-                self.words[written] = min(self.words[written], page)  # first: killed after it, pages are counted twice
-                self.segment.punch(block + page, block + (1 << kind))
+                self.shrink(block, 1 << kind)
         finally:
             if taker.block:
                 self.words[taker.block >> 3] &= ~HOLDER
                 self._fresh[kind] += (taker.block,)
+
+    def shrink(self, block: int, nbytes: int) -> None:
+        """Give back the first bytes of a block that this process has, but the page with its state. Nobody may need them."""
+        page, written = self.segment.page, (block >> 3) + WRITTEN
+        before = self.words[written]
+        self.words[written] = min(before, page)  # first: killed after it, pages are counted twice
+        if not self.segment.punch(block + page, block + nbytes):
+            self.words[written] = before  # else what is there would have to find room once more
 
     def collect(self, nbytes: int) -> None:
         """Have room for so many bytes, if there is free memory, whoever's, that makes it.

@@ -51,7 +51,18 @@ import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.apart import set_apart, set_together
-from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, HELD, HOLDER, NBYTES, QUEUED, WRITING, Arena, Taker
+from tensorpipe_ipc.memory.arena import (
+    GENERATION_AT,
+    HEADER,
+    HELD,
+    HOLDER,
+    NBYTES,
+    QUEUED,
+    WRITING,
+    WRITTEN,
+    Arena,
+    Taker,
+)
 from tensorpipe_ipc.memory.segment import PAGE, identity_of
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
@@ -69,7 +80,10 @@ class Leases:
 
     Attributes:
         budget: bytes under lease beyond which ``lease`` refuses.
+        is_last: nobody has a queue in the arena any more, who would find what is free. So it is given back when it is let go.
     """
+
+    is_last = False
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self.arena, self.words = arena, arena.words
@@ -148,9 +162,10 @@ class Leases:
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
-        if self._room < nbytes or self.arena.is_overfull():
+        is_small = start - block + nbytes <= PAGE >> 1  # as blocks are allocated, others lie on its page
+        if self._room < (PAGE if is_small else nbytes) or self.arena.is_overfull():
             return None
-        if start - block + nbytes <= PAGE >> 1:  # as blocks are allocated, others lie on its page
+        if is_small:
             return self._lease_of_copy(start, nbytes)
         return self._anchored(block, start, nbytes, nbytes)
 
@@ -162,7 +177,7 @@ class Leases:
                 return None
             if not block:
                 return None
-            array = self.hold(taker, block + HEADER, nbytes, charge=nbytes)
+            array = self.hold(taker, block + HEADER, nbytes, charge=PAGE)
         array[:] = self.octets[start : start + nbytes]
         return array
 
@@ -394,6 +409,9 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64
             fence.acquire()
             fence.release()
+    if leases.is_last and word in live and live[word] is anchor and anchor.forks == leases.arena.rows.forks:
+        if words[word] == held and words[word + WRITTEN] > PAGE:
+            leases.arena.shrink(word << 3, words[word + WRITTEN])
     if word in live and live[word] is anchor:
         del live[word]
         leases._room += anchor.nbytes

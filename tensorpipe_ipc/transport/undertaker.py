@@ -158,7 +158,10 @@ class Undertaker:
 
     Attributes:
         queues: the ends of each queue that this process has, by number.
+        lasts: a context has it, which may trim it and make further queues.
     """
+
+    lasts = False
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.words, self.rows = arena, arena.words, arena.rows
@@ -447,6 +450,17 @@ class Undertaker:
         """This process has a queue no more. What its operations count goes with the queue."""
         self._left[queue] = operations
         self.bury_left()
+        if not (self.queues or self.lasts) and self.leases.live and self.rows.index >= 0:
+            self._give_back_last()
+
+    def _give_back_last(self) -> None:
+        """This process can neither put, get nor trim here any more, and has tensors. If nobody else can, what is free is given
+        back, now and when tensors are let go of."""
+        self.look()
+        self.bury_all()
+        if not any(self._records()):
+            self.leases.is_last = True
+            self.arena.trim()
 
     def bury_left(self) -> None:
         """Bury what this process had, where nobody has it now."""
@@ -460,9 +474,13 @@ class Undertaker:
 
     def bury_all(self) -> None:
         """Bury whatever queue nobody has any more: for when there is no room."""
+        for block in self._records():
+            self.bury(number_of(self.arena, block))
+
+    def _records(self) -> Iterator[int]:
+        """The blocks of all queues' records."""
         for start, kind, units, _ in self.arena._all_extents():
-            for block in self.arena.blocks_that(start, kind, units, 15, (KEPT,)):
-                self.bury(number_of(self.arena, block))
+            yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
     def bury(self, queue: int) -> bool:
         """Free what waits in a queue, and its record, if nobody has the queue. Whether that was so, now or before.
