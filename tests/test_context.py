@@ -170,9 +170,8 @@ def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes():
             assert made.dtype == dtype
             assert made.is_contiguous()
     held = [ctx.empty(1 << 20).fill_(1) for _ in range(CAPACITY // (1 << 22) - 1)]
-    with pytest.raises(
-        SharedMemoryError, match=rf"at most {CAPACITY} bytes, .*; pid {os.getpid()} \(alive\) has 16 blocks"
-    ):
+    who = rf"pid {os.getpid()} \(alive\) has (16 blocks|.*, of those that were looked at)"  # on a busy machine
+    with pytest.raises(SharedMemoryError, match=rf"at most {CAPACITY} bytes, .*; {who}"):
         ctx.empty(1 << 20)
     held.clear()
     assert ctx.empty(1 << 20).fill_(1).sum() == 1 << 20
