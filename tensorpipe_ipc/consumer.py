@@ -357,7 +357,9 @@ class Consumer:
                     link.taken(peer, header)
                     link.in_hand = False  # as above
                     return taken
-            elif (not link.socket.has_incoming() or turns % _TURNS == 0) and self._is_over(left):
+            elif (turns % _TURNS == 0 or not link.socket.has_incoming() or link.is_between_binders()) and self._is_over(
+                left
+            ):
                 return _ENDED
 
     def _is_over(self, left: float) -> bool:

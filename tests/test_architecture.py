@@ -51,7 +51,10 @@ FLOORS = {
 
 # Each foreign library has one door, where its errors are translated. Files, or folders with a slash at the end.
 DOORS = {
-    "zmq": {f"transport/{file}.py" for file in ("zmq_sockets", "zmq_contexts", "handshakes", "curve")},
+    "zmq": {
+        f"transport/{file}.py"
+        for file in ("zmq_sockets", "zmq_contexts", "frame_reader", "binder", "connector", "line", "curve")
+    },
     "psutil": {"process.py", "tracking.py"},
     "mmap": {"memory/segment.py", "memory/apart.py", "transport/token_pipe.py"},
     "rich": {"cli/"},

@@ -27,7 +27,7 @@ import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
 from programs import InFork
-from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of
+from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of, wait_in_vain
 from secured import connectors, make_keys
 
 import tensorpipe_ipc as tp
@@ -367,7 +367,7 @@ def test_what_another_user_says_in_the_place_of_a_binder_is_not_believed(stays: 
                 os.unlink(path)
             if word == "good":
                 feeding = in_thread(lambda: _of_another_user(partial(_feed_as_another, path, fed, done, stays=stays)))
-                wait_until(lambda: os.path.exists(fed))
+                wait_in_vain(consumer, lambda: os.path.exists(fed))
                 with pytest.raises(tp.Empty):
                     consumer.get(0.2)
                 Path(done).touch()

@@ -319,8 +319,6 @@ def test_a_binder_that_comes_while_get_is_leaving(monkeypatch: pytest.MonkeyPatc
         def then_it_comes(timeout: float) -> bool:
             came = introduce(timeout)
             child.call(children.open_producer, consumer.endpoint, bind=True)
-            assert link.socket._handshakes is not None
-            assert link.socket._handshakes.monitor.poll(PATIENCE * 1000)
             return came
 
         consumer.fileno()

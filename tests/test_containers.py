@@ -130,8 +130,7 @@ def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consu
     def wait_and_meet() -> None:
         containers.pick_ports_from(40000, 40003)
         with end("tcp://127.0.0.1:40002", bind=False) as connector:
-            handshakes = connector._link.socket._handshakes
-            assert handshakes is not None
+            connecting: Any = connector._link.socket
             has_ended, attempt = threading.Event(), _get if isinstance(connector, tp.Consumer) else _put
 
             def wait() -> None:
@@ -142,7 +141,7 @@ def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consu
 
             waiting = in_thread(wait)
             try:
-                wait_until(lambda: handshakes.with_itself > 1)
+                wait_until(lambda: connecting.with_itself > 1)
                 others: list[tp.Consumer | tp.Producer] = []
                 wait_until(lambda: _binds(end, others))
                 with others[0] as other:

@@ -424,6 +424,28 @@ def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_
         assert (consumer.statistics().lost, consumer.statistics().duplicates) == (0, 0)
 
 
+@pytest.mark.parametrize("endpoint", ["ending", "tcp://127.0.0.1:*"])
+def test_what_a_consumer_took_before_it_was_killed_is_not_lost(endpoint: str) -> None:
+    """In frames, a producer that looks late still reads what the killed one had said."""
+    with Child() as child:
+        endpoint = child.call(children.open_consumer, endpoint, shared_memory="off")
+        with tp.Producer(endpoint, linger=0) as producer:
+            child.begin(children.take)
+            producer.put("met", PATIENCE)
+            assert child.result() == ["met"]
+            producer.flush(PATIENCE)
+            producer.put(0)
+            producer.put(1)
+            assert child.call(children.take) == [0]
+            wait_until(producer._link.socket.has_incoming)
+            child.kill()
+            wait_until(lambda: not producer._link.socket.is_connected(0.01))
+            with pytest.raises(tp.PeerLost, match="with 1 message"):
+                producer.flush(PATIENCE)
+            assert producer.statistics().lost == 1
+    tp.Consumer(endpoint).close()  # clears away what a killed binder left
+
+
 def test_what_a_consumer_took_within_one_process_is_known_when_the_next_one_is_there() -> None:
     """Over inproc, too, a producer that looks late counts no message as lost that was taken."""
     with tp.Producer("inproc://next", linger=0) as producer:
@@ -445,7 +467,7 @@ def test_what_a_consumer_took_within_one_process_is_known_when_the_next_one_is_t
 def test_a_goodbye_of_a_binder_elsewhere_that_is_read_when_the_next_one_is_there(
     tmp_path: Path, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The consumer answers it. The next binder does not take the answer for a goodbye of that consumer."""
+    """The consumer hears it, and then goes on with the next."""
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("XDG_RUNTIME_DIR", str(tmp_path))

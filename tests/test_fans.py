@@ -18,8 +18,8 @@ from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport import link
+from tensorpipe_ipc.transport.binder import Binder
 from tensorpipe_ipc.transport.token_pipe import TokenPipe
-from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
 
 ONLY_SHARED_MEMORY = pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
 pytestmark = [pytest.mark.limit(40), pytest.mark.usefixtures("transport")]
@@ -317,14 +317,14 @@ def test_an_exception_that_takes_the_news_of_room_with_it_loses_no_room(
         with pytest.raises(tp.Full):
             producer.put_nowait(2)
         assert sorted(consumer.get(PATIENCE) for consumer in crowd) == [0, 1]
-        wait_any = FrameSocket.wait_any
+        wait_any = Binder.wait_any
 
-        def interrupted(socket: FrameSocket, timeout: float) -> list[int]:
-            monkeypatch.setattr(FrameSocket, "wait_any", wait_any)
+        def interrupted(socket: Binder, timeout: float) -> list[int]:
+            monkeypatch.setattr(Binder, "wait_any", wait_any)
             wait_any(socket, timeout)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(FrameSocket, "wait_any", interrupted)
+        monkeypatch.setattr(Binder, "wait_any", interrupted)
         with pytest.raises(KeyboardInterrupt):
             producer.put_nowait(2)
         for number in range(2, 4):

@@ -18,7 +18,7 @@ from zmq.utils import z85
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
 
-__all__ = ["Gate", "check_available", "key_pair", "use_keys"]
+__all__ = ["Gate", "check_available", "key_pair", "read_keys", "use_keys"]
 
 _DOMAIN = b"tensorpipe_ipc"
 _HANDLER = "inproc://zeromq.zap.01"
@@ -48,8 +48,8 @@ def check_available() -> None:
         raise Refused(f"libzmq {zmq.zmq_version()} was built without CURVE (libsodium): install pyzmq's own wheel")
 
 
-def use_keys(socket: zmq.Socket[bytes], security: Curve, *, bind: bool) -> None:
-    """Have a socket that is not bound or connected yet use CURVE, and nothing else.
+def read_keys(security: Curve, *, bind: bool) -> dict[int, bytes]:
+    """Read the keys of an end, by libzmq's options.
 
     Raises:
         ValueError: the keys of the other side were not named.
@@ -57,13 +57,21 @@ def use_keys(socket: zmq.Socket[bytes], security: Curve, *, bind: bool) -> None:
     """
     check_available()
     public, secret = security.own_keys()
-    keys = {} if bind else {zmq.CURVE_SERVERKEY: security.server_key()}
-    keys |= {zmq.CURVE_PUBLICKEY: public, zmq.CURVE_SECRETKEY: secret}
+    keys = {} if bind else {int(zmq.CURVE_SERVERKEY): security.server_key()}
+    return keys | {int(zmq.CURVE_PUBLICKEY): public, int(zmq.CURVE_SECRETKEY): secret}
+
+
+def use_keys(socket: zmq.Socket[bytes], keys: dict[int, bytes], *, bind: bool) -> None:
+    """Have a socket that is not bound or connected yet use CURVE, and nothing else.
+
+    Raises:
+        Refused: libzmq does not take the keys.
+    """
     try:
         for option, key in keys.items():
             socket.setsockopt(option, key)
     except zmq.ZMQError:
-        raise Refused(f"{security!r}: libzmq takes these keys for none; make new ones") from None
+        raise Refused("libzmq rejected these CURVE keys; make a new pair with `tensorpipe-ipc keygen`") from None
     if bind:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)

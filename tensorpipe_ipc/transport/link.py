@@ -20,10 +20,11 @@ with a connection is noticed and none is taken twice. While it waits, a connecto
 that was restarted in between does not know it. It is answered by a WELCOME, so that each learns where the other stands. A
 binder that misses something, or does not know who talks, says HELLO to have the connector say its own.
 
-**When a connection ends.** Over ipc and inproc it does so because a process died or closed its end: then the peer is gone,
-and what it had not taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged
-(``unacknowledged``), and a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and
-Empty name it and say how long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
+**When a connection ends**, what came by it is read all the same, and a connector reads it before it hears the next binder.
+Over ipc and inproc a connection ends because a process died or closed its end: then the peer is gone, and what it had not
+taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``unacknowledged``), and
+a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and Empty name it and say how
+long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
 direction, and it is looked at every half second; it connects anew by itself. By each new connection the consumer counts its
 ``round`` up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the
 consumer takes each message that is its next, and drops the others. So every message is taken once and in order, however
@@ -61,13 +62,15 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport import rendezvous, whereabouts
 from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
+from tensorpipe_ipc.transport.binder import Binder
+from tensorpipe_ipc.transport.connector import Connector
 from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed
 from tensorpipe_ipc.transport.peer import How, Peer
 from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight, is_binders
 from tensorpipe_ipc.transport.role import misfit
-from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket, SocketError
+from tensorpipe_ipc.transport.zmq_sockets import SLICE, SocketError
 from tensorpipe_ipc.wire.header import (
     Ending,
     Header,
@@ -101,7 +104,7 @@ PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 _COMPLAINT = 5.0  # seconds
-_ANSWERED = 0.25  # seconds that a goodbye to an end out of sight may take to be read, and answered
+_CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
 _LONELY = 0.2  # seconds until it is found out why nobody comes
 _REMEMBERED = 1000  # ends that have ended, and connections
 _POST_LONG = 0.001  # seconds of work for the notice of an end with some hundred peers
@@ -188,8 +191,8 @@ class Link(Meeting):
         self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
         self._is_posted = False  # whether this end's file is up to date
         self._posts_from = 0.0  # when it may be brought up to date again
-        self.socket = FrameSocket(
-            address, bind=bind, receives=self.role == "consumer", window=opening.window, security=security
+        self.socket = (Binder if bind else Connector)(
+            address, receives=self.role == "consumer", window=opening.window, security=security
         )
         self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
@@ -238,15 +241,7 @@ class Link(Meeting):
     # -- what goes out
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
-        if self.socket.send_small(peer, frame, self._greeted_on):
-            return True
-        self.greet_first()
-        return self._greeted_on > 0 and self.socket.send_small(peer, frame, self._greeted_on)
-
-    def greet_first(self) -> None:
-        """Have a connector say HELLO by a connection before anything else. Its binder knows it by that only."""
-        if not self.socket.binds and self.socket.is_connected() and self.owes_greeting():
-            self.greet()
+        return self.socket.send_small(peer, frame)
 
     def say_goodbye(self) -> bool:
         """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.
@@ -255,42 +250,24 @@ class Link(Meeting):
         """
         self.hear_claimants()
         if not self.keeps and any(peer.by_file for peer in self.peers.values()):
-            self.socket.is_connected(_ANSWERED)
-        if self.peers or not self.keeps:
-            self.greet_first()
+            self.socket.is_connected(_CONNECTS)
+        if (self.peers or not self.keeps) and self.owes_greeting():
+            self.greet()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
-        told = [peer for peer in there if self._say(peer.routing, pack_goodbye(self.position(peer), self.ending))]
-        unmet = self.awaits_welcome() and self._say(b"", pack_goodbye(self.own_hello(None).sequence, self.ending))
+        told = [self._say(self._way_to(peer), pack_goodbye(self.position(peer), self.ending)) for peer in there]
+        if self.awaits_welcome():
+            told.append(self._say(self._greeted_on, pack_goodbye(self.own_hello(None).sequence, self.ending)))
         self._end_presence()
-        if self.presence is not None:
-            self._hear_answers(
-                {peer.routing for peer in told if peer.sight.is_out_of_sight}, unmet=unmet and self.keeps
-            )
-        return bool(told) or unmet
+        return any(told)
+
+    def _way_to(self, peer: Peer) -> bytes:
+        """Return the connection for a last word: a connector may have said HELLO by a new one, and not been answered yet."""
+        return self._greeted_on if not self.socket.binds and peer is self.binder() else peer.routing
 
     def _end_presence(self) -> None:
         if self.presence is not None:
             by_frames = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
             self.presence.end(LastWords(self.ending, {peer.hello.end: self.position(peer) for peer in by_frames}))
-
-    def _hear_answers(self, waits: set[bytes], *, unmet: bool) -> None:
-        """Keep the line for a moment, until the peers that are out of sight have read the goodbye and answered it.
-
-        What has come and was not read yet, libzmq drops with the connection.
-
-        Args:
-            waits: those peers.
-            unmet: whether one is waited for, too, that has not said WELCOME yet.
-        """
-        deadline = time.monotonic() + _ANSWERED
-        while (waits or unmet) and (left := deadline - time.monotonic()) > 0:
-            incoming = self.socket.receive(min(left, SLICE))
-            self.socket.received()
-            if incoming is not None and (_is_goodbye(incoming[1]) or self.socket.binds and not len(incoming[1][0])):
-                unmet = False
-                waits.discard(incoming[0])
-                if incoming[0] in self.peers:
-                    self._leaves(self.peers[incoming[0]], How.GOODBYE)
 
     # -- what comes in
 
@@ -314,11 +291,28 @@ class Link(Meeting):
         if incoming is None:
             self.look_around()
             return None
+        if self.socket.reads_out and self._is_early(*incoming):
+            self.socket.defer()
+            return None
         self._came += 1
         data = self._hear_bounded(*incoming) if self._hangs_up else self._hear_or_reject(*incoming)
         if data is None:
             self.socket.received()
         return data
+
+    def _is_early(self, routing: bytes, frames: list[Any]) -> bool:
+        """Return whether what came by a connector's connection is to wait until that of the one before is read out.
+
+        All that a binder says is, but for one that is the same as before: it sends again what was not read.
+        """
+        if routing != self.socket.routing:
+            return False
+        with contextlib.suppress(ProtocolError):
+            header = unpack(frames[0])
+            if header.kind == Kind.WELCOME:
+                hello = unpack_control(header, Hello)
+                return not any(peer.is_still(hello) for peer in self.peers.values())
+        return True
 
     def _hear_bounded(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
         """Hear what came to a port that strangers reach, and hang up on those who take more of this end's time than they may.
@@ -493,10 +487,6 @@ class Link(Meeting):
             elif kind == Kind.PIECE:
                 self.piece(peer, header, frames)
             else:
-                if self.presence is not None and peer.sight.is_out_of_sight:
-                    # A connector may have the next binder on the line by now, which would take a GOODBYE for its own.
-                    answer = pack_goodbye(self.position(peer), Ending()) if self.socket.binds else _NOTHING
-                    self._say(peer.routing, answer)
                 self._ends(peer, ending_of(header), header.sequence)
         elif kind == Kind.HELLO:
             self._hear_hello(routing, header)
@@ -504,7 +494,10 @@ class Link(Meeting):
             raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
         elif kind == Kind.WELCOME:
             hello = unpack_control(header, Hello)
-            if not self.has_left(hello) and not self.is_late_answer(self.peers.get(routing), hello):
+            if not self.has_left(hello) and not self.is_late_answer(self.binder(), hello):
+                self._find_again(routing, hello)
+                for peer in [each for each in self.peers.values() if each.routing != routing]:
+                    self._leaves(peer, How.LOST)  # another has its address, and what it said is read
                 self._admit(routing, hello)
             self.greet()
         else:
@@ -537,7 +530,7 @@ class Link(Meeting):
         So comes, too, what is left of a connection that a new one has taken the place of, or whose end has ended: its file may
         tell so before its GOODBYE has come.
         """
-        if routing in self._over or not self.socket.binds and self._greeted_on == self._left_on != 0:
+        if routing in self._over or not self.socket.binds and self.left_by(routing):
             return
         self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
         if self.socket.binds:
@@ -568,7 +561,7 @@ class Link(Meeting):
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
-        if routing not in self.peers and not reason:
+        if not reason:
             self._find_again(routing, hello)
         if routing not in self.peers and not reason:
             reason = self._no_place_for(hello)
@@ -587,9 +580,14 @@ class Link(Meeting):
         self.answered(peer)
 
     def _find_again(self, routing: bytes, hello: Hello) -> None:
-        """Know an end again that comes by a new connection. Nobody but its binders has heard its token."""
+        """Know an end again that comes by a new connection. Nobody but its binders has heard a connector's token."""
+        if routing in self.peers:
+            return
         for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
-            _remember(self._over, peer.routing)
+            if self.socket.binds:
+                _remember(self._over, peer.routing)
+            else:
+                self.socket.drop(peer.routing)
             self.came_again(peer, hello.sequence)
             if peer.left is not None:
                 continue
@@ -698,7 +696,7 @@ class Link(Meeting):
                 return
             self.transport()  # it is told as it last was
             peer.leave(how)
-            self.last_left, self._left_on = peer, self._greeted_on
+            self.last_left = peer
             self.parted(peer)
             del self.peers[peer.routing]  # no exception comes between what parted did last and this
             self.let_go(peer)
@@ -764,6 +762,7 @@ class Link(Meeting):
         if again and self.socket.binds:
             self._greeted = now
         elif not self.socket.binds:
+            self.hang_up_on_left()
             self.greet()
 
     def trim(self) -> int:
@@ -783,7 +782,7 @@ class Link(Meeting):
         """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
         gone = peer.sight.is_gone() or again and peer.sight.is_out_of_sight and self._is_orphaned(peer)
         if not self.socket.binds:
-            connected = self.socket.is_connected()
+            connected = self.socket.reaches(peer.routing)
         elif gone or again:
             connected = self._say(peer.routing, _NOTHING)
         else:
@@ -797,7 +796,7 @@ class Link(Meeting):
 
     def _is_orphaned(self, peer: Peer) -> bool:
         """Return whether a peer over ipc is dead, whoever still holds its connection open."""
-        return is_dead(peer.process) if peer.process else self.socket.is_orphaned()
+        return is_dead(peer.process) if peer.process else self.socket.is_orphaned(peer.routing)
 
     def _may_have_unread(self, peer: Peer) -> bool:
         """Return whether something of a peer that has ended may have come and was not read yet.
@@ -805,7 +804,7 @@ class Link(Meeting):
         However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
         """
         peer.unread_from = peer.unread_from or self._came
-        return self._is_unread(peer.unread_from)
+        return self._came - peer.unread_from < _IN_TURN and self.socket.has_unread(peer.routing)
 
     def _is_unread(self, came: int) -> bool:
         """See Meeting."""
@@ -860,10 +859,3 @@ def _remember(known: dict[Any, None], one: Any) -> None:
     known[one] = None
     while len(known) > _REMEMBERED:
         del known[next(iter(known))]
-
-
-def _is_goodbye(frames: list[Any]) -> bool:
-    try:
-        return unpack(frames[0]).kind == Kind.GOODBYE
-    except ProtocolError:
-        return False

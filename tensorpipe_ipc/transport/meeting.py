@@ -55,7 +55,6 @@ __all__ = ["REPEAT", "Meeting"]
 REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
 _RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
 _AGAIN = 0.02  # seconds between two looks for a file
-_CLINGS = 0.1  # seconds that a connection may take to end after its binder has left
 
 
 class Meeting(Role):
@@ -78,9 +77,8 @@ class Meeting(Role):
     def __init__(self) -> None:
         self.spares = Spares()
         self._greeted = 0.0  # when a connector last said HELLO
-        self._greeted_on = 0  # and on which of its connections
+        self._greeted_on = b""  # and by which of its connections
         self._greets_after = REPEAT  # how long after
-        self._left_on = 0  # the one by which its binder left
         self._looked_for_file = 0.0
         self._came = 1  # messages, whosever
 
@@ -107,29 +105,34 @@ class Meeting(Role):
     # -- a connector's
 
     def greet(self) -> None:
-        """A connector's HELLO, when it is due."""
-        if not self.socket.is_connected():  # which tells, too, whether this connection is another one
+        """A connector's HELLO, when it is due. It is the first that is said by each of its connections."""
+        if not self.socket.is_connected():
             return
-        now, connection = time.monotonic(), self.socket.connection
-        if now - self._greeted < self._greets_after and self._greeted_on == connection:
+        now, is_news = time.monotonic(), self.owes_greeting()
+        if not is_news and now - self._greeted < self._greets_after:
             return
-        if self._greeted_on != connection:
+        if is_news:
             self.reconnected()
-        is_news = not self._greeted or self._greeted_on != connection
-        if self.socket.send_small(b"", pack_control(Kind.HELLO, self.own_hello(self.peers.get(b"")))):
-            self._greeted, self._greeted_on = now, connection
-            self._greets_after = REPEAT if is_news else min(2 * self._greets_after, _RARELY)
+        if self.socket.send_small(self.socket.routing, pack_control(Kind.HELLO, self.own_hello(self.binder()))):
+            self._greets_after = REPEAT if is_news or not self._greeted else min(2 * self._greets_after, _RARELY)
+            self._greeted, self._greeted_on = now, self.socket.routing
+
+    def binder(self) -> Peer | None:
+        """Return a connector's peer: the last that it met, where the one before is being read out."""
+        return next(reversed(self.peers.values()), None)
 
     def introduce(self, timeout: float) -> bool:
         """Have a connector say HELLO that knows nobody, or whose connection is a new one.
 
         False if its binder is not on the line within ``timeout`` seconds, and nothing has come from one that was.
         """
-        if self.socket.binds or (self.peers and not self.owes_greeting()):
+        if self.socket.binds:
+            return True
+        if not self.peers:
+            self.hang_up_on_left()
+        elif not self.owes_greeting():
             return True
         came = self.socket.has_incoming()  # perhaps by a connection that has ended since
-        if not came and self.is_left_over(_CLINGS):
-            self.socket.connect_anew()
         if not self.socket.is_connected(0 if came else timeout):
             return came
         if not self.peers:
@@ -137,23 +140,28 @@ class Meeting(Role):
         self.greet()
         return True
 
-    def is_left_over(self, seconds: float = 0) -> bool:
-        """Return whether a connector's connection stands, though its binder left by it so many seconds ago, or is dead.
+    def is_left_over(self) -> bool:
+        """Return whether a connector's connection stands, though its binder has left by it, or is dead.
 
         A child that was forked from the binder's process holds it open, for as long as it lives: nobody hears there.
         """
+        if self.socket.binds or self.peers or not self.socket.routing:
+            return False
+        return self.left_by(self.socket.routing) or self.socket.is_orphaned(self.socket.routing)
+
+    def left_by(self, routing: bytes) -> bool:
+        """Return whether a connector's last binder has left by a connection, and did not just refuse this end."""
         left = self.last_left
-        if self.socket.binds or self.peers:
-            return False
-        if self.socket.is_orphaned():
-            return True
-        if left is None or left.left is How.REFUSED_US:
-            return False
-        return self.socket.connection == self._left_on != 0 and time.monotonic() - left.left_at > seconds
+        return left is not None and left.routing == routing and left.left is not How.REFUSED_US
+
+    def hang_up_on_left(self) -> None:
+        """Have a connector look for the next binder, where it is still connected to one that has left."""
+        if self.is_left_over():
+            self.socket.drop(self.socket.routing)
 
     def owes_greeting(self) -> bool:
         """Whether a connector was seen to get its binder since it last said HELLO."""
-        return self.socket.connection not in (0, self._greeted_on)
+        return self.socket.routing not in (b"", self._greeted_on)
 
     def trouble(self) -> str:
         """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
@@ -162,20 +170,18 @@ class Meeting(Role):
 
     def awaits_welcome(self) -> bool:
         """Whether a connector has said HELLO by the connection that it has, and knows of no answer: its binder may know it."""
-        if self.socket.binds or self.peers or self._refusal is not None or self._greeted_on in (0, self._left_on):
+        if self.socket.binds or self.peers or self._refusal is not None or not self._greeted_on:
             return False
-        return self.socket.is_connected() and self._greeted_on == self.socket.connection
+        return self.socket.reaches(self._greeted_on) and not self.left_by(self._greeted_on)
 
     def has_lost_connection(self) -> bool:
         """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
-        if self.socket.binds or self.socket.connection:
+        if self.socket.binds:
             return False
-        return any(not peer.away_at for peer in self.peers.values())
+        return any(peer.routing != self.socket.routing and not peer.away_at for peer in self.peers.values())
 
     def meet_by_file(self) -> None:
         """Meet the binder by its file, if there is a good one."""
-        if self.socket.connection == self._left_on:
-            return  # this one is still with the binder that left: the next one would not hear the HELLO before the next call
         now = time.monotonic()
         if not self._may_meet or self._refusal is not None or now - self._looked_for_file < _AGAIN:
             return
@@ -192,10 +198,10 @@ class Meeting(Role):
             with contextlib.suppress(SharedMemoryError):
                 queue = None if sight.is_gone() else self._claimed(found)
             if queue is not None:
-                peer = Peer(b"", found.hello, sight)
+                peer = Peer(self.socket.routing, found.hello, sight)
                 peer.queue, peer.settled, peer.by_file = queue, True, True
                 self.met(peer)
-                self.peers[b""] = peer
+                self.peers[peer.routing] = peer
                 has_met = True
                 self._sit_down(peer)
                 self._post()

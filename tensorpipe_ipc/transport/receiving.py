@@ -123,6 +123,10 @@ class ReceiveLink(Link):
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
 
+    def is_between_binders(self) -> bool:
+        """Return whether what has come is of a connector's next binder: that the one before has ended is told first."""
+        return not self.socket.binds and self.has_ended()
+
     def next_stream(self) -> None:
         """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
         self.unwell, self.met_any, self._stream = [], False, self._stream + 1
@@ -178,9 +182,10 @@ class ReceiveLink(Link):
         listens, incoming = began >= self._listens_from, False
         found = [] if listens else self.socket.wait_any(0)
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
+            spent = time.thread_time()
             self.introduce(0)
             incoming = not self.socket.is_silent()
-            self._listened(began)
+            self._listened(spent)
             found = self.socket.wait_any(0 if incoming or ready else timeout)
         for fd in found:
             if fd in sharing:
@@ -198,15 +203,17 @@ class ReceiveLink(Link):
 
     def pump(self, timeout: float) -> tuple[Peer, Header, list[Any]] | None:
         """See Link. While a queue has messages, what is none of its own has a fifth of the time: there may be no end of it."""
-        began = time.monotonic()
+        if not self._sharing:
+            return super().pump(timeout)
+        spent = time.thread_time()
         data = super().pump(timeout)
-        if data is None and self._sharing:
-            self._listened(began)
+        if data is None:
+            self._listened(spent)
         return data
 
-    def _listened(self, began: float) -> None:
+    def _listened(self, spent: float) -> None:
         # Of the last turn only: what was heard while no queue had anything took nothing from one.
-        self._listens_from = began + 5 * (time.monotonic() - began)
+        self._listens_from = time.monotonic() + 4 * (time.thread_time() - spent)
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
         """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
@@ -392,6 +399,8 @@ class ReceiveLink(Link):
             self.lost += sequence - peer.taken if peer.taken > peer.began or not peer.resends else 0
             peer.taken, peer.assembly = sequence, None
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
+        elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
+            self._say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
         if peer.hello.round > peer.served:  # a new connection of the other end's
             peer.served = peer.hello.round
             if self.socket.binds:

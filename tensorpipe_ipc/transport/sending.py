@@ -232,7 +232,7 @@ class SendLink(Link):
         peer.sent += 1
         self._framed += 1
         try:
-            self.socket.send(peer.routing, frames, self._greeted_on)
+            self.socket.send(peer.routing, frames)
         except Unreachable:
             peer.sent -= 1
             self._framed -= 1
@@ -282,7 +282,6 @@ class SendLink(Link):
         small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
         peer.unmarked += small
         mark = peer.unmarked >= _MARK
-        self.greet_first()
         try:
             kept.lent += self.socket.lend(peer.routing, part, mark=mark)
         except Unreachable:
@@ -398,14 +397,8 @@ class SendLink(Link):
             if kept.lent:
                 peer.unread.append(kept)
 
-    def reconnected(self) -> None:
-        """See Link. What was on its way in frames went with the connection; over tcp it is kept, and goes again."""
-        if not self.keeps:
-            for peer in [each for each in self.peers.values() if each.queue is None and each.settled]:
-                self._leaves(peer, How.LOST)
-
     def came_again(self, peer: Peer, sequence: int) -> None:
-        """See Role. As ``reconnected``: what its last connection had brought, and it had not read, it dropped."""
+        """See Role. What was on its way in frames went with the connection; over tcp it is kept, and goes again."""
         if not self.keeps and peer.queue is None and peer.settled:
             self.credited(peer, sequence)
             self._leaves(peer, How.LOST)

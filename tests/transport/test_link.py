@@ -543,7 +543,11 @@ def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
         presence.close()
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
+        before = raw.peer
         raw.say(pack(Kind.GOODBYE, 0))
+        raw.hear()
+        _listen(consumer, lambda: not raw.is_quiet(0))
+        assert raw.peer != before, "it has hung up on what has ended, and says HELLO to whoever comes next"
         raw.say(b"x")
         _listen(consumer, lambda: consumer.statistics().rejected)
         assert "GOODBYE" not in consumer.statistics().last_rejection

@@ -146,12 +146,18 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
         producer.put(2, PATIENCE)
         assert consumer.get(PATIENCE) == 2
         with monkeypatch.context() as tearing:
-            tearing.setattr(producer._link.socket, "_receive_frame", lambda flags: _tear(producer._link.socket, flags))
+            tearing.setattr(reader_of(producer), "_receive_frame", lambda flags: _tear(reader_of(producer), flags))
             with pytest.raises(_RaisedError):
                 producer.put(3, PATIENCE)
         getting = in_thread(lambda: consumer.get(PATIENCE))
         producer.put(3, PATIENCE)
         assert getting() == 3
+
+
+def reader_of(end: Any) -> Any:
+    """Return what reads the messages that come to an end."""
+    socket = end._link.socket
+    return socket._reader if socket.binds else socket._line.reader
 
 
 class _RaisedError(Exception):

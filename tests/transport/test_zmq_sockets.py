@@ -21,7 +21,7 @@ from children import PATIENCE, Child, in_thread
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport.addresses import parse, runtime_folder
-from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
+from tensorpipe_ipc.transport.binder import Binder
 
 pytestmark = pytest.mark.limit(20)
 NOBODY = 65534
@@ -267,7 +267,7 @@ def test_closing_does_not_wait_for_those_who_leave_meanwhile(scheme: str, tmp_pa
     endpoint = f"ipc://{tmp_path}/socket" if scheme == "ipc" else "tcp://127.0.0.1:0"
     for _ in range(50):  # without LINGER 0 from the start, one in ten hung
         with zmq.Context() as context:
-            binder = FrameSocket(parse(endpoint), bind=True, receives=True)
+            binder = Binder(parse(endpoint), receives=True)
             binder.open(print)
             leaving = [context.socket(zmq.DEALER) for _ in range(32)]
             for socket_ in leaving:
@@ -282,7 +282,7 @@ def test_closing_does_not_wait_for_those_who_leave_meanwhile(scheme: str, tmp_pa
             binder.close(0)
 
 
-def _heard(binder: FrameSocket) -> bytes:
+def _heard(binder: Binder) -> bytes:
     """The next peer that says something."""
     while (incoming := binder.receive(0.1)) is None:
         pass

@@ -1,0 +1,156 @@
+"""FrameReader: reads one ZeroMQ socket, a whole message at a time, and is sound whatever exception comes within.
+
+A message stays the next one until it was dealt with, so that an exception of a signal's handler does not lose it. One that hits
+inside pyzmq's own ``recv`` does: pyzmq looks for signals when it has the frame. What then remains of the message is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import zmq
+
+from tensorpipe_ipc.wire.layout import BULK
+
+__all__ = ["FrameReader", "NamedFrameReader"]
+
+# Plain ints: each `|` of pyzmq's enum members costs a microsecond.
+_WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
+_RCVMORE = int(zmq.RCVMORE)
+# Frames that a message has beside those of ``BULK`` bytes or more, and the rest of each where long ones are cut: the sender's
+# name, the header, an empty one that ends what was cut off. An empty frame is two bytes on the wire, and hundreds here.
+_FRAMES = 4
+_SURPLUS_AT_ONCE = 5000
+_DROPPED_AT_ONCE = 500  # messages of those who were hung up on
+_GIVE_BACK_AFTER = 200_000  # of them, which libzmq held in 13 MB
+
+
+class FrameReader:
+    """A DEALER's.
+
+    Attributes:
+        frames: of the message in hand.
+        surplus: why it is none: it had more frames than one of so many bytes has, and the first few were kept. "" of others.
+        torn_at: when an exception last took a part of a message with it, or perhaps nothing.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.frames: list[Any] = []
+        self.surplus = ""
+        self.torn_at = 0.0
+        self._socket = socket
+        self._came = 0  # bytes of the message in hand
+        self._has_surplus = False
+        self._is_torn = False  # whether a receive was cut short
+
+    def read(self, *, wait: bool) -> bool:
+        """Have the next message in hand, if there is one; the same one again until ``received`` is called.
+
+        Args:
+            wait: whether to wait for it, as long as the socket's RCVTIMEO says.
+        """
+        if self._is_torn and not self._mend():
+            return False
+        if not self.frames:
+            frames = self.frames
+            try:
+                self._is_torn = True
+                self._came = 0
+                if not self._begin(_WAIT if wait else _DO_NOT_WAIT):
+                    self._is_torn = False
+                    return False
+                while frames[-1].more and not self._has_surplus:
+                    self._came += len(frames[-1])
+                    self._has_surplus = len(frames) > _FRAMES + 2 * self._came // BULK
+                    self._receive_frame(_DO_NOT_WAIT)  # libzmq has the whole message
+            except zmq.Again:
+                self._is_torn = False
+                return False
+            self._is_torn = False
+        return not self._has_surplus or self._drop_surplus()
+
+    def received(self) -> None:
+        """The message in hand has been dealt with."""
+        self.frames, self.surplus = [], ""
+
+    def _begin(self, flags: tuple[int]) -> bool:
+        """Receive the first frame. Return whether there is a message to go on with."""
+        self._receive_frame(flags)
+        return True
+
+    def _receive_frame(self, flags: tuple[int]) -> None:
+        """One step in C from libzmq to the list: an exception comes before it or after it."""
+        self.frames.extend(map(self._socket.recv, flags, _NO_COPY))
+
+    def _is_whole(self) -> bool:
+        return len(self.frames) > 0 and not self.frames[-1].more
+
+    def _mend(self) -> bool:
+        """An exception hit while frames came. If one is missing, the rest of its message is nobody's: drop a part of it in
+        each turn. Return whether that is done."""
+        if not self._is_whole():
+            if not self._drop_frames():
+                return False
+            self.frames, self._has_surplus = [], False
+            self.torn_at = time.monotonic()
+        self._is_torn = False
+        return True
+
+    def _drop_surplus(self) -> bool:
+        """Let frames go that belong to no message. Return whether all are gone."""
+        if not self._drop_frames():
+            return False
+        self.surplus = f"a message of {self._came} bytes in over {len(self.frames) - 1} frames"
+        self._has_surplus = False
+        _give_back_memory()
+        return True
+
+    def _drop_frames(self) -> bool:
+        """Drop what is left of a message: a few thousand frames in each turn, so that waits end in time. Whether it is done."""
+        for _ in range(_SURPLUS_AT_ONCE):
+            if not self._socket.getsockopt(_RCVMORE):
+                return True
+            self._socket.recv(_DO_NOT_WAIT[0], copy=False)
+        return False
+
+
+class NamedFrameReader(FrameReader):
+    """A ROUTER's: the first frame of each message is the routing id of the peer that it came from.
+
+    Attributes:
+        hung_up: routing ids of those from whom nothing is wanted any more.
+        dropped: messages of theirs that were dropped.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        super().__init__(socket)
+        self.hung_up: dict[bytes, None] = {}
+        self.dropped = 0
+
+    def _is_whole(self) -> bool:
+        return len(self.frames) > 1 and not self.frames[-1].more
+
+    def _begin(self, flags: tuple[int]) -> bool:
+        """Receive who sent the next message, and its first frame. Drop, as fast as can be, what comes before it of those who
+        were hung up on. Return whether there is one, after no more of that than takes a millisecond."""
+        frames = self.frames
+        for _ in range(_DROPPED_AT_ONCE):
+            self.frames.extend(map(self._socket.recv, flags))
+            flags = _DO_NOT_WAIT
+            self._receive_frame(flags)
+            if frames[0] not in self.hung_up or frames[1].more:
+                return True
+            self.dropped += 1
+            frames.clear()
+            if self.dropped % _GIVE_BACK_AFTER == 0:
+                _give_back_memory()
+        return False
+
+
+def _give_back_memory() -> None:
+    """Have malloc give back what libzmq held many frames in, at 64 bytes each: it would keep it for more of them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+    if trim is not None:
+        trim(0)
