@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import multiprocessing
 import os
 import queue
@@ -21,7 +22,7 @@ import torch
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.memory.segment import CAPACITY
+from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.transport.queue_end import QueueEnd
 
@@ -682,6 +683,35 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
     assert (there.empty(), there.full()) == (True, False)
     put(there, 2)
     assert there.get(timeout=LIMIT) == 2
+
+
+def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
+    """What looking costs grows with the number of processes. The place of a killed consumer is found all the same."""
+    there = Queue(maxsize=1)
+    there.put(0)
+    told, tell = os.pipe()
+
+    def take_and_stop() -> None:
+        assert there._queue.credits is not None
+        there._queue.credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
+        there.get()
+
+    consumer = in_child(take_and_stop)
+    os.read(told, 1)
+    producers = [in_child(functools.partial(there.put, number)) for number in range(1, 9)]
+    rows, words = there._queue.rows, there._queue.words
+    while len(rows.used()) < 2 + len(producers):
+        time.sleep(0.01)
+    before = words[LOOKS]
+    time.sleep(0.4)
+    looks = words[LOOKS] - before
+    os.kill(consumer, signal.SIGKILL)
+    reap(consumer)
+    assert sorted(there.get(timeout=LIMIT) for _ in producers) == list(range(1, 9))
+    assert [reap(each) for each in producers] == [0] * len(producers)
+    assert 0 < looks <= 24, "each of the eight looks eight times"
+    os.close(told)
+    os.close(tell)
 
 
 @pytest.mark.parametrize("maxsize", [0, 3])

@@ -9,13 +9,14 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0        8          16       24           32             40       48       56                              size
-    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ rows.py, extents.py, arena.py ─┤
+    byte 0        8          16       24           32             40       48       56      64                    size
+    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ looks ┼─ rows.py, … arena.py ─┤
 
 ``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 ``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
+``looks`` changes whenever anybody has looked at all rows, and left nothing of the dead (transport/undertaker.py).
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
@@ -47,6 +48,7 @@ __all__ = [
     "CAPACITY",
     "DEFAULT_SIZE",
     "GROWN",
+    "LOOKS",
     "MINIMUM_SIZE",
     "NAME",
     "PAGE",
@@ -62,7 +64,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART = 24 // 8, 32 // 8, 40 // 8, 48 // 8  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2

@@ -356,6 +356,7 @@ class PutEnd(QueueEnd):
 
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         began = monotonic()
+        self.undertaker.look_in_turn(begins=True)
         try:
             count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
             if not count:  # who does not wait does not look in slices, and the dead may have one
@@ -468,7 +469,7 @@ class PutEnd(QueueEnd):
 
     def _idle(self) -> None:
         self._refuse_if_shut()
-        self.undertaker.look()
+        self.undertaker.look_in_turn()
         self.leases.settle(at_once=False)
         self.arena.mind_idle()
         self._take_up()

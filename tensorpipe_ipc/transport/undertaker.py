@@ -125,7 +125,7 @@ from tensorpipe_ipc.memory.extents import IN_DOUBT
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import LOOKS, Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, TOLD, QueueRecord, number_of
 from tensorpipe_ipc.transport.token_pipe import BELL, DROP, LAST_BELL, SHUT, SLICE, TokenPipe
@@ -174,6 +174,7 @@ class Undertaker:
     def _forget(self) -> None:
         self._left: dict[int, list[Operation]] = {}  # by queue that this process has no more: what is on record of it
         self._burying, self._bury_again = threading.Lock(), 0.0
+        self._looks = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
@@ -192,7 +193,7 @@ class Undertaker:
         Args:
             inherit: take over their extents, too; for when memory is short.
         """
-        count, died = 0, False
+        count, died, is_done = 0, False, True
         owners = {row for *_, row in self.arena._all_extents()} if inherit else set[int]()
         for row in self.rows.used():
             if row in owners or not self.rows.is_finished(row):
@@ -203,9 +204,25 @@ class Undertaker:
                         died = died or not was_finished
                         if row in owners:
                             self.arena.inherit(row)
+                    elif dead:
+                        is_done = False
         if died:  # its queues may be nobody's now
             self.bury_all()
+        if is_done:
+            self.words[LOOKS] = self.words[LOOKS] + 1 & (1 << 32) - 1
         return count
+
+    def look_in_turn(self, *, begins: bool = False) -> None:
+        """Look, unless anybody has looked, and left nothing to do, since this process last asked.
+
+        For waits in slices: what a look costs grows with the number of processes, and of many who wait one is enough.
+
+        Args:
+            begins: a wait does, and its first look is due after a slice.
+        """
+        if not begins and self.words[LOOKS] == self._looks:
+            self.look()
+        self._looks = self.words[LOOKS]
 
     def make_room(self, nbytes: int) -> None:
         """Have free all that can be, so that a message of so many bytes finds room."""
