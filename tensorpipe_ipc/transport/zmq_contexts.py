@@ -23,6 +23,7 @@ from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 __all__ = ["acquire", "has_descriptors", "hold_reaper", "release", "router"]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
+_SOCKETS = 8  # a socket, what watches it, and its connection take five
 
 
 class _Shared:
@@ -76,23 +77,23 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 
 
 def has_descriptors() -> bool:
-    """Return whether enough are left for a socket more."""
+    """Return whether enough are left for a socket more, and what watches it."""
     try:
-        _check_descriptors()
+        _check_descriptors(_SOCKETS)
     except Refused:
         return False
     return True
 
 
-def _check_descriptors() -> None:
+def _check_descriptors(count: int = _DESCRIPTORS) -> None:
     taken: list[OwnedFd] = []
     try:
-        while len(taken) < _DESCRIPTORS:
+        while len(taken) < count:
             taken += pipe()
     except OSError as failed:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise Refused(
-            f"no end can be opened: {failed.strerror} (this process may have {limit}, and {_DESCRIPTORS} must be free): "
+            f"no end can be opened: {failed.strerror} (this process may have {limit}, and {count} must be free): "
             "close some, or raise the limit (ulimit -n)"
         ) from None
     finally:
