@@ -542,7 +542,7 @@ def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:
     """Many leases were, and were let go after one too many was refused."""
     there = ctx.Queue()
     leases = ctx.tensorpipe_undertaker().leases
-    leases.budget = leases._room = 2000 * 400
+    leases.budget = leases._room = 2000 * mmap.PAGESIZE  # a small lease costs a page
     for _ in range(2001):
         there.put(torch.ones(100))
     held = [there.get(copy=False) for _ in range(2000)]
