@@ -51,6 +51,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.row import (
@@ -104,7 +106,7 @@ class Rows:
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.words = segment.words
+        self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
         self.no_fork = _forking
         self._forget()
         # By the object whose methods they are: they go when it goes.
@@ -428,21 +430,15 @@ class Rows:
     def records(self, row: int, queue: int | None = None, direction: int | None = None) -> Iterator[Record]:
         """The operations on record in any row, of all queues or of one end of one."""
         base = row_word(row) + PURPOSES
-        purposes = self.words[base : base + SINGLES + BATCHES].tolist()
-        if queue is not None and direction is not None:  # by far the most often asked for: searched by list.index
-            yield from (record_of(row, number) for number in _indexes(purposes, queue << 8 | direction))
-            return
-        for number, purpose in enumerate(purposes):
-            if purpose and queue in (None, purpose >> 8) and direction in (None, purpose & 0xFF):
-                yield record_of(row, number)
-
-
-def _indexes(values: list[int], wanted: int) -> list[int]:
-    found, start = list[int](), 0
-    for _ in range(values.count(wanted)):
-        start = values.index(wanted, start) + 1
-        found.append(start - 1)
-    return found
+        purposes = self._numbers[base : base + SINGLES + BATCHES]
+        if queue is None:
+            found = purposes != 0
+        elif direction is None:
+            found = purposes >> np.uint64(8) == np.uint64(queue)
+        else:
+            found = purposes == np.uint64(queue << 8 | direction)
+        for number in np.flatnonzero(found).tolist():
+            yield record_of(row, number)
 
 
 _forking = threading.RLock()  # see "A fork waits"
