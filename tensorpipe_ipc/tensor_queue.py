@@ -337,7 +337,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     def trim(self) -> int:
         """Give back all memory that this queue and those that share it with it hold ready, but nobody needs, whichever process
-        has it. What lies idle for some seconds is given back anyway, by whoever then puts, or waits in get or put.
+        has it. What lies idle for some seconds is given back anyway, by whoever then puts, waits or polls.
 
         Returns:
             How many bytes that were.

@@ -84,6 +84,7 @@ UNIT = 1 << 20
 IN_DOUBT = 1 << 31
 _KIND = 0x3F
 _SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which kind
+_NO_HAZARDS = bytes(8 * HAZARDS)
 _PARTS = 16  # into which it is cut what is taken at once
 _LOCKS = 1 << 62  # where the bytes begin that stand for units, when they are locked
 _HOLDER = (1 << 32) - 1  # of a block's state: step, row, incarnation
@@ -254,7 +255,7 @@ class Extents:
         found: set[int] = set()
         for row in self.rows.used():
             data = os.pread(self.segment.descriptor, 8 * HAZARDS, 8 * hazard_word(row, 0))
-            if data.count(0) < len(data):  # read first, and only then asked whether it lives
+            if data != _NO_HAZARDS:  # read first, and only then asked whether it lives
                 named = {word >> 20 for word in memoryview(data).cast("Q") if word}
                 if row in self._sweeping or self.rows.is_alive(row):
                     found |= named

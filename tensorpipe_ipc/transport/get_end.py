@@ -323,6 +323,8 @@ class GetEnd(QueueEnd):
             operation.before = self.tickets.unread()
             raise _Again
         if not taken:
+            if self.words[GROWN]:  # who polls never waits
+                self.arena.mind_idle(self.undertaker.look)
             raise Empty("no message came in time")
         return taken
 
