@@ -634,6 +634,23 @@ def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
             assert end.trim() == 0
 
 
+def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds():
+    with tp.Consumer("next", producers=2, shared_memory="require") as consumer:
+        with tp.Producer("next") as producer:
+            putting = in_thread(lambda: [producer.put(octets(MIB, n), LIMIT) for n in range(12)])
+            got = [consumer.get(LIMIT) for _ in range(12)][:3]
+            putting()
+        with pytest.raises(queue.Empty):
+            consumer.get(0.2)
+        assert between_endpoints() < 4 * MIB
+        del got[1:]
+        assert between_endpoints() < 2 * MIB
+        with tp.Producer("next") as producer:
+            producer.put(octets(MIB, 77), LIMIT)
+            assert consumer.get(LIMIT).unique().tolist() == [77]
+        assert got[0].unique().tolist() == [0]
+
+
 @pytest.mark.parametrize("between", ["a queue's ends", "endpoints"])
 def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between):
     """Nobody would find what is free there; and some tensors last as long as their program."""

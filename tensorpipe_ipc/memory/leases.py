@@ -80,10 +80,10 @@ class Leases:
 
     Attributes:
         budget: bytes under lease beyond which ``lease`` refuses.
-        is_last: nobody has a queue in the arena any more, who would find what is free. So it is given back when it is let go.
+        gives_back: what is let go of is given back at once, as nobody may come by who would find that it lies idle.
     """
 
-    is_last = False
+    gives_back = False
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self.arena, self.words = arena, arena.words
@@ -409,7 +409,7 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64
             fence.acquire()
             fence.release()
-    if leases.is_last and word in live and live[word] is anchor and anchor.forks == leases.arena.rows.forks:
+    if leases.gives_back and word in live and live[word] is anchor and anchor.forks == leases.arena.rows.forks:
         if words[word] == held and words[word + WRITTEN] > PAGE:
             leases.arena.shrink(word << 3, words[word + WRITTEN])
     if word in live and live[word] is anchor:

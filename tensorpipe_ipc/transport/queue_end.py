@@ -96,7 +96,7 @@ class QueueEnd:
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
         self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
         self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
-        self.leases.is_last = False
+        self.leases.gives_back = False
         self.rows.after_fork(self._renew)
         self._forget()
 

@@ -72,6 +72,8 @@ class Spares:
             self.trouble = ""
         except OSError as failed:  # then those that there are have to do
             self.trouble = "" if self._free() else failed.strerror or str(failed)
+        if is_alone and self._free():
+            self._free()[0].undertaker.rest()
         offers = tuple(queue.offer for queue in self._free())
         if offers != self._offered:
             try:
@@ -99,6 +101,7 @@ class Spares:
         for queue in self._queues:
             if queue.offer.token == token and queue.claimant:
                 queue.accept()
+                queue.leases.gives_back = False
                 others = [each for each in self._queues if each is not queue]
                 self._queues = others  # from here on no call, and so no exception, is in between
                 if peer is not None:

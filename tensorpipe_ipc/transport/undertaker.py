@@ -125,7 +125,7 @@ from tensorpipe_ipc.memory.extents import IN_DOUBT
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
-from tensorpipe_ipc.memory.segment import LOOKS, Segment
+from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, TOLD, QueueRecord, number_of
 from tensorpipe_ipc.transport.token_pipe import BELL, DROP, LAST_BELL, SHUT, SLICE, TokenPipe
@@ -473,11 +473,17 @@ class Undertaker:
     def _give_back_last(self) -> None:
         """This process can neither put, get nor trim here any more, and has tensors. If nobody else can, what is free is given
         back, now and when tensors are let go of."""
-        self.look()
         self.bury_all()
         if not any(self._records()):
-            self.leases.is_last = True
-            self.arena.trim()
+            self.rest()
+
+    def rest(self) -> None:
+        """Give back what is free, now and when tensors are let go of. To be called where nobody would mind what lies idle: until a
+        queue is taken, if none is.
+        """
+        if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in list(self.queues.values())):
+            self.leases.gives_back = True
+            self.trim()
 
     def bury_left(self) -> None:
         """Bury what this process had, where nobody has it now."""
