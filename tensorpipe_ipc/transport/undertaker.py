@@ -478,9 +478,7 @@ class Undertaker:
             self.rest()
 
     def rest(self) -> None:
-        """Give back what is free, now and when tensors are let go of. To be called where nobody would mind what lies idle: until a
-        queue is taken, if none is.
-        """
+        """Where no queue is taken, and so nobody minds what lies idle: give it back now, and when tensors are let go of."""
         if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in list(self.queues.values())):
             self.leases.gives_back = True
             self.trim()
