@@ -67,7 +67,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.extents import UNIT, Extent, Extents, Places, Words
+from tensorpipe_ipc.memory.extents import KIND, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
@@ -587,19 +587,20 @@ class Arena(Extents):
         try:
             block = self._start(blocks, kind, taker, at=0)
             if block:
-                self.shrink(block, 1 << kind)
+                self.shrink(block)
         finally:
             if taker.block:
                 self.words[taker.block >> 3] &= ~HOLDER
                 self._fresh[kind] += (taker.block,)
 
-    def shrink(self, block: int, nbytes: int) -> None:
-        """Give back the first bytes of a block that this process has, but the page with its state. Nobody may need them."""
+    def shrink(self, block: int) -> None:
+        """Give back all of a block that this process has but the page with its state. Its content nobody may need."""
         page, written = self.segment.page, (block >> 3) + WRITTEN
-        before = self.words[written]
-        self.words[written] = min(before, page)  # first: killed after it, pages are counted twice
-        if not self.segment.punch(block + page, block + nbytes):
-            self.words[written] = before  # else what is there would have to find room once more
+        size, before = 1 << (self.words[self.table + (block >> 20)] >> 16 & KIND), self.words[written]
+        if size > page:
+            self.words[written] = min(before, page)  # first: killed after it, pages are counted twice
+            if not self.segment.punch(block + page, block + size):
+                self.words[written] = before  # else what is there would have to find room once more
 
     def collect(self, nbytes: int) -> None:
         """Have room for so many bytes, if there is free memory, whoever's, that makes it.

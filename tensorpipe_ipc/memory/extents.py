@@ -78,11 +78,11 @@ from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import APART, PAGE, Segment
 
-__all__ = ["IN_DOUBT", "UNIT", "Extents"]
+__all__ = ["IN_DOUBT", "KIND", "UNIT", "Extents"]
 
 UNIT = 1 << 20
 IN_DOUBT = 1 << 31
-_KIND = 0x3F
+KIND = 0x3F  # of an extent's word, 16 bits further up
 _SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which kind
 _NO_HAZARDS = bytes(8 * HAZARDS)
 _PARTS = 16  # into which it is cut what is taken at once
@@ -330,7 +330,7 @@ class Extents:
             first = start // 8
             for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self.table):
                 if word:
-                    yield index * UNIT, word >> 16 & _KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
+                    yield index * UNIT, word >> 16 & KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
 
     def _extents(self, row: int) -> Iterator[Extent]:
         """Those of one row that are not in doubt."""
@@ -374,7 +374,7 @@ class Extents:
         """Whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
         unit = block >> 20
         word = self.words[self.table + unit] if self._first_unit <= unit < self._units else 0
-        return bool(word) and not block & min(1 << (word >> 16 & _KIND), UNIT) - 1
+        return bool(word) and not block & min(1 << (word >> 16 & KIND), UNIT) - 1
 
     def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""

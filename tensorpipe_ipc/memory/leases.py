@@ -59,7 +59,6 @@ from tensorpipe_ipc.memory.arena import (
     NBYTES,
     QUEUED,
     WRITING,
-    WRITTEN,
     Arena,
     Taker,
 )
@@ -410,8 +409,8 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
             fence.acquire()
             fence.release()
     if leases.gives_back and word in live and live[word] is anchor and anchor.forks == leases.arena.rows.forks:
-        if words[word] == held and words[word + WRITTEN] > PAGE:
-            leases.arena.shrink(word << 3, words[word + WRITTEN])
+        if words[word] == held:
+            leases.arena.shrink(word << 3)
     if word in live and live[word] is anchor:
         del live[word]
         leases._room += anchor.nbytes
