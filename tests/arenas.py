@@ -34,7 +34,7 @@ def small_context(method="fork", capacity=CAPACITY):
 
 
 def blocks_in_use(ctx):
-    """How many blocks are not free, by step; the queues' own records left out."""
+    """Return how many blocks are not free, by step. Blocks of the queues' own records do not count."""
     gc.collect()
     return _blocks(ctx)
 

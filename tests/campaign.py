@@ -249,7 +249,7 @@ class Helping:
 
 
 def begin(who: int) -> None:
-    """What a child does first."""
+    """Set the child up: its alarm, its stack dump, its threads and its random numbers."""
     signal.alarm(LIFE)
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
@@ -264,7 +264,7 @@ def entry_of(message: Any) -> int:
 
 
 def check_again(message: Any, words: memoryview) -> None:
-    """What lay under a lease is as it was."""
+    """Check that the memory under a lease has not changed, and write a broken message into the journal."""
     entry = entry_of(message)
     if entry & BROKEN:
         words[words[0] + 1] = entry
@@ -322,7 +322,7 @@ _told = [time.monotonic()]
 
 @dataclasses.dataclass
 class Figures:
-    """What came of a campaign."""
+    """The results of a campaign."""
 
     kills: int = 0
     stops: int = 0
@@ -366,7 +366,7 @@ class Figures:
 
 
 def spread(seconds: list[float]) -> str:
-    """How some times are spread, in words."""
+    """Return the median, the 99th percentile and the maximum of some times, in words."""
     found = sorted(seconds)
     return (
         f"{statistics.median(found) * 1e3:.1f} ms (median), {found[len(found) * 99 // 100] * 1e3:.0f} ms (99 %), "
@@ -428,7 +428,7 @@ def around(numbers: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> list[
 
 
 def broken(entries: np.ndarray[Any, Any]) -> list[str]:
-    """Which messages a journal calls broken."""
+    """Return the first five messages that a journal calls broken, in words."""
     found = entries[(entries & np.uint64(BROKEN)) != 0].tolist()
     return [f"producer {entry >> 40}, message {entry & NUMBERS}" for entry in found[:5]]
 
@@ -464,7 +464,7 @@ class Round:
         return self.choose.choice(self.kinds)(target, self.queue, who, str(self.folder), *more), who, role, words
 
     def got(self) -> int:
-        """How many messages have come so far."""
+        """Return how many messages have come so far."""
         return self.judge.count + sum(words[0] for _, _, role, words in self.at_work if role == "got")
 
     def run(self, kills: int, messages: int) -> None:
@@ -567,7 +567,7 @@ class Round:
         return len(places)
 
     def survivors_at_work(self, dead: list[int]) -> bool:
-        """Whether of each role one has begun who lives on: it takes a moment to start."""
+        """Return whether a surviving producer and a surviving consumer have begun. A child takes a moment to start."""
         begun = {role for k, (_, _, role, words) in enumerate(self.at_work) if k not in dead and words[0] > 1}
         return begun >= {"put", "got"}
 
@@ -590,7 +590,7 @@ class Round:
         os.unlink(self.folder / f"{'got' if role == 'got' else 'put'}{who}")
 
     def states(self) -> str:
-        """Where everybody is, for the report of a hang."""
+        """Return where each child is, for the report of a hang."""
         found = []
         for process, who, role, _ in self.at_work:
             with contextlib.suppress(OSError):
@@ -652,7 +652,7 @@ class Round:
         assert not self.board[TORN], f"a helper found what nobody wrote: {broken(np.array([self.board[TORN]]))}"
 
     def states_of_blocks(self) -> set[int]:
-        """What blocks are in, and whose."""
+        """Return the states of all blocks, with their holders."""
         inner = self.queue._queue
         inner.leases.settle()
         inner.undertaker.look()

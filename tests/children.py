@@ -54,7 +54,7 @@ def start_fork_server() -> None:
 
 
 class Ends:
-    """What a child has open: its producer, its consumer, and what it holds of what it took."""
+    """The open ends of a child: its producer, its consumer, and the messages that it took and holds."""
 
     def __init__(self) -> None:
         self.producer: Any = None
@@ -83,11 +83,11 @@ class Child:
         self._line.send((function, arguments, options))
 
     def has_result(self) -> bool:
-        """Whether ``result`` would not wait."""
+        """Return whether ``result`` would return at once."""
         return self._line.poll()
 
     def result(self) -> Any:
-        """What the call that was begun returned; what it raised is raised."""
+        """Return the result of the call that was begun, or raise its exception."""
         assert self._line.poll(PATIENCE), "the child does not answer"
         done, value = self._line.recv()
         if not done:
@@ -305,7 +305,7 @@ def seed_c(ends: Ends, seed: int) -> int:
 
 
 def own_identity(ends: Ends) -> Identity:
-    """Who the child is."""
+    """Return the child's identity."""
     return identity()
 
 
@@ -543,7 +543,7 @@ def put_numbers_and_close(ends: Ends, name: str, count: int) -> None:
 
 
 def batch(step: int) -> dict[str, Any]:
-    """What a loader sends to a training loop."""
+    """Return a batch such as a loader sends to a training loop."""
     return {"image": zoo.bits(torch.uint8, 16, 3, 64, 64, seed=step), "label": torch.arange(16), "step": step}
 
 

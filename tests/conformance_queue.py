@@ -44,7 +44,10 @@ made = collections.Counter()
 
 
 def maker(kind):
-    """What makes queues of ours of that kind, and counts them: too few would mean that the replacement did not take."""
+    """Return a function that makes queues of ours of that kind, and counts them.
+
+    A count too low would mean that the replacement did not take.
+    """
 
     def make(*args, **kwargs):
         made[kind] += 1
@@ -77,7 +80,7 @@ cpython.install_tests_in_module_dict(globals(), os.environ["TENSORPIPE_IPC_START
 
 
 def cases():
-    """Those of CPython's cases that a queue has to do with."""
+    """Yield those of CPython's cases that concern a queue."""
     for name, methods in CASES.items():
         if name not in (sys.argv[2:] or CASES):
             continue

@@ -64,7 +64,7 @@ def _in_other_pids() -> None:
 
 
 def _with_another_clock() -> None:
-    """Whose clocks are some days ahead, and processes started then."""
+    """Go on in a child process. Its clocks, and those of its own children, are some days ahead."""
     _unshare(_NEW_TIME)
     with open("/proc/self/timens_offsets", "w", encoding="utf-8") as file:
         file.write("monotonic 300000 0\nboottime 400000 0\n")

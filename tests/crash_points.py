@@ -88,7 +88,7 @@ def die():
 
 
 class Interrupt(Exception):
-    """What a signal's handler raises."""
+    """The exception that a signal's handler raises."""
 
 
 def raise_interrupt(*_):
@@ -97,7 +97,7 @@ def raise_interrupt(*_):
 
 
 def interrupted_at(point, action):
-    """Whether a signal's handler raised at the n-th moment of an action at which it may run: it had so many."""
+    """Return whether an action had an n-th moment at which a signal's handler may run. The handler raised there."""
     try:
         run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
     except Interrupt:
@@ -136,7 +136,7 @@ def reap(pid):
 
 
 def told_by_child(action):
-    """What ``action`` returns in a forked child, or the exception that it raises, as text."""
+    """Return the result of ``action`` in a forked child, or the exception that it raises, as text."""
     reader, writer = os.pipe()
 
     def tell():

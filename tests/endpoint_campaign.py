@@ -77,7 +77,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Kind(NamedTuple):
-    """What a stream is like."""
+    """The properties of a stream."""
 
     name: str
     producers: int = 1
@@ -239,7 +239,7 @@ class End:
 
     @property
     def lives(self) -> bool:
-        """Whether it is there, and not about to end."""
+        """Return whether the end is open, and not told to end."""
         return not self.how and self.words[STATE] == OPEN
 
     def end(self, how: str) -> None:
@@ -262,17 +262,17 @@ class End:
                 self.how = "kill"
 
     def overlaps(self, other: End) -> bool:
-        """Whether the two were there at one time."""
+        """Return whether the two ends existed at one time."""
         return self.began <= (other.gone_at or np.inf) and other.began <= (self.gone_at or np.inf)
 
     # ---- of a consumer ----
 
     def count(self) -> int:
-        """How many entries it has made."""
+        """Return how many entries the end has made."""
         return self.journal[0]
 
     def said(self) -> str:
-        """What it was told last, but messages."""
+        """Return the last thing, other than a message, that the end was told."""
         with contextlib.suppress(OSError):
             return (self.stream.campaign.folder / f"said{self.who}").read_text(encoding="utf-8")
         return ""
@@ -378,7 +378,7 @@ class Stream:
                 self.now.append(end)
 
     def is_calm(self) -> bool:
-        """Whether nobody is stopped or cut off."""
+        """Return whether no end is stopped or cut off."""
         return not any(end.host.stopped for end in self.now) and not (self.line is not None and self.line.silent)
 
     def step(self, ending: bool = False) -> None:
@@ -404,7 +404,7 @@ class Stream:
             self.next_deed = now + self.choose.expovariate(1 / 0.2)
 
     def see(self, end: End) -> None:
-        """Where an end is."""
+        """Look at the state of an end, and fail if it takes too long to begin or to end."""
         state = end.words[STATE]
         if state and not end.seen:
             end.seen, end.since = True, self.clock
@@ -438,7 +438,7 @@ class Stream:
             )
 
     def owes_telling(self, consumer: End, producers: list[End]) -> bool:
-        """Whether a consumer is to be told that its stream has ended."""
+        """Return whether a consumer must still be told that its stream has ended."""
         if producers or not consumer.lives or not consumer.pending:
             return False
         return not self.kind.counts or len(consumer.pending) % self.kind.producers == 0
@@ -479,7 +479,7 @@ class Stream:
         self.fill(gone[-1].host if gone else None)
 
     def is_settled(self) -> bool:
-        """Whether all are there, and messages of every producer have come."""
+        """Return whether all ends are open, and messages of every producer have come."""
         if not all(end.lives for end in self.now) or not self.of("put") or not self.of("got"):
             return False
         met = {who for consumer in self.of("got") for who in consumer.met}
@@ -525,7 +525,7 @@ class Stream:
                 self.judge_producer(end)
 
     def judge_producer(self, end: End) -> None:
-        """What is missing of one producer's, and what it was told of it."""
+        """Check a producer's missing messages against the losses that the producer was told of."""
         begun, returned, lost, told = (end.words[word] for word in (BEGUN, RETURNED, LOST, TOLD))
         numbers = np.sort(np.concatenate([*self.came.get(end.who, []), np.zeros(0, np.int64)]))
         assert not len(numbers) or numbers[-1] < begun, f"{end}: message {numbers[-1]} came that it never put"
@@ -562,7 +562,7 @@ class Stream:
 
 
 class Fate(NamedTuple):
-    """What became of a producer's messages."""
+    """The outcome of a producer's messages."""
 
     returned: int
     missing: int
@@ -647,11 +647,11 @@ class Campaign:
         assert not left, f"left in the runtime folder: {left}"
 
     def owing(self, stream: Stream) -> bool:
-        """Whether a consumer of a stream is still to be told of its end."""
+        """Return whether a consumer of a stream must still be told of its end."""
         return any(stream.owes_telling(end, stream.of("put")) for end in stream.of("got"))
 
     def left(self) -> list[str]:
-        """What is in the runtime folders, when the next ends have come and gone there: they sweep what the killed left."""
+        """Return the files in the runtime folders, once new ends have swept away all that killed ends left there."""
         for name in ("near", "far"):
             child = Forked(_sweep, str(self.folder / name), [stream.endpoint for stream in self.streams])
             assert child.reap() == 0

@@ -44,7 +44,7 @@ LINGER = 40.0  # seconds: more than anything may take
 
 
 class Spec(NamedTuple):
-    """What an end is to be. ``waits``: it is closed by another thread, while its own waits."""
+    """The options of an end. If ``waits``, another thread closes the end while the end's own thread waits."""
 
     who: int
     role: str
@@ -58,7 +58,7 @@ class Spec(NamedTuple):
 
 
 class Deliberate(Exception):
-    """What an end is left by that is to fail."""
+    """The exception that ends the block of an end that is to fail."""
 
 
 class Program:
@@ -202,7 +202,7 @@ def flush(producer: tp.Producer, mine: memoryview) -> None:
 
 
 def untaken(lost: tp.PeerLost) -> int:
-    """How many messages an error says that consumers left."""
+    """Return how many untaken messages of lost consumers an error names."""
     return sum(map(int, re.findall(r"with (\d+) messages", str(lost))))
 
 
@@ -232,7 +232,7 @@ def note(words: memoryview, entry: int) -> None:
 
 
 def prepare() -> None:
-    """What a program does first."""
+    """Set the program up: its death signal, its alarm, its stack dump, its threads and its warnings."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.alarm(LIFE)
     faulthandler.enable()

@@ -43,7 +43,7 @@ def read_parts(first: memoryview, payloads: Sequence[memoryview], own: int = OWN
 
 
 def round_trip(tree: Any, serializer: str = "raw", own: int = OWN) -> Any:
-    """What arrives of a tree."""
+    """Return a tree as it arrives."""
     return received(sent(tree, serializer), own)
 
 

@@ -61,7 +61,7 @@ _GO_ON = 1
 
 
 class Ran(NamedTuple):
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: int  # what the process exited with; minus a signal's number
     calls: int  # how many calls of the kind there were
@@ -69,7 +69,7 @@ class Ran(NamedTuple):
 
 
 def is_possible() -> bool:
-    """Whether this kernel has such filters, and lets us use them."""
+    """Return whether this kernel has such filters and permits them."""
     return _SECCOMP is not None and with_failing("getrandom", 0, 0, lambda: 0).status == 0
 
 

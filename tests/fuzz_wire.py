@@ -107,7 +107,7 @@ def in_pieces(tree: Any) -> Frames:
 
 
 def blocks() -> list[Frames]:
-    """What lies in a block of shared memory: metadata and payload, of the zoo's small animals, and by reference."""
+    """Return blocks of shared memory, as metadata and payload: small animals of the zoo, and messages by reference."""
     found = []
     for name in zoo.ZOO:
         if "large" not in name:
@@ -340,7 +340,7 @@ def _right_lengths(before: bytes, after: bytes) -> bytes:
 
 
 def outcome(frames: Frames) -> str:
-    """How a message ends: "tree", "control", or the class of our error. Every other exception is let out."""
+    """Return the outcome of a message: "tree", "control", or the class of our error. Let every other exception out."""
 
     def end() -> str:
         head = header.unpack(memoryview(frames[0]))
@@ -358,7 +358,7 @@ def outcome(frames: Frames) -> str:
 
 
 def _put_in_place(head: header.Header, frames: Frames) -> str:
-    """How pieces end, and the message that they are of, if its header comes after them."""
+    """Return the outcome of pieces, and of their message if its header follows them."""
     assembly = Assembly(head.sequence, header.piece_of(head), Regions())
     for at in range(0, len(frames) - 1, 2):
         head = header.unpack(memoryview(frames[at]))
@@ -377,7 +377,7 @@ def _put_in_place(head: header.Header, frames: Frames) -> str:
 
 
 def outcome_in_block(frames: Frames) -> str:
-    """How a message in a block ends."""
+    """Return the outcome of a message in a block."""
 
     def end() -> str:
         payload: Octets = np.frombuffer(bytearray(frames[-1]), np.uint8)
@@ -395,7 +395,10 @@ def outcome_in_block(frames: Frames) -> str:
 
 
 def outcome_of_notice(frames: Frames) -> str:
-    """What a notice is taken for: "notice", or "nothing". It never is an error: whoever posted it may be anybody."""
+    """Read bytes as a notice, and return "notice" or "nothing".
+
+    No bytes are an error: anybody may have posted them.
+    """
     data = bytearray(frames[0])
     if len(data) >= 8 and data[0] & 1:  # so that half of them get past the checksum
         data[:8] = struct.pack("<II", zlib.crc32(data[8:]), len(data) - 8)
@@ -403,7 +406,10 @@ def outcome_of_notice(frames: Frames) -> str:
 
 
 def outcome_of_file(frames: Frames) -> str:
-    """What a rendezvous file is taken for: "rendezvous", or "nothing". It never is an error, whoever wrote it."""
+    """Read bytes as a rendezvous file, and return "rendezvous" or "nothing".
+
+    No bytes are an error, whoever wrote them.
+    """
     data = bytearray(frames[0])
     if len(data) >= 16 and data[8] & 1:  # so that half of them get past the checksum
         data[:16] = struct.pack("<4sIII", b"TPIR", header.VERSION, zlib.crc32(data[16:]), len(data) - 16)
@@ -466,7 +472,7 @@ def keep(folder: Path, most: int = 12) -> None:
 
 
 def kept(folder: Path) -> Iterator[tuple[str, str, Frames]]:
-    """What ``keep`` has written: the target, how it ended, and the frames."""
+    """Yield all that ``keep`` has written: the target, the outcome and the frames."""
     for target in TARGETS:
         for line in (folder / f"{target}.txt").read_text().splitlines():
             end, *frames = line.split()

@@ -198,7 +198,7 @@ def _copy(to: torch.Tensor, origin: torch.Tensor) -> None:
 
 
 class StandIn:
-    """What this process has in CUDA's place."""
+    """The stand-in for CUDA in this process."""
 
     def __init__(self, folder: Path, size: int = 1 << 28) -> None:
         self.cuda, self.files = Recording(), Files(folder, size)
@@ -219,12 +219,12 @@ class StandIn:
 
 
 def install(ends: Any, folder: str) -> None:
-    """What a child (``children``) is told, to have one."""
+    """Give a child (``children``) a stand-in for CUDA."""
     StandIn(Path(folder)).install()
 
 
 def take_sums(ends: Any, count: int) -> list[tuple[float, bool]]:
-    """What a child is told: to take GPU tensors. Returns their sums, and whether each came from a device block."""
+    """Take GPU tensors in a child. Return their sums, and whether each came from a device block."""
     got = []
     for _ in range(count):
         files = on_device.device_blocks()._memory

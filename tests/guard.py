@@ -36,7 +36,7 @@ _SHARED = re.compile(
 
 
 class Residue(NamedTuple):
-    """What a process holds: one set of names per kind of thing, in words for people."""
+    """All that a process holds: one set of names per kind of thing, in words for people."""
 
     children: set[str]
     threads: set[str]
@@ -47,7 +47,7 @@ class Residue(NamedTuple):
 
 
 def snapshot(folders: Iterable[Path] = ()) -> Residue:
-    """What this process holds now.
+    """Return all that this process holds now.
 
     Args:
         folders: where to look for socket files, besides the runtime folder.
@@ -56,9 +56,9 @@ def snapshot(folders: Iterable[Path] = ()) -> Residue:
 
 
 def left(before: Residue, folders: Iterable[Path] = (), patience: float = PATIENCE) -> list[str]:
-    """What is there now and was not at ``before``; empty when nothing is. Waits up to ``patience`` seconds for that.
+    """Return all that is there now and was not at ``before``. Wait up to ``patience`` seconds for it to go.
 
-    What comes and goes meanwhile, in /dev/shm say, is other programs'.
+    Anything that comes and goes meanwhile, in /dev/shm say, belongs to other programs.
     """
     found = stays = _difference(before, snapshot(folders))
     deadline = time.monotonic() + patience
@@ -73,7 +73,7 @@ def left(before: Residue, folders: Iterable[Path] = (), patience: float = PATIEN
 
 
 def runtime_folder() -> Path:
-    """Where this package's own sockets stand."""
+    """Return the folder of this package's own sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / "tensorpipe_ipc" if base else Path(f"/tmp/tensorpipe_ipc-{os.getuid()}")
 
@@ -166,7 +166,7 @@ def _shared_memory() -> set[str]:
 
 
 def others(names: Iterable[str]) -> set[str]:
-    """Those entries of /dev/shm that are in use by a process that is none of ours, another program on this machine; or gone.
+    """Return the entries of /dev/shm that are gone, or in use by another program on this machine.
 
     They are known by their inodes, as glibc maps a semaphore under another name than it gets in the end.
     """

@@ -44,7 +44,7 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """What makes a command run there."""
+        """Return the start of a command line that runs there."""
         there = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.network}"]
         return [*there, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 

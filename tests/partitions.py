@@ -58,7 +58,7 @@ def content_of(number: int) -> Any:
 
 @dataclasses.dataclass
 class Figures:
-    """What was done, and found."""
+    """The counts and times of a run."""
 
     disconnects: int = 0
     partitions: int = 0
@@ -174,7 +174,7 @@ class Round:
             assert process.exitcode == 0
 
     def hear(self, line: Connection) -> Any:
-        """What an end says."""
+        """Return the next thing that an end says."""
         assert line.poll(2 * HANG), "an end does not answer"
         return line.recv()
 

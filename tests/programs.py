@@ -28,7 +28,7 @@ PATIENCE = 10.0  # seconds for what a program has started to end after it
 
 
 class Done(NamedTuple):
-    """How a program ended."""
+    """The outcome of a program."""
 
     status: int
     out: str
@@ -129,7 +129,7 @@ def ran_with_small_dev_shm(code: str, folder: Path) -> Done:
 
 @contextlib.contextmanager
 def spawning_by_fork() -> Iterator[None]:
-    """What this process spawns meanwhile is forked from the tests' fork server, and has torch imported."""
+    """Have this process spawn by a fork of the tests' fork server, which has imported torch."""
     before, popen_spawn_posix.Popen = popen_spawn_posix.Popen, popen_forkserver.Popen  # type: ignore[misc, assignment]
     try:
         yield
@@ -212,7 +212,7 @@ def left_of(group: int) -> list[str]:
 
 
 def outliving(pids: Iterable[int], patience: float) -> list[int]:
-    """Those of some processes that are still there after so many seconds. They are killed."""
+    """Return those processes that are still there after ``patience`` seconds, and kill them."""
     deadline = time.monotonic() + patience
     while (left := [pid for pid in pids if _lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -222,7 +222,7 @@ def outliving(pids: Iterable[int], patience: float) -> list[int]:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process is there, and not only its name."""
+    """Return whether a process lives. A zombie does not."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
         return stat.read().rpartition(")")[2].split()[0] not in "ZX"
     return False

@@ -87,7 +87,7 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """What to connect to."""
+        """Return the endpoint to connect to."""
         return f"tcp://127.0.0.1:{self.port}"
 
     def cut(self, *, reset: bool = False) -> int:

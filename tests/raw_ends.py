@@ -87,7 +87,10 @@ class RawEnd:
         return hello_of(self.hear_of(Kind.WELCOME)).sequence
 
     def is_quiet(self, seconds: float) -> bool:
-        """Whether nothing comes for so long; but for empty messages, which ends say to see whether somebody is there."""
+        """Return whether nothing comes for so many seconds.
+
+        Empty messages do not count: ends send them to see whether a peer is there.
+        """
         deadline = time.monotonic() + seconds
         while not self._heard:
             if not self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):

@@ -42,7 +42,7 @@ def check_whole(undertaker, queue, payload):
 
 
 def stride(usual):
-    """How many steps to go on by."""
+    """Return how many steps to go on by."""
     return int(os.environ.get("TENSORPIPE_IPC_STRIDE", usual))
 
 

@@ -228,7 +228,7 @@ def make(name: str) -> Any:
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps or overlaps, so that its strides travel with it."""
+    """Return whether a tensor fills its memory without gaps or overlaps. Its strides travel with it only then."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[::-1]):
         if size != 1 and stride != expected:
@@ -288,7 +288,7 @@ def same(sent: Any, got: Any, path: str = "tree", strides: bool = True) -> None:
 
 
 def refused_by(serializer: str, name: str) -> bool:
-    """Whether a serializer has no bytes for that animal, by its nature: NumPy lacks some dtypes."""
+    """Return whether a serializer by its nature has no bytes for that animal. NumPy lacks some dtypes."""
     if serializer != "numpy":
         return False
     animal = make(name)
