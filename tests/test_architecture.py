@@ -204,7 +204,10 @@ def test_all_names_what_is_public() -> None:
 
 
 def test_decoders_are_made_at_import() -> None:
-    """Where two threads were the first to decode a type, msgspec's process ended: it shows one what the other just makes."""
+    """Every decoder of a type is made at import.
+
+    If two threads were the first to decode a type, msgspec crashed the process: one saw the other's unfinished work.
+    """
     for file in FILES:
         calls = [
             node

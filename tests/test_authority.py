@@ -1,4 +1,4 @@
-"""Where authority comes from: nothing that was said over a socket is opened, written to, signalled or waited for."""
+"""The sources of authority. No end opens, writes to, signals or waits for anything that was named over a socket."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def seen() -> Iterator[list[str]]:
-    """What this process opens and signals."""
+    """Yield the list of all that this process opens and signals."""
     global _seen
     _seen = []
     yield _seen
@@ -216,7 +216,10 @@ def test_a_squatter_leads_nobody_to_another_binder(seen: list[str]) -> None:
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_a_stranger_names_the_file_of_another_binder(role: str) -> None:
-    """What it was told at one port it says at another: nothing is opened, and it does not seem present when it has gone."""
+    """An end opens nothing for a stranger that repeats at one port what another port told it.
+
+    The stranger does not seem present once it has gone.
+    """
     made = tp.Consumer if role == "producer" else tp.Producer
     options: dict[str, Any] = {"bind": True, "peer_timeout": 0.2, **({"linger": 0} if role == "consumer" else {})}
     with tp.Consumer(LOOPBACK) as other, made(LOOPBACK, **options) as end:

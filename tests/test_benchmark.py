@@ -72,7 +72,7 @@ def test_the_interval_holds_the_median() -> None:
 
 
 def test_one_way_is_the_difference_of_the_clocks() -> None:
-    """What several put and several got is brought together by time; what differs is caught."""
+    """The benchmark joins the messages of several producers and consumers by time. A difference is an error."""
     starts = [[Arrival(100, 1), Arrival(500, 3)], [Arrival(300, 2)]]
     ends = [[Arrival(310, 2)], [Arrival(107, 1), Arrival(501, 3)]]
     assert one_ways(starts, ends, "it") == [7, 10, 1]
@@ -157,7 +157,7 @@ def test_messages_have_their_size_and_differ(dtype: torch.dtype) -> None:
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
-    """What is out of range, or goes not with something else, is told before anything is started."""
+    """An argument out of range, or in conflict with another, raises ValueError before anything is started."""
     with pytest.raises(ValueError, match=said):
         benchmark.latency(**arguments)
 
@@ -322,7 +322,7 @@ def _takes_it(station: Station) -> None:
 
 
 def test_a_turn_that_is_missing_is_told() -> None:
-    """Whoever takes a turn and passes none on does not leave the caller waiting."""
+    """A program that takes a turn and passes none on does not leave the caller waiting."""
     fork = tp.get_context("fork")
     line = Line(benchmark.Ends(print, input).made(fork, 4, 1, Path()), None, _batch)
     with Crew(fork, [line], producers=1, consumers=1, pin=False, patience=20) as crew:
@@ -454,7 +454,7 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
     ],
 )
 def test_every_option_reaches_the_measurement(options: list[str], pipeline: Any, others: dict[str, Any]) -> None:
-    """What is asked for is what is measured, and all that ``latency`` takes can be asked for, but one's own functions."""
+    """The benchmark measures what the options ask for. All of ``latency`` has an option, but one's own functions."""
     parser = argparse.ArgumentParser()
     commands.add_arguments(parser)
     arguments = parser.parse_args(options)

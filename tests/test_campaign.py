@@ -23,7 +23,7 @@ def campaign_of(options: str, *least: tuple[int, str], folder: Path) -> str:
 
 
 def number(line: str, what: str) -> int:
-    """How many of these there were."""
+    """Return the number in front of ``what`` in a line."""
     found = re.search(rf"([\d,]+) {what}", line)
     assert found, line
     return int(found[1].replace(",", ""))
@@ -88,7 +88,7 @@ def test_the_judge_of_endpoints_finds_what_is_missing(fate: Fate, complaint: str
 
 
 def test_the_judge_of_endpoints_finds_what_a_killed_producer_could_not_have_lost() -> None:
-    """What it had put is delivered, but for what consumers that are gone left behind."""
+    """The judge accepts missing messages of a killed producer only if consumers that are gone left them behind."""
     Fate(10, missing=4, lost=0, told=0, dead=0, unsure=4).check("whose", killed=True)
     with pytest.raises(AssertionError, match="missing"):
         Fate(10, missing=5, lost=0, told=0, dead=0, unsure=4).check("whose", killed=True)

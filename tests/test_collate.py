@@ -152,7 +152,7 @@ BATCHES = [[(name, i) for i in range(3)] for name in CASES]
 
 
 def outcome(function, batch):
-    """What a function makes of a batch, or says of it."""
+    """Return the result of a function on a batch, or its exception as text."""
     try:
         return function(batch)
     except Exception as error:

@@ -31,7 +31,7 @@ def consumer() -> Iterator[tp.Consumer]:
 
 
 def _through(consumer: tp.Consumer, *trees: Any) -> list[Any]:
-    """What arrives of trees that a producer of this process puts, and then leaves."""
+    """Put trees by a producer of this process, which then leaves. Return the trees that arrive."""
 
     def put() -> None:
         with tp.Producer(consumer.endpoint) as producer:
@@ -114,7 +114,7 @@ def test_get_waits_and_no_longer(consumer: tp.Consumer) -> None:
 
 
 def test_messages_wait_while_nobody_takes_them(consumer: tp.Consumer) -> None:
-    """What was put before the producer left is taken afterwards, in order, and then the stream ends."""
+    """A consumer gets messages that were put before the producer left, in order. Then the stream ends."""
     with Child() as child:
         child.call(children.open_producer, consumer.endpoint, linger=0.0)
         child.begin(children.put_numbers, 0, 30)
@@ -216,7 +216,7 @@ def test_a_consumer_that_leaves_says_so() -> None:
 
 @pytest.mark.parametrize("endpoint", ["sleeps", "tcp://127.0.0.1:0"])
 def test_a_get_that_waits_takes_no_processor_time(endpoint: str) -> None:
-    """Whoever is attached, and by whatever way, it sleeps until something comes."""
+    """A waiting get sleeps until something comes, whichever end is attached and by whichever transport."""
     with tp.Consumer(endpoint) as consumer, tp.Producer(consumer.endpoint) as producer:
         putting = in_thread(lambda: producer.put("met", PATIENCE))
         assert consumer.get(PATIENCE) == "met"
@@ -276,7 +276,7 @@ def _with_asyncio(consumer: tp.Consumer, got: list[Any]) -> None:
 def test_the_descriptor_tells_of_every_message(
     watch: Callable[[tp.Consumer, list[Any]], None], scheme: str, bind: bool
 ) -> None:
-    """Whoever waits on the descriptor alone sees every message and the end of the stream."""
+    """A program that waits on the descriptor alone sees every message and the end of the stream."""
     endpoint = "watched" if scheme == "ipc" else "tcp://127.0.0.1:0"
     with Child() as child, children.consumer_of(child, endpoint, bind=bind) as consumer:
         child.begin(children.put_numbers_and_close, "", 200)
@@ -363,7 +363,10 @@ def test_the_descriptor_is_the_same_and_closes_with_the_end(consumer: tp.Consume
 
 
 def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When one comes as get ends, the next get returns the next message; and no thread touches the socket beside another."""
+    """An exception at the end of get loses one message, which is counted, and get returns the next.
+
+    No thread touches the socket beside another.
+    """
     with tp.Consumer("kept") as consumer, tp.Producer("kept") as producer:
         held: list[bool] = []
         refresh = consumer._link.refresh

@@ -125,7 +125,7 @@ def test_a_number_that_the_kernel_gives_again_is_another_process(way: str) -> No
 
 @pytest.mark.parametrize("end", [tp.Consumer, tp.Producer] if containers.HAS_NETWORKS else [])
 def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consumer | tp.Producer]) -> None:
-    """Where the kernel has few ports to try from, it soon connects to itself; the binder gets the address all the same."""
+    """A waiting connector leaves the port to its binder, though it soon connects to itself where ports are few."""
 
     def wait_and_meet() -> None:
         containers.pick_ports_from(40000, 40003)
@@ -165,7 +165,7 @@ def _put(producer: Any) -> None:
 
 
 def _binds(end: type[tp.Consumer | tp.Producer], others: list[tp.Consumer | tp.Producer]) -> bool:
-    """Whether the other end could be bound: not at the moment when the connector has itself on the line."""
+    """Return whether the other end could be bound. It cannot while the connector is connected to itself."""
     other = tp.Producer if end is tp.Consumer else tp.Consumer
     with contextlib.suppress(tp.Refused):
         others.append(other("tcp://127.0.0.1:40002", bind=True))
@@ -197,7 +197,7 @@ def test_a_user_who_has_no_pipes_left(free_port: int) -> None:
 
 
 def test_what_this_machine_lets_us_try() -> None:
-    """Where not all can be tried, it is because the kernel refuses to; then this says which are left out."""
+    """A machine skips a way of isolation only if its kernel refuses it. The test prints the ways that it skips."""
     missing = set(SAID) - {"a long queue", "off"} - set(containers.WAYS)
     if missing:
         restricted = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")

@@ -21,7 +21,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 
 def segments():
-    """How often a segment is mapped here, and how many descriptors lead to one."""
+    """Return how many mappings of segments this process has, and how many descriptors lead to one."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         mapped = sum("memfd:tensorpipe_ipc (" in line for line in maps)

@@ -23,7 +23,7 @@ LIMIT = 6.0  # seconds within which the loader has to tell of a dead worker: it 
 
 
 class Sample(NamedTuple):
-    """What a dataset gives."""
+    """An item of a dataset."""
 
     image: torch.Tensor
     label: int
@@ -71,7 +71,7 @@ def seeded(worker):
 
 
 def numbered_sampler():
-    """Which takes its numbers from a generator of its own."""
+    """Return a sampler that takes its numbers from a generator of its own."""
     return RandomSampler(Images(), replacement=True, num_samples=17, generator=torch.Generator().manual_seed(3))
 
 

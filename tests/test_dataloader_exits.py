@@ -37,7 +37,7 @@ GRID = [How(*each) for each in itertools.product(METHODS, *[(False, True)] * 4)]
 
 
 def fails(method):
-    """What happens in the one who does it."""
+    """Kill this process, or raise an error, as ``method`` says."""
     if method.endswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("as it was told to")

@@ -128,7 +128,7 @@ def test_a_stopped_consumer_is_not_a_dead_one(endpoint: str) -> None:
 @pytest.mark.parametrize("consumer_binds", [False, True])
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
 def test_the_producer_is_killed(endpoint: str, consumer_binds: bool) -> None:
-    """What it had put arrives in order, then PeerLost names it, once; after that the next stream is waited for."""
+    """PeerLost names a killed producer once, after its messages came in order. The consumer then awaits a new stream."""
     with Child() as child:
         if consumer_binds:
             consumer = tp.Consumer(endpoint)

@@ -97,7 +97,7 @@ def test_own_pictures_over_another_endpoint(
     ],
 )
 def test_it_says_what_is_wrong(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be done is one line and status 1."""
+    """The demo reports anything that it cannot do in one line, with status 1."""
     status = main(arguments)
     said = capsys.readouterr()
     assert (status, said.out) == (1, "")

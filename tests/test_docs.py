@@ -1,4 +1,4 @@
-"""What the documents name is there: tests, files, commands with their options, and the texts of errors."""
+"""The documents name only tests, files, commands with their options, and texts of errors that exist."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_make_targets_that_are_named_exist() -> None:
 
 
 def test_the_texts_of_errors_are_those_that_are_raised() -> None:
-    """Whoever looks for the text of an error finds it in the page on troubles: it quotes what the code says."""
+    """The page on troubles quotes errors as the code raises them: whoever looks for an error's text finds it there."""
     said = _texts_of_the_code()
     page = (ROOT / "docs/troubleshooting.md").read_text().partition("## Errors of this library")[2]
     quoted = [text for line in page.splitlines() if line.startswith("|") for text in re.findall(r"`([^`]+)`", line)]

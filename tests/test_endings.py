@@ -1,4 +1,4 @@
-"""How a stream ends, and who learns of it: goodbye, failure, loss; whoever binds, over each transport, each told once."""
+"""The end of a stream: goodbye, failure or loss. Each end learns of it once, over each transport, whoever binds."""
 
 from __future__ import annotations
 
@@ -215,9 +215,9 @@ def _peers_of(end: Any) -> str:
 @pytest.mark.parametrize("producer_binds", [False, True])
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
 def test_the_line_is_cut_and_an_end_closes(shared_memory: Any, producer_binds: bool, tmp_path: Path) -> None:
-    """What the goodbye would have said stands in the end's own file: each side learns how the other ended, and what is lost.
+    """An end without its goodbye tells all in its own file. The other end learns how it ended, and how much is lost.
 
-    With keys, as by another port than the binder's two ends share memory only then.
+    The ends have keys: without keys, two ends share memory only by the binder's own port.
     """
     keys = secured.make_keys(tmp_path / "keys")
     binds: dict[str, Any] = {"bind": True, "shared_memory": shared_memory, "security": secured.binders(keys)}
@@ -962,7 +962,7 @@ def _get_when_readable(consumer: tp.Consumer) -> None:
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("waits", ["get", "put", "flush"])
 def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
-    """Whoever waits in it gets Closed at once; the messages that were there are lost, and counted, as ever."""
+    """A waiting call raises Closed at once when another thread closes its end. Messages left are counted as lost."""
     with tp.Consumer(endpoint) as consumer, tp.Producer(consumer.endpoint, maxsize=1, linger=0) as producer:
         end: Any = consumer if waits == "get" else producer
         if waits == "get":
@@ -1304,7 +1304,7 @@ def test_timeouts_hold_under_a_flood_however_much_is_in_flight(flood: Callable[[
 
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
 def test_the_end_of_a_stream_is_told_under_a_flood(endpoint: str, flood: Callable[[str, str], None]) -> None:
-    """Whoever waits without a timeout gets it, too, though there is always something more to read."""
+    """A get without a timeout raises EndOfStream, even if there is always something more to read."""
     with tp.Consumer(endpoint) as consumer:
         flood(consumer.endpoint, "consumer")
         wait_until(lambda: _rejected(consumer) > 100)
@@ -1316,7 +1316,7 @@ def test_the_end_of_a_stream_is_told_under_a_flood(endpoint: str, flood: Callabl
 
 
 def _rejected(end: Any) -> int:
-    """How much was rejected by now."""
+    """Return how many messages the end has rejected by now. A consumer looks for new ones first."""
     if isinstance(end, tp.Consumer):
         with contextlib.suppress(tp.Empty):
             end.get(0.05)

@@ -74,7 +74,7 @@ def test_a_tree_is_lent_whatever_the_serializer(transport: str, serializer: str,
 
 
 def test_an_alias_that_is_left_has_it_copied(transport: str) -> None:
-    """Whoever still looks at the tensors may write to them, and the receiver does not see it."""
+    """A program that keeps an alias of a loaned tensor may write to it afterwards. The receiver does not see that."""
     with met(True) as (producer, consumer):
         with producer.loan(SHAPE) as batch:
             array = batch.numpy()
@@ -105,7 +105,10 @@ def test_what_may_not_be_moved_is_copied(transport: str) -> None:
 
 
 def test_without_a_consumer_nothing_is_lent(transport: str) -> None:
-    """Where tensors are to lie is known when somebody has come; in frames it is known at once."""
+    """A loan waits for a consumer, which decides where the tensors lie, and raises Full if none comes.
+
+    Frames do the same, though their place is known at once.
+    """
     with tp.Producer("alone", linger=0) as producer:
         started = time.monotonic()
         with pytest.raises(tp.Full, match="no consumer"), producer.loan(SHAPE, timeout=0.2):
@@ -189,6 +192,6 @@ _PLACED = struct.pack("<I2Q", 0, 0, 64)
     ],
 )
 def test_places_that_a_stranger_made_up(said: bytes, sizes: list[int], words: str) -> None:
-    """What a message by reference says of where it lies is looked at before anything is read."""
+    """A consumer checks the places that a message by reference names before it reads anything."""
     with pytest.raises(ProtocolError, match=words):
         values_and_frames(memoryview(said), sizes, bytearray(128))

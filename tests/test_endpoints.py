@@ -221,7 +221,7 @@ def test_the_end_of_a_stream_is_said_once() -> None:
 
 
 def test_a_batch_of_a_training_step() -> None:
-    """What users send: a dict of a large image batch, labels and a step, from another process, equal and writable."""
+    """A training batch from another process arrives equal and writable: a dict of many images, labels and a step."""
     with tp.Consumer("training") as consumer, Child() as child:
         child.call(children.open_producer, "training")
         child.begin(children.put_batches, 5)

@@ -83,7 +83,7 @@ def test_across_unrelated_programs(first: str, scheme: str, tmp_path: Path) -> N
 
 
 def _both(one: list[str], other: list[str], folder: Path) -> list[str]:
-    """What each of two programs prints that run at one time."""
+    """Run two programs at one time. Return the output of each."""
     with (
         InFork(str(EXAMPLES / one[0]), *one[1:], folder=folder) as first,
         InFork(str(EXAMPLES / other[0]), *other[1:], folder=folder) as second,
@@ -101,7 +101,7 @@ def test_two_programs(tmp_path: Path) -> None:
 
 
 def _keys(folder: Path) -> tuple[list[str], list[str]]:
-    """What the two programs are told of keys that the command line made: their own, and the other's."""
+    """Make keys by the command line. Return the arguments of each program: its own key, and the other's."""
     gpu, data = str(folder / "gpu.key"), str(folder / "data.key")
     assert [main(["keygen", str(folder / name)]) for name in ("gpu", "data")] == [0, 0]
     return [f"{gpu}_secret", data], [f"{data}_secret", gpu]

@@ -53,7 +53,7 @@ def _messages() -> list[dict[str, Any]]:
 
 
 def _again(step: Callable[[], Any]) -> Any:
-    """What a step returns, perhaps at the second try."""
+    """Return the result of a step, perhaps of a second try."""
     try:
         return step()
     except (queue.Empty, queue.Full):
@@ -109,7 +109,7 @@ def through_two_ends() -> int:
 
 
 def _failed(call: str, error: int, action: Callable[[], int] = through_a_queue) -> list[str]:
-    """What went wrong, of all the runs in each of which another call of a kind fails."""
+    """Run an action once for each call of a kind, and have that call fail. Return all that went wrong."""
     wrong, nth = [], 1
     _messages()
     while True:

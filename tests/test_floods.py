@@ -256,7 +256,7 @@ def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages()
 
 
 def _rates(consumer: tp.Consumer, seconds: float) -> tuple[float, float]:
-    """How many messages come in a second, and in a second of this thread's own time."""
+    """Return how many messages come in a second, and in a second of this thread's own time."""
     count, began, worked = 0, time.monotonic(), time.thread_time()
     while time.monotonic() - began < seconds:
         consumer.get(PATIENCE)

@@ -149,7 +149,7 @@ def test_a_move_that_waits_for_room_leaves_a_child_forked_meanwhile_its_own(
 
 
 def thread_sleeps(thread: threading.Thread) -> bool:
-    """Whether a thread waits in the kernel."""
+    """Return whether a thread waits in the kernel."""
     with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
         return stat.read().rsplit(")", 1)[1].split()[0] == "S"
 
@@ -204,7 +204,7 @@ def leased_many(ctx: Any) -> list[torch.Tensor]:
 
 
 def forwarded(ctx: Any) -> torch.Tensor:
-    """What came by reference."""
+    """Put a leased tensor with ``move=True`` and return it as it came, by reference."""
     there = ctx.Queue()
     there.put(leased(ctx), move=True)
     return there.get()  # type: ignore[no-any-return]
@@ -448,7 +448,7 @@ def test_a_line_of_processes_each_forked_by_the_one_before_needs_few_rows(ctx: A
 
 
 def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_memory(ctx: Any) -> None:
-    """What children of an epoch before kept is used again, though memory is never short."""
+    """A queue uses memory that workers of an earlier epoch kept again, though memory is never short."""
     there, batches, resident = ctx.Queue(), list[torch.Tensor](), list[int]()
     for _ in range(12):
         workers = [in_child(lambda: there.put(torch.ones(SIZE))) for _ in range(2)]
@@ -636,7 +636,7 @@ def test_a_fork_in_a_signals_handler_in_the_middle_of_a_move_has_no_part_of_it(c
 
 
 def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:
-    """How many steps were left to go, and the size of the tensor in the end."""
+    """Fork at a step of a put that moves a tensor. Return how many steps were left, and the tensor's size."""
     sent, pids = ctx.empty(SIZE).fill_(point), list[int]()
 
     def fork() -> None:
@@ -656,7 +656,7 @@ def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:
 
 
 class Interrupt(Exception):
-    """What a signal's handler raises."""
+    """The exception that a signal's handler raises."""
 
 
 def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected(
@@ -676,7 +676,7 @@ def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected
 
 
 def forked_with_an_exception(ctx: Any, gate: Gate, point: int) -> int:
-    """How many steps were left to go to the exception."""
+    """Raise an exception at a step of a fork. Return how many steps were left to go to it."""
     box, pids = [leased(ctx)], list[int]()
 
     def fork() -> None:

@@ -22,7 +22,7 @@ LIMIT = 20
 
 
 class Making:
-    """What an object does while it is made: nothing, unless a test says so."""
+    """The action of an object while it is made: none, unless a test sets one."""
 
     do: Callable[[torch.Tensor], object] = staticmethod(lambda _: None)
 
@@ -206,7 +206,7 @@ def test_a_child_that_leaves_a_call_by_an_exception_disturbs_nothing(
 
 
 def left_by_a_child(ctx: Any, there: Any, call: Callable[[], Any], point: int) -> int:
-    """How many steps were left to go to the fork."""
+    """Fork at a step of a call. Return how many steps were left to go to the fork."""
     pids, parent, result = list[int](), os.getpid(), list[Any]()
 
     def fork() -> None:

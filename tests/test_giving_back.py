@@ -62,7 +62,7 @@ def octets(nbytes, value=1):
 
 
 def worth(memory, nbytes):
-    """How many messages of a size take so much memory, about."""
+    """Return about how many messages of a size take so much memory."""
     return max(1, memory // (1 << kind_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
 
 
@@ -227,7 +227,7 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(c
 @pytest.mark.parametrize("nbytes", [300, 5000, 20_000])
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx, nbytes, mine):
-    """Those that wait lie anywhere between those that were taken."""
+    """A few waiting messages, which lie anywhere between the taken ones, keep little memory."""
     waiting, taken = ctx.Queue(), ctx.Queue()
     every = worth(MIB, nbytes)
 

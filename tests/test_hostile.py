@@ -1,4 +1,4 @@
-"""What hostile ends can do: in shared memory, spoil their own messages; in any bytes, nothing that runs code."""
+"""The limits of hostile ends. In shared memory they spoil only their own messages; no bytes make an end run code."""
 
 from __future__ import annotations
 

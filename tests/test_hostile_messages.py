@@ -307,7 +307,7 @@ def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:
 
 
 def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another one says without end keeps nobody from being told who is gone."""
+    """A consumer learns that a producer has vanished, though another peer talks to it without end."""
     monkeypatch.setattr(link, "REPEAT", 0.05)
     monkeypatch.setattr(link, "_IN_TURN", 50)
     with tp.Consumer("flooded", shared_memory="off", producers=1) as consumer, RawEnd(consumer.endpoint) as raw:

@@ -1,6 +1,6 @@
-"""What is one object in an object that is put is one object in what get returns, as multiprocessing.Queue keeps it.
+"""One object in a message that is put is one object in the message that get returns, as with multiprocessing.Queue.
 
-Whatever went through the queue before: its objects may go as trees or as pickles, and nobody can tell.
+This holds whatever went through the queue before. Objects may go as trees or as pickles, and nobody can tell.
 """
 
 from __future__ import annotations

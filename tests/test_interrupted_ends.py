@@ -31,7 +31,7 @@ EACH = pytest.mark.parametrize("kind", ENDS)
 
 @pytest.fixture
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is raised where an object goes has nowhere to go, and pyzmq says of each socket that nobody had closed it."""
+    """Drop the reports of exceptions that nothing can catch. pyzmq reports so each socket that nobody had closed."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 

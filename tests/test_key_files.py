@@ -97,7 +97,10 @@ def test_keygen_that_is_cut_short(error: Any, tmp_path: Path, monkeypatch: pytes
 
 
 def test_certificates_of_zmq_auth(tmp_path: Path) -> None:
-    """What pyzmq's own tool makes can be used, once it is private: ``zmq.auth`` leaves that to the umask."""
+    """An end can use the certificates of pyzmq's own tool, once they are private.
+
+    ``zmq.auth`` leaves that to the umask.
+    """
     public, secret = zmq.auth.create_certificates(tmp_path, "theirs")
     os.chmod(secret, 0o600)
     curve = tp.Curve(secret, server=public)
@@ -119,7 +122,7 @@ def test_a_secret_that_others_may_read(mode: int, keys: Path) -> None:
 @pytest.mark.parametrize("others", [0o020, 0o002], ids=["group", "all"])
 @pytest.mark.parametrize("what", ["server", "client", "folder"])
 def test_public_keys_that_others_may_change(what: str, others: int, keys: Path) -> None:
-    """Whoever can write there could have put a key of his own. Reading it is no harm."""
+    """A key file or folder that others may write to is refused: they could put a key there. They may read it."""
     path = keys if what == "folder" else keys / f"friend{PUBLIC}"
     path.chmod(0o755)
     curve = tp.Curve(keys / f"binder{SECRET}", server=path, clients=path if what == "folder" else [path])
