@@ -1,4 +1,4 @@
-"""What get returns lasts as long as anything lies on it, and its block comes back then: one test for each promise."""
+"""A received object lasts as long as anything lies on it, and its block comes back then: one test for each promise."""
 
 import gc
 import os

@@ -321,7 +321,7 @@ def test_full_leaves_the_tensor_with_the_caller(ctx):
 
 
 class Interrupt(Exception):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def interrupt():

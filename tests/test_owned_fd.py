@@ -27,7 +27,7 @@ from tensorpipe_ipc.transport.undertaker import Undertaker
 
 
 class Interrupt(Exception):
-    """What a signal's handler raises."""
+    """The exception that a signal's handler raises."""
 
 
 def _interrupt() -> None:

@@ -41,7 +41,7 @@ def context_of(method):
 
 
 def descriptors():
-    """How many this process has."""
+    """Return how many descriptors this process has."""
     return len(os.listdir("/proc/self/fd"))
 
 

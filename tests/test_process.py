@@ -1,4 +1,4 @@
-"""Who a process is, whether it lives, what memory it holds."""
+"""The identity of a process, its life, and its memory."""
 
 from __future__ import annotations
 

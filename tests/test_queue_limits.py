@@ -118,7 +118,7 @@ print(len(held), leases, after[0] - before[0], after[1] - before[1] < 50)
 
 @pytest.mark.kills
 def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors(tmp_path: Path) -> None:
-    """What is held costs no descriptor and no mapping."""
+    """Tensors and leases that a process holds cost no descriptor and no mapping."""
     done = ran_in_fork("-c", FEW_DESCRIPTORS, folder=tmp_path)
     assert (done.status, done.out) == (0, "103000 3000 0 True\n"), done.err
 

@@ -36,7 +36,7 @@ def temporary(count: int, size: int) -> Iterator[Any]:
 
 
 def number(obj: Any) -> int:
-    """What each of them is full of."""
+    """Return the number that fills a tensor, or the first tensor of a dict."""
     tensor = obj if isinstance(obj, torch.Tensor) else next(iter(obj.values()))
     first = int(tensor[0])
     assert tensor.tolist() == [first] * len(tensor)
@@ -422,7 +422,7 @@ def _runs_out(made: torch.Tensor) -> None:
 
 
 class Large:
-    """When it is made again, there is memory for a part of it only."""
+    """An object that get can only remake in part, for lack of memory."""
 
     def __reduce__(self) -> Any:
         return _runs_out, (torch.ones(3),)
@@ -614,7 +614,7 @@ class BreaksOnce:
 
     @classmethod
     def make(cls) -> str:
-        """What arrives."""
+        """Return a word, but run out of memory at the first try."""
         cls.tries += 1
         if cls.tries == 1:
             raise MemoryError
@@ -686,7 +686,10 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
 
 
 def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
-    """What looking costs grows with the number of processes. The place of a killed consumer is found all the same."""
+    """Of many puts that wait only one looks for the dead, as a look costs more with each process.
+
+    The place of a killed consumer is found all the same.
+    """
     there = Queue(maxsize=1)
     there.put(0)
     told, tell = os.pipe()
@@ -858,7 +861,7 @@ class Slower(Slow):
 
 
 def test_a_batch_that_was_put_aside_is_served_by_threads_while_others_take_more() -> None:
-    """What one thread still serves of it is not overwritten by what another takes."""
+    """Messages that one thread takes do not overwrite a message of the batch that another thread still serves."""
     for each in (Slow, Slower):
         each.reached.clear()
         each.go_on.clear()

@@ -1,4 +1,4 @@
-"""What a queue or an end does not take: numbers that are none, and tensors that are larger than memory."""
+"""Refusals of queues and ends: arguments that are not numbers, and tensors that are larger than memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process lacks or gets wrong: descriptors, memory, and the time of day."""
+"""Shortages and errors of a process: descriptors, memory, and the time of day."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPENED, REFUSED, LEFT_SOMETHING, SOMETHING_ELSE = range(4)
 
 
 def _open_with(left: int, make: Callable[[], Any]) -> int:
-    """What becomes of an end for which a process has so many descriptors left; minus a signal's number, if that."""
+    """Make an end in a process that has ``left`` free descriptors. Return the outcome, or minus a signal's number."""
     child = os.fork()
     if not child:
         ending = SOMETHING_ELSE
@@ -129,7 +129,7 @@ def test_a_clock_that_jumps_changes_nothing(shared_memory: str) -> None:
 
 
 def count_descriptors(ends: children.Ends) -> int:
-    """How many the child has open."""
+    """Return how many descriptors the child has open."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -78,7 +78,7 @@ def exchanged(producer: tp.Producer, consumer: tp.Consumer) -> Iterator[tuple[st
 
 
 def _wrong(keys: Path) -> dict[str, tuple[tp.Curve | None, tp.Curve | None, str]]:
-    """What does not go together, as (binder, connector, why); what the connector must say."""
+    """Return the keys that do not match, as (binder, connector, error). The connector must raise that error."""
     right = binders(keys)
     return {
         "no keys to a binder with keys": (right, None, "the binder wants keys: give security=Curve(...)"),
@@ -223,7 +223,7 @@ def test_who_waits_on_the_descriptor_alone_tries_again(keys: Path, free_port: in
 
 
 def test_two_binders_of_one_process_have_lists_of_their_own(keys: Path) -> None:
-    """Who is on one list is not on the other."""
+    """A client on the list of one binder is not on the list of the other."""
     with (
         tp.Consumer(LOOPBACK, security=binders(keys), shared_memory="off") as one,
         tp.Consumer(LOOPBACK, security=binders(keys, "other"), shared_memory="off") as two,

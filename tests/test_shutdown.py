@@ -42,7 +42,7 @@ def refused(there: Queue, wait: Wait) -> None:
 
 
 def asleep(pid: int) -> bool:
-    """Whether a process sleeps, and so waits for what it is to be told."""
+    """Return whether a process sleeps, and so waits for what it is to be told."""
     with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as status:
         return status.read().rpartition(")")[2].split()[0] == "S"
 
@@ -161,7 +161,7 @@ def test_blocked_puts_are_refused_and_put_nothing(immediate: bool, count: int) -
 
 
 def test_no_put_succeeds_once_shutdown_has_returned() -> None:
-    """What the puts that succeeded had put is got, all of it."""
+    """Get returns every message that a put had put successfully before the shutdown."""
     for _ in range(5):
         there = Queue()
         told, tell = os.pipe()
@@ -332,7 +332,7 @@ def test_one_about_to_sleep_is_told_though_the_pipe_was_full_and_its_last_taker_
 
 
 def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:
-    """What tells of the end does not pile up, however often it is asked for."""
+    """However often a program asks for the end of a queue, the tokens that tell of it do not pile up."""
     there = Queue()
     there.shutdown()
     refused(there, GETS["get"])
@@ -355,7 +355,7 @@ def test_an_immediate_shutdown_drops_what_was_to_be_got_again() -> None:
 
 
 def test_an_immediate_shutdown_elsewhere_drops_what_was_to_be_got_again_here() -> None:
-    """Who looks for it learns of the end."""
+    """An immediate shutdown drops a message that another process was to get again. Its next get raises ShutDown."""
     there = JoinableQueue()
     there.put(torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedLeaf):

@@ -113,7 +113,7 @@ def test_a_handler_that_does_nothing_disturbs_nothing() -> None:
 
 
 class Interrupted(Exception):
-    """What the handler of a test raises."""
+    """The exception that the handler of a test raises."""
 
 
 def _raising_at_random(seed: int) -> Callable[[int, Any], None]:
@@ -136,8 +136,10 @@ WITHIN = {tp.Consumer.get.__code__, tp.Producer.put.__code__}
 @pytest.mark.parametrize("consumer_binds", [True, False])
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_a_handler_that_raises_out_of_get(transport: str, scheme: str, consumer_binds: bool) -> None:
-    """What get returns is in order and came once; each exception loses one message at most, which is counted, and the
-    consumer works to the end."""
+    """Get returns messages in order and once. Each exception loses at most one message, which is counted.
+
+    The consumer works to the end.
+    """
     endpoint = "raising" if scheme == "ipc" else "tcp://127.0.0.1:0"
     with Child() as child:
         if consumer_binds:
@@ -171,7 +173,7 @@ def test_a_handler_that_raises_out_of_get(transport: str, scheme: str, consumer_
 @pytest.mark.parametrize("producer_binds", [True, False])
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_a_handler_that_raises_out_of_put(scheme: str, producer_binds: bool) -> None:
-    """What arrives is in order and came once, all that put returned for is there, and the producer goes on working."""
+    """Messages arrive in order and once, and all whose put returned arrive. The producer goes on working."""
     endpoint = "raising" if scheme == "ipc" else "tcp://127.0.0.1:0"
     with Child() as child:
         if producer_binds:
@@ -223,7 +225,7 @@ def test_a_handler_that_interrupts_get_is_told_that_the_end_is_busy() -> None:
 
 
 def _in_fork(function: Callable[[], str]) -> str:
-    """What a function says in a fork of this process, which then ends as a program does."""
+    """Return the result of a function in a fork of this process, which then ends as a program does."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -310,7 +312,7 @@ def test_a_fork_makes_ends_of_its_own() -> None:
 
 
 def test_no_handler_can_have_pyzmqs_thread_taken_for_dead() -> None:
-    """Whether it lives is not asked by Thread.is_alive, in which an exception would leave it marked as stopped."""
+    """No end asks pyzmq's thread by Thread.is_alive: an exception in there would leave the thread marked as stopped."""
     asked = []
 
     def note(frame: Any, event: str, _: Any) -> None:

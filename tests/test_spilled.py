@@ -82,7 +82,7 @@ def test_the_descriptor_tells_of_every_message(maxsize: int, collect: Callable[[
 
 
 def switches(pid: int) -> int:
-    """How often a process has gone to sleep."""
+    """Return how often a process has gone to sleep."""
     with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt"))
 
@@ -195,7 +195,7 @@ class Broken:
 @pytest.mark.parametrize("maxsize", [0, 5])
 @pytest.mark.parametrize("before", [[], [0]])
 def test_the_descriptor_tells_of_what_comes_again(maxsize: int, before: list[int]) -> None:
-    """What was taken beside an object that cannot be made again waits here, and not in the pipe."""
+    """Messages taken beside an object that cannot be made again wait here, not in the pipe. The descriptor tells so."""
     there = Queue(maxsize)
     with select.epoll() as poll:
         poll.register(there.fileno(), select.EPOLLIN)
@@ -218,7 +218,7 @@ def test_the_descriptor_tells_of_what_comes_again(maxsize: int, before: list[int
 
 
 def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> None:
-    """Whoever asks the descriptor afterwards finds the object."""
+    """After a get in the wrong form the descriptor is readable, and the next get returns the object."""
     there = Queue()
     there.put(torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedLeaf):
@@ -228,7 +228,7 @@ def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> 
 
 
 def test_a_process_that_may_write_but_small_files_is_told_and_loses_nothing() -> None:
-    """What the limit leaves no room for stays with the caller; the rest comes, and so does what is put later."""
+    """Messages for which the limit leaves no room stay with the caller. The others arrive, and so do later ones."""
     there = Queue()
 
     def puts() -> None:

@@ -107,7 +107,7 @@ def test_pickles_of_every_length_have_their_tensors_in_their_places(text: str) -
 
 
 def test_trees_and_pickles_of_one_queue_may_alternate() -> None:
-    """What the last object was is but a guess at what the next one is."""
+    """Objects arrive whole whichever kind came before: the kind of the last object is but a guess at the next."""
     there = Queue()
     sent = [
         3,
@@ -131,7 +131,7 @@ def test_trees_and_pickles_of_one_queue_may_alternate() -> None:
 
 
 def test_small_and_large_tensors_are_writable_and_the_receivers_own() -> None:
-    """What arrives can be written to, and neither the sender's tensor nor the next message sees it."""
+    """A received tensor is writable. Neither the sender's tensor nor the next message sees what is written."""
     there = Queue()
     for size in (10, 1 << 20):
         sent = torch.ones(size)
@@ -231,7 +231,7 @@ def test_a_forked_child_that_lets_go_frees_nothing() -> None:
 
 
 def test_a_producer_killed_after_put_has_delivered() -> None:
-    """What was put survives the SIGKILL of the process that put it."""
+    """A message survives the SIGKILL of the process that put it."""
     there = Queue()
     made = torch.arange(1 << 17)  # here: a forked child that computes waits for ever for the threads of torch's pool
 

@@ -1,4 +1,4 @@
-"""What the program put into torch's shared memory stays shared on its way through a Queue; all else is copied, as before."""
+"""A tensor that the program put into torch's shared memory stays shared in a Queue. All else is copied, as before."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_wish_for_arrays_is_kept() -> None:
 
 
 def test_a_sender_that_was_killed_first_is_named_and_the_next_message_comes() -> None:
-    """Where a handle's sender is gone, get raises PeerLost with its number; the message is taken, and others are whole."""
+    """If a handle's sender is gone, get raises PeerLost with its number. That message is taken; others are whole."""
     there = tp.Queue()
 
     def put_and_die() -> None:

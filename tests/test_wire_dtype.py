@@ -199,7 +199,7 @@ NOT_PLAIN = {
 @pytest.mark.filterwarnings("ignore")  # of what is only a prototype in torch
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_narrowed(name: str) -> None:
-    """What is more, or less, than its items is the serializer's, as it is; so is what is not wide, and none of it is cast."""
+    """The serializer gets a tensor as it is, and not cast, if it is not wide, or is more or less than its items."""
     seen, made = Seen(), NOT_PLAIN[name]()
     with pytest.raises(tp.UnsupportedLeaf, match="seen"):
         Narrowing(seen, torch.float16).encode(made)  # type: ignore[arg-type]

@@ -220,7 +220,7 @@ class Nested(Samples):
 
 
 def test_loaders_within_samples_do_not_make_batches_larger(ctx):
-    """What a batch takes is what was put of the one before, and not all that was made meanwhile."""
+    """A worker sizes a batch by what it put of the batch before, and not by all that was made meanwhile."""
     loader = DataLoader(Nested(), 4, num_workers=1, multiprocessing_context=ctx, prefetch_factor=1)
     most = 0
     for batch in loader:
@@ -263,7 +263,7 @@ def test_samples_that_the_program_shared_stay_shared(ctx):
 
 
 def test_a_torch_that_asks_for_memory_in_another_way_is_told_of(monkeypatch):
-    """Where torch has no such method, one warning says what to do, and the worker works."""
+    """If torch has no such method, one warning says what to do, and the worker works."""
     monkeypatch.delattr(torch.storage._StorageBase, "_new_shared")
     there = Queue()
     with pytest.warns(UserWarning, match="give collate_fn=ctx.collate"):
