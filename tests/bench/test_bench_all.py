@@ -150,7 +150,7 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_documents_have_their_tables_between_two_marks(tmp_path: Path) -> None:
-    """What stands between the marks is replaced, and only that; a second time changes nothing."""
+    """An update replaces only the text between the two marks. A second update changes nothing."""
     (tmp_path / "run.json").write_text(json.dumps(_recorded()))
     pages = [tmp_path / "README.md", tmp_path / readme.PAGE]
     pages[1].parent.mkdir()
@@ -197,7 +197,7 @@ def test_the_floor_is_a_wake_up_and_a_memcpy() -> None:
 
 
 def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
-    """What was not measured, or not with ours, is not told, and the rest is."""
+    """A page of a partial run leaves out every item without a figure of ours, and shows the rest."""
     found = _recorded()
     for left_out in ("one way", OURS):
         part = {**found, "rows": [row for row in found["rows"] if left_out not in (row["item"], row["peer"])]}
@@ -239,7 +239,7 @@ def test_why_a_peer_is_not_installed() -> None:
 
 
 def test_the_installers_reason_reaches_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is missing is told as Python has it, with what the installer had said; who is only broken, as Python has it."""
+    """The page shows why Python cannot import a peer. It adds the reason of pip, if pip did not install it."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     missing = {"zenoh": "cannot be imported: No module named 'zenoh'", "gloo": "cannot be imported: libgloo"}
     assert everything.reasons(missing) == missing

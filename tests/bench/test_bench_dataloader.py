@@ -43,7 +43,7 @@ def test_the_command_writes_its_results(tmp_path: Path) -> None:
 
 
 def test_a_damaged_batch_is_seen() -> None:
-    """What a rival gives is looked at."""
+    """The check of a rival's batches raises ValueError for a damaged one."""
     numbers = torch.arange(4)
     samples = numbers[:, None].expand(4, 9).float().clone()
     check_pair((samples, numbers))

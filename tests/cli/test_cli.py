@@ -105,7 +105,10 @@ def test_serializers_is_a_line_each() -> None:
     ],
 )
 def test_what_is_said_of_a_serializer_is_found_out(name: str, copies: bool, layouts: list[str]) -> None:
-    """Whether a serializer copies and what it takes is seen on tensors, not written down."""
+    """The command line tries each serializer on tensors to say whether it copies, and which layouts it takes.
+
+    None of that is written down.
+    """
     serializer: Any = serializer_named(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.limit(30)
 
 
 def _in_child(action: Callable[[], Any]) -> str:
-    """What an action returns in a forked process."""
+    """Return, as text, the result of an action in a forked process."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -160,7 +160,7 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_notice_may_be(more: Any, found: bool) -> None:
-    """Whoever wrote it may be anybody: what is none is passed over, and of a long one no more than a MiB is read."""
+    """A reader passes over anything that is not a notice, as anybody may have written it. It reads at most 1 MiB."""
     said = framed(Notice("ipc:///x", "consumer", True, identity()))[8:]
     text = more(said, (1 << 20) - len(said))
     data = struct.pack("<II", zlib.crc32(text), len(text)) + text
@@ -187,7 +187,7 @@ def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_ends_without_a_safe_runtime_folder_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they have to say hangs in no folder then."""
+    """The doctor finds two ends although the runtime folder is unsafe. Neither end writes a notice there."""
     folder = tmp_path / "tensorpipe_ipc"
     folder.mkdir()
     folder.chmod(0o777)

@@ -41,7 +41,7 @@ class Terminal:
         self.seen = ""
 
     def read_until(self, condition: Callable[[str], object]) -> str:
-        """What stands on it once that holds, of what came since the last call, without codes that move the cursor."""
+        """Return the output since the last call, without codes that move the cursor, once it meets the condition."""
         deadline, shown = time.monotonic() + PATIENCE, ""
         while not condition(shown):
             ready, _, _ = select.select([self.line], [], [], max(0.0, deadline - time.monotonic()))
@@ -87,7 +87,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
 
 def test_it_shows_what_changes(ctx, terminal: Callable[..., Terminal]) -> None:
-    """What waits is shown, and shown anew when there is more; rates and holders are there; Ctrl-C ends it with 130."""
+    """``top`` shows waiting messages, rates and holders, and shows them anew on a change. Ctrl-C ends it with 130."""
     queue = ctx.Queue(8)
     number = queue._queue.number & 0xFFFFFFFF
     queue.put(torch.ones(1 << 18))

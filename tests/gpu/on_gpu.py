@@ -1,7 +1,7 @@
-"""What runs on a real GPU: ``python tests/gpu/on_gpu.py NAME [DEVICE]``. Each function is a program of its own, which
-prints "done" at its end: CUDA, once used, keeps threads, descriptors and mappings that the tests' guard would find.
+"""Programs for a real GPU: ``python tests/gpu/on_gpu.py NAME [DEVICE]``.
 
-With "cpu" for the device the programs themselves can be tried where there is no GPU.
+Each function is a program of its own, which prints "done" at its end. CUDA, once used, keeps threads, descriptors and
+mappings that the tests' guard would find. With "cpu" as DEVICE the programs also run on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def bits(dtype: torch.dtype, seed: int, device: str = DEVICE) -> torch.Tensor:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two have the same bits."""
+    """Return whether two tensors have the same dtype and bits."""
     return one.dtype == other.dtype and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
 
 
@@ -83,7 +83,10 @@ def round_trip() -> None:
 
 
 def streams() -> None:
-    """What the caller's stream was told before put is in it, on default and other streams; and after get, what it is told."""
+    """Put reads a tensor after all earlier work of the caller's stream, on default and other streams.
+
+    Work of that stream after get reads whole tensors.
+    """
     if not IS_GPU:
         return
     queue, x = tp.Queue(), torch.zeros(1 << 24, device=DEVICE)

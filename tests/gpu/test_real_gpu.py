@@ -42,7 +42,7 @@ def _why_not() -> str:
 @pytest.mark.limit(600)
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu(name: str) -> None:
-    """What on_gpu.py says of each of its programs."""
+    """Each program of on_gpu.py passes on a GPU."""
     if _why_not():
         pytest.skip(_why_not())
     _ran(name, "cuda")
@@ -51,7 +51,7 @@ def test_on_a_gpu(name: str) -> None:
 @pytest.mark.kills
 @pytest.mark.parametrize("name", ["round_trip", "by_ipc", "kills", "no_growth"])
 def test_the_programs_themselves(name: str) -> None:
-    """Those that have anything to do without a GPU run through on the CPU, so that a GPU finds no slip of the pen."""
+    """Each program that does anything without a GPU passes on the CPU, so that a GPU finds no slip of the pen."""
     _ran(name, "cpu")
 
 

@@ -127,7 +127,7 @@ def test_near_a_cgroups_limit_growth_is_refused(arena, monkeypatch):
 
 
 def test_extents_that_lie_idle_are_given_back(arena):
-    """What was free at two looks, and not used in between: whoever allocates next gives it back."""
+    """The next process that allocates gives back memory that was free at two looks and unused in between."""
     blocks = [arena.allocate(900_000) for _ in range(4)]
     for block in blocks:
         arena.segment.octets[block + 64 : block + 900_000] = 1

@@ -1,4 +1,4 @@
-"""Whoever takes memory from others may be killed at any step, or stopped; and so may whoever has it."""
+"""A process that takes memory from others may be killed or stopped at any step; so may the process that has it."""
 
 import os
 import signal

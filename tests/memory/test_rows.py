@@ -1,4 +1,4 @@
-"""Who is attached and who is dead, by a lock that the kernel drops."""
+"""The rows of attached processes. A lock that the kernel drops tells the living from the dead."""
 
 import os
 import resource

@@ -135,7 +135,7 @@ def test_something_else_is_not_attached(descriptor, words):
 
 
 def limited(limit, nbytes):
-    """What a process with that limit says of a new segment."""
+    """Make a segment in a process with that limit. Return its size or its error, as text."""
 
     def make():
         resource.setrlimit(getattr(resource, limit), (nbytes, nbytes))

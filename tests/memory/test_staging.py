@@ -93,7 +93,7 @@ def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
 
 
 def test_in_pieces_over_tcp_it_is_read_from_its_gpu(cuda: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no block, a message goes in pieces, and each of a GPU tensor is copied when its turn comes."""
+    """A message without a block goes in pieces. Each piece of a GPU tensor is copied when its turn comes."""
     at_work = Staging(cuda)
     monkeypatch.setattr(staging, "staging", lambda: at_work)
     last = cuda.put_on(torch.randn(8, 3, 100, 100).to(memory_format=torch.channels_last))
@@ -108,7 +108,7 @@ def test_in_pieces_over_tcp_it_is_read_from_its_gpu(cuda: Recording, monkeypatch
 
 
 def test_narrowed_on_its_gpu_it_is_cast_there_once() -> None:
-    """What is not on the CPU is cast where it is, in one go, and fetched piece by piece; what it lost is counted once."""
+    """A tensor that is not on the CPU is cast where it is, in one go, and fetched in pieces. Its loss counts once."""
     tensor = torch.randn(3, 100_000)
     tensor[1, 7] = 1e6
     narrows = narrowing.narrowing(serializer_named("raw"), torch.float16)
@@ -342,7 +342,7 @@ def test_device_names(cuda: Recording) -> None:
 
 
 def test_a_gpu_tensor_after_a_fork_is_our_error() -> None:
-    """What torch says of CUDA in a fork becomes Closed, with the remedy; other errors stay."""
+    """The error of torch about CUDA in a forked process becomes Closed, with the remedy. Other errors stay."""
 
     class Inherited(torch.Tensor):
         def cpu(self) -> torch.Tensor:  # type: ignore[override]

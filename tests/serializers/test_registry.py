@@ -293,7 +293,7 @@ class BreaksLater(Zlib):
 
 
 def test_errors_become_ours_afterwards_too() -> None:
-    """What a registered serializer raises of its own is an UnsupportedLeaf with a path, or a ProtocolError."""
+    """An exception of a registered serializer becomes UnsupportedLeaf with a path, or ProtocolError."""
     register_serializer(BreaksLater())
     frames = parts(sent(torch.ones(2), "later"))
     with pytest.raises(ProtocolError, match="serializer 'later' could not decode .*incorrect header"):

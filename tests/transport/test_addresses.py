@@ -103,7 +103,7 @@ NONE = [
 
 @pytest.mark.parametrize("endpoint", NONE, ids=ascii)
 def test_no_endpoint(endpoint: str) -> None:
-    """What is no endpoint is a ValueError that shows it, and how one is written."""
+    """An invalid endpoint raises ValueError, which quotes it and shows how to write one."""
     with pytest.raises(ValueError, match="write (ipc|tcp)://") as error:
         parse(endpoint)
     assert repr(endpoint) in str(error.value)
@@ -280,7 +280,7 @@ def test_an_open_runtime_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 
 def test_a_runtime_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever made it first in /tmp could listen there: refused, with both user ids."""
+    """Both ends refuse a runtime folder of another user, with both user ids. That user could listen there."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "tensorpipe_ipc").mkdir(mode=0o700)
     os.chown(tmp_path / "tensorpipe_ipc", 65534, 65534)

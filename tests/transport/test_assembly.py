@@ -130,7 +130,7 @@ def test_as_the_consumer_wants_it(options: dict[str, Any]) -> None:
 
 
 def test_no_memory_is_asked_for_that_has_not_come() -> None:
-    """What is announced costs nothing until it is there; then once."""
+    """A message that is announced costs no memory until it is there. It then costs its size once."""
     total, regions = 20 * PIECE, Regions()
     piece = memoryview(bytearray(PIECE))
     tracemalloc.start()
@@ -198,7 +198,7 @@ def test_a_header_that_denies_its_pieces() -> None:
 
 
 class OnlyThere(NamedTuple):
-    """What its consumer will not know."""
+    """A type that its consumer does not know."""
 
     x: torch.Tensor
 

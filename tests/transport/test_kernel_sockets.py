@@ -1,4 +1,4 @@
-"""What the kernel is told of the connections that tensors leave by, and that nobody else's are touched."""
+"""The kernel's settings for connections that tensors leave by. Other connections stay as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _met(endpoint: str, producer_binds: bool) -> Iterator[str]:
 
 
 def _of_both_ends(end: Any, ask: Callable[[socket.socket], Any]) -> set[Any]:
-    """What is said of this process's sockets that are connected by an address."""
+    """Ask each socket of this process that has an address at either end. Return the answers."""
     answers = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -66,7 +66,7 @@ def _attach(consumer: tp.Consumer, raw: RawEnd, **changes: Any) -> None:
 
 @contextlib.contextmanager
 def _present() -> Iterator[dict[str, int]]:
-    """What an end says of itself that is to be seen in the runtime folder."""
+    """Yield the names of an end that is visible in the runtime folder."""
     with contextlib.closing(Presence()) as presence:
         presence.open()
         yield {"end": presence.token, "folder": presence.folder}
@@ -94,7 +94,7 @@ def test_what_a_consumer_says(consumer: tp.Consumer) -> None:
 
 
 def test_a_consumer_says_goodbye() -> None:
-    """When it closes, a producer that is attached hears so."""
+    """A consumer that closes says goodbye to an attached producer."""
     with tp.Consumer("leaving") as consumer, RawEnd(consumer.endpoint) as raw:
         _attach(consumer, raw)
         consumer.close()
@@ -151,7 +151,7 @@ def test_the_smaller_window_counts() -> None:
 
 
 def test_a_gap_is_counted_and_a_repetition_dropped(consumer: tp.Consumer) -> None:
-    """What a connection swallowed is counted as lost; what was taken before does not come twice."""
+    """A consumer counts messages that the connection swallowed as lost. It drops those that it had taken before."""
     with RawEnd(consumer.endpoint) as raw:
         _attach(consumer, raw)
         for sequence in (1, 1, 4, 2, 5):
@@ -230,7 +230,7 @@ def test_data_of_a_serializer_that_is_not_accepted(accept: list[str] | None) -> 
 
 @pytest.mark.parametrize("what", ["host", "why_not"])
 def test_a_stranger_who_says_much_is_answered(what: str) -> None:
-    """What is repeated of it is cut, so that it can read its WELCOME."""
+    """An end cuts the words of a stranger that it repeats, so that the stranger can read its WELCOME."""
     long = "x" * 3500
     terms = SharedMemoryTerms("auto", os.geteuid(), why_not=long if what == "why_not" else "")
     who = process.identity()
@@ -680,7 +680,7 @@ def test_bad_input_to_a_producer(name: str) -> None:
     ids=str,
 )
 def test_an_identity_that_nobody_has(identity: Any) -> None:
-    """Who may connect may say anything: he is let in, and soon seen to be dead. The others' messages come."""
+    """A consumer admits a connector with any identity, and soon sees that it is dead. The others' messages come."""
     with (
         tp.Consumer("fuzzed") as consumer,
         RawEnd(consumer.endpoint) as raw,

@@ -166,7 +166,10 @@ def test_who_said_hello_before_there_was_a_file() -> None:
 
 
 def test_who_was_killed_before_its_hello_had_left() -> None:
-    """What it put is there, a stream does not end before it is taken, and then it is told who was lost."""
+    """A consumer gets the messages of a producer that was killed before its HELLO had left.
+
+    The stream does not end before. Then PeerLost names the producer.
+    """
     with tp.Consumer("busy") as consumer, tp.Producer("busy") as other, Child() as child:
         other.put("from another", PATIENCE)
         assert consumer.get(PATIENCE) == "from another"
@@ -183,7 +186,10 @@ def test_who_was_killed_before_its_hello_had_left() -> None:
 
 
 def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it put is there, and the stream ends: that its process lives on is no reason to wait for its HELLO."""
+    """A consumer gets the messages of a producer that closed before its HELLO had left, and the stream ends.
+
+    The producer's process lives on, but the consumer does not wait for the HELLO.
+    """
     monkeypatch.setattr(spares_module, "_PATIENCE", 0.05)
     with tp.Consumer("busy") as consumer:
         producer = tp.Producer("busy", linger=0)
@@ -331,7 +337,10 @@ def test_what_was_put_survives_its_producer() -> None:
 
 
 def test_a_binder_that_is_killed_and_the_next_one() -> None:
-    """What it had is lost, and told; the next one's file leads to the next one, which computes as well."""
+    """PeerLost counts the messages that a killed binder had not taken.
+
+    The producer finds the next binder by that binder's file, although it computes as well.
+    """
     with Child() as child, tp.Producer("busy", linger=0) as producer:
         child.call(children.open_consumer, "busy")
         for number in range(3):

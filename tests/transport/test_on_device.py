@@ -223,7 +223,7 @@ def test_many_at_once_have_a_block_each(ctx, there: StandIn) -> None:
 
 
 def test_received_tensors_are_copies(ctx, there: StandIn) -> None:
-    """What was received stays as it is when its device block is used again, and can be put again itself."""
+    """A received tensor stays as it is when its device block is used again. A program can put it again."""
     queue = ctx.Queue(cuda_ipc=True)
     queue.put(_gpu(there))
     queue.get(device="cuda:0")
@@ -261,7 +261,7 @@ def test_where_it_cannot_be_it_is_staged_and_said(ctx, there: StandIn, tmp_path:
 
 
 def test_where_cuda_exports_nothing_it_is_asked_once(ctx, there: StandIn) -> None:
-    """What was allocated for it is given back, and messages are staged, with CUDA's word for the reason."""
+    """If CUDA exports nothing, a queue asks it once, frees the memory, and stages messages. The reason quotes CUDA."""
     there.files.refuses = "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED (801)"
     queue = ctx.Queue(cuda_ipc=True)
     for number in range(3):
@@ -272,7 +272,7 @@ def test_where_cuda_exports_nothing_it_is_asked_once(ctx, there: StandIn) -> Non
 
 
 def test_other_bytes_than_were_written_are_not_trusted(ctx, there: StandIn, tmp_path: Path) -> None:
-    """Where the test block reads otherwise than it was written, nothing goes that way."""
+    """If a consumer reads other bytes in the test block than the producer wrote, the producer stages all tensors."""
     queue = ctx.Queue(cuda_ipc=True)
     there.blocks.test_block(0).memory[3] += 1
     with getting(ctx, queue, tmp_path) as consumer:
@@ -383,7 +383,7 @@ def test_of_many_only_the_lost_are_missing(ctx, there: StandIn, tmp_path: Path) 
 
 
 def test_device_blocks_are_bounded(ctx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When all are in use messages are staged, not delayed; a put that fails gives its block back."""
+    """If all device blocks are in use, messages are staged without delay. A put that fails gives its block back."""
     there = StandIn(tmp_path, size=5 * (2 << 20) * 8 // 2).install(
         monkeypatch.setattr
     )  # two blocks and a half may be lent
@@ -407,7 +407,7 @@ def test_device_blocks_are_bounded(ctx, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_full_queue_gives_the_device_block_back(ctx, there: StandIn) -> None:
-    """What could not be put leaves no device block behind."""
+    """A put that fails leaves no device block behind."""
     queue = ctx.Queue(1, cuda_ipc=True)
     queue.put(_gpu(there))
     queue.get(device="cuda:0")
@@ -488,7 +488,7 @@ def test_endpoints(there: StandIn, tmp_path: Path, binds: bool) -> None:
 
 
 def test_frames_never_carry_names(there: StandIn, tmp_path: Path) -> None:
-    """Where there is no shared memory between the two, tensors go as frames, whatever was asked for."""
+    """Ends without shared memory between them send tensors as frames, whatever was asked for."""
     with (
         tp.Consumer("tcp://127.0.0.1:0", shared_memory="off", device="cuda:0") as consumer,
         tp.Producer(consumer.endpoint, cuda_ipc=True) as producer,

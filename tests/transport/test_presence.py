@@ -1,4 +1,4 @@
-"""How ends see each other: what becomes of their files, or of the runtime folder, says nothing of who is open."""
+"""The presence of ends. Changes to their files, or to the runtime folder, do not say which ends are open."""
 
 from __future__ import annotations
 

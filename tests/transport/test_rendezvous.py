@@ -1,4 +1,4 @@
-"""How two programs come to share a queue: what must hold for it, what is opened, and that strangers' bytes are looked at."""
+"""The way two programs come to share a queue: its conditions, its opening, and the checks of strangers' bytes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _try_to_reach(offer: Any, maxsize: int = 3, who: Any = HERE) -> str:
 
 
 def test_what_was_offered_is_opened_by_another_process(queue: rendezvous.PairQueue) -> None:
-    """What is put here is got there, and the other way round nothing is left of it."""
+    """Another process opens an offered queue and gets the message put here. All credits of the queue are back then."""
     queue.put(Bytes(b"here"), b"m")
     reader, writer = os.pipe()
     pid = os.fork()
@@ -262,7 +262,7 @@ def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.Pa
 
 
 def _doctor_says(binder: Any) -> list[str]:
-    """What the doctor says of each who is attached."""
+    """Return the doctor's findings on each attached end."""
     return [str(found.text).partition("): ")[2] for found in [*attached.findings(binder.endpoint)][1:]]
 
 
@@ -304,7 +304,7 @@ def test_who_requires_it_refuses_those_who_cannot(name: str) -> None:
 
 
 def _claimed(endpoint: str) -> SharedMemoryTerms:
-    """What a connector says that has claimed a queue by the file."""
+    """Claim a queue by the rendezvous file. Return the terms that the connector then says."""
     found = rendezvous_file.read(parse(endpoint))
     assert found is not None
     offer = found.offers[0]
@@ -431,7 +431,10 @@ def test_a_connector_that_cannot_attach(monkeypatch: pytest.MonkeyPatch, wish: A
 
 
 def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
-    """What it offered is gone with it: that is no reason not to share memory with the next one."""
+    """A binder that dies before the connector reaches it counts as lost, and not as a refusal to share memory.
+
+    Its offer is gone with it; the connector may share memory with the next binder.
+    """
     with Child() as child:
         dead = child.call(children.own_identity)
         child.kill()
@@ -538,7 +541,10 @@ def test_which_way_it_was_is_told_when_all_have_left() -> None:
 
 
 def test_options() -> None:
-    """What is none of the three is named; inproc is frames, and so cannot be required to be anything else."""
+    """An invalid ``shared_memory`` is an error that names the three values.
+
+    An inproc end has frames, and so refuses "require".
+    """
     for end in (tp.Producer, tp.Consumer):
         with pytest.raises(ValueError, match="shared_memory='never': give 'auto', 'off' or 'require'"):
             end("options", shared_memory="never")
@@ -709,7 +715,7 @@ def test_places_in_a_block_have_two_sides(
 
 
 def test_no_payload_is_larger_than_the_arena_may_be(queue: rendezvous.PairQueue) -> None:
-    """Whoever writes that a block is a huge one has nobody ask for so much memory."""
+    """A forged block size makes no consumer ask for that much memory. A payload above the capacity is an error."""
     queue.put(Bytes(bytes(600_000)), b"m")
     (ticket,) = queue.tickets.snapshot() or ()
     word = queue._word_of(ticket)

@@ -127,7 +127,7 @@ def test_a_file_that_breaks_a_rule_is_not_believed(name: str, consumer: tp.Consu
 
 @pytest.mark.parametrize(("length", "believed"), [(LIMIT, True), (LIMIT + 1, False)])
 def test_its_length_has_two_sides(length: int, believed: bool, consumer: tp.Consumer) -> None:
-    """What a longer one has left at its end is no harm, up to so many bytes."""
+    """A reader accepts a rendezvous file with surplus bytes at its end, up to a limit."""
     found = rendezvous_file.read(_address())
     data = _path().read_bytes()
     _path().write_bytes(data + bytes(length - len(data)))
@@ -141,7 +141,7 @@ def test_the_shortest_bytes() -> None:
 
 
 def test_a_folder_that_is_a_symbolic_link(consumer: tp.Consumer) -> None:
-    """Whoever made it may lead it elsewhere."""
+    """A reader ignores a folder that is a symbolic link, as its maker may lead it elsewhere."""
     folder = _path().parent
     folder.rename(f"{folder}.real")
     folder.symlink_to(f"{folder}.real")

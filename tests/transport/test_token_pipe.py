@@ -184,7 +184,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
 
 
 def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(words, monkeypatch):
-    """Who is between its looks keeps others from theirs, for a moment; and its own token is not early."""
+    """A taker between its two looks at the log keeps others from it for a moment. Its own token is not early."""
     pipe, turns = TokenPipe.create(None), os.memfd_create("turns")
     pipe.turn = FileTurn(turns)
     words.values[FIRST] = 10

@@ -1,4 +1,7 @@
-"""What a producer keeps over tcp, and what a consumer makes of it: spoken by hand on one side, so that nothing is chance."""
+"""The messages that a producer keeps over tcp, and a consumer's answers.
+
+One side is spoken by hand, so that nothing is chance.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +207,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatc
 
 
 def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever computes, and does not look at what comes, keeps it: an end that waits for it repeats itself ever more seldom."""
+    """An end that waits for a peer that computes repeats itself ever more seldom, as the peer keeps unread messages."""
     for module in (link, meeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
@@ -319,7 +322,7 @@ def _flush_until_away(producer: tp.Producer) -> None:
 
 
 def test_another_end_of_the_same_process_is_another_peer(free_port: int) -> None:
-    """What the end before it had not taken is lost and told; it goes on with what is put from then on."""
+    """A producer reports messages that the last consumer had not taken as lost. The next one gets all later ones."""
     endpoint = f"tcp://127.0.0.1:{free_port}"
     with tp.Producer(endpoint, linger=0) as producer:
         for end in (1, 2):
@@ -424,7 +427,7 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 13) + 1, False), (1 << 13, True)])
 def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
-    """When 8 KiB are missing, and not a byte earlier."""
+    """A consumer asks for a message's memory when 8 KiB of it are missing, and not a byte earlier."""
     total = 3 * PIECE
     building = Assembly(1, Piece(0, total), Regions())
     assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
@@ -433,7 +436,7 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
 
 
 def test_what_this_machine_does_not_have_is_refused() -> None:
-    """What is announced is at most all of its memory."""
+    """A message may announce at most all memory of this machine."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert Regions().ready(most) is None
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
@@ -494,7 +497,7 @@ def test_a_piece_beyond_what_was_announced(offset: int) -> None:
 
 
 def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came back is kept up to the limit, to the byte; beyond it the oldest goes."""
+    """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
     regions = Regions()
     limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
     monkeypatch.setattr(assembly, "_IDLE_AT_MOST", limit)
@@ -614,7 +617,10 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was last taken from each, should it come back; of more than the limit the oldest is forgotten."""
+    """A consumer remembers its last message from each producer that vanished, should it come back.
+
+    Beyond the limit it forgets the oldest.
+    """
     monkeypatch.setattr(receiving, "_REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
         link = consumer._link
@@ -671,7 +677,10 @@ def _head(sequence: int) -> Any:
 
 
 def test_which_message_is_the_next() -> None:
-    """What was taken before is dropped. What follows a gap is, too, where the gap can be filled, and that is asked for."""
+    """A consumer drops a message that it took before.
+
+    If the producer can fill a gap, the consumer asks for that and drops messages behind the gap, too.
+    """
     with tp.Consumer(LOOPBACK) as consumer:
         link, one, old = consumer._link, _peer(5), _peer(5, resends=False)
         assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
@@ -720,7 +729,7 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
-    """What it will not send counts as lost, unless another end had it; where it says nothing new, nothing changes."""
+    """A message that a producer will not send is lost, unless another end had it. An old position changes nothing."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(2, resends=resends)
         one.taken = taken

@@ -138,7 +138,7 @@ class Half:
         return dies_at(point, self.action, self.first)
 
     def state(self):
-        """What a dead row's words, the block they name and the pipes say."""
+        """Return a dead row's words, the state of the block that they name, and the lengths of the pipes."""
         rows, words, queue, state = self.undertaker.rows, self.undertaker.words, self.queue, []
         for row in rows.used():
             if not rows.is_alive(row):

@@ -98,7 +98,7 @@ def test_another_user_cannot_connect(umask: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_socket_of_another_user_is_not_connected_to(tmp_path: Path) -> None:
-    """Whoever put it there, nothing is sent to it; nor is it taken over by a bind."""
+    """An end neither connects to a socket of another user, nor takes its place by a bind."""
     path = tmp_path / "theirs"
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.bind(str(path))
@@ -146,7 +146,7 @@ def test_a_stopped_owner_is_alive() -> None:
 
 
 def test_a_killed_owners_endpoint_is_taken_over() -> None:
-    """What a killed owner left lying is no obstacle."""
+    """A new end takes over the socket file of a killed owner."""
     with Child() as child:
         child.call(children.open_consumer, "left")
         child.kill()
@@ -263,7 +263,7 @@ def test_a_socket_that_cannot_be_had_leaves_nothing(free_port: int) -> None:
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_closing_does_not_wait_for_those_who_leave_meanwhile(scheme: str, tmp_path: Path) -> None:
-    """What is sent while its receivers are going, and then belongs to nobody, keeps no context from ending."""
+    """A message to receivers that are leaving, which then belongs to nobody, keeps no context from ending."""
     endpoint = f"ipc://{tmp_path}/socket" if scheme == "ipc" else "tcp://127.0.0.1:0"
     for _ in range(50):  # without LINGER 0 from the start, one in ten hung
         with zmq.Context() as context:

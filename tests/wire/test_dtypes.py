@@ -12,7 +12,7 @@ from tensorpipe_ipc.wire.metas import LeafMeta
 
 
 def test_every_dtype_that_owns_whole_bytes_is_listed() -> None:
-    """What torch calls a dtype is in the table, but for quantized ones, bits without a type, and parts of bytes."""
+    """The table has every dtype of torch, but for quantized ones, bits without a type, and parts of bytes."""
     known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     parts = {dtype for dtype in known if str(dtype).removeprefix("torch.").rstrip("1234567") in ("int", "uint")}
     without_numbers = {

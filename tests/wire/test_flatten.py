@@ -1,4 +1,4 @@
-"""What cannot be sent: refused with its path, its type and what to do instead."""
+"""Objects that cannot be sent. The refusal names the path, the type and what to do instead."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_the_number_of_nodes_has_two_sides() -> None:
     ],
 )
 def test_keys_have_two_sides(inside: Any, outside: Any, says: str) -> None:
-    """What a receiver would not take as a key is refused where it is sent; one step inside, it goes."""
+    """A sender refuses a key that a receiver would not take. A key one step inside the limit arrives."""
     assert round_trip({inside: 1}) == {inside: 1}
     with pytest.raises(UnsupportedLeaf, match=says):
         sent({outside: 1})

@@ -226,7 +226,7 @@ def _hello_taken_in(host: str, why_not: str) -> tuple[str, str]:
 
 
 def test_what_a_stranger_says_is_cut() -> None:
-    """What will be repeated of it: 255 bytes of the host's name, 512 of why there is no shared memory."""
+    """An end repeats at most 255 bytes of a stranger's host name, and 512 of its reason against shared memory."""
     assert _hello_taken_in("h" * 255, "w" * 512) == ("h" * 255, "w" * 512)
     assert _hello_taken_in("h" * 256, "w" * 513) == ("h" * 252 + "…", "w" * 509 + "…")
     assert _hello_taken_in("h" * 1500, "w") == ("h" * 252 + "…", "w")

@@ -1,9 +1,11 @@
-"""What n received bytes can make their receiver allocate: n + 64 KiB, whatever they announce.
+"""The memory that n received bytes can make their receiver allocate: n + 64 KiB, whatever they announce.
 
-Measured with tracemalloc from the first look at the frames to the refusal. Two costs are not in the promise, and are
-bounded by the limit on nodes: a *valid* tree's own Python objects (a list of 100,000 None takes 8 bytes for each), and
-what had been made of a message when its content turned out wrong at the very end: a dict key that stands twice, a value
-of the wrong type, a payload that its serializer cannot read. These cost at most what the valid tree would have.
+The tests measure with tracemalloc, from the first look at the frames to the refusal. Two costs are not in the promise.
+The limit on nodes bounds both: they are at most the cost of the valid tree.
+
+* A *valid* tree costs its own Python objects: a list of 100,000 None takes 8 bytes for each.
+* A message that turns out wrong at the very end costs what had been made of it. Examples are a dict key that occurs
+  twice, a value of the wrong type, and a payload that its serializer cannot read.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _through(tree: Any) -> Any:
 
 
 def test_a_class_of_ones_own_needs_both_ways(registry: None) -> None:
-    """What takes an instance apart and what makes one come together; a class without them is refused with the remedy."""
+    """A registered class needs a function that takes an instance apart, and one that makes it. The error says so."""
     for options in ({"to": list}, {"from_": list}, {"to": 1, "from_": 2}):
         with pytest.raises(TypeError, match="give a class and two functions"):
             register_type(Pair, **options)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_new_kinds_that_are_none_are_refused(spec: bytes, values: list[Any], say
 
 
 def test_the_length_of_a_name_has_two_sides(registry: None) -> None:
-    """What has no place on the wire is refused where it is registered, and not by the first put."""
+    """``register_type`` refuses a name that has no place on the wire. The first put is too late for that."""
     register_type(Point, name="é" * 32_767 + "n")
     flat = flatten(Point(1, 2))
     assert Plan(b"".join(flat.spec)).build([], flat.values) == Point(1, 2)
