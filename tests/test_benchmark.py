@@ -454,7 +454,7 @@ def test_a_command_prints_and_writes(command: str, tmp_path: Path, capfd: pytest
     ],
 )
 def test_every_option_reaches_the_measurement(options: list[str], pipeline: Any, others: dict[str, Any]) -> None:
-    """The benchmark measures what the options ask for. All of ``latency`` has an option, but one's own functions."""
+    """The benchmark measures what the options ask for. Each parameter of ``latency`` has one, but for functions."""
     parser = argparse.ArgumentParser()
     commands.add_arguments(parser)
     arguments = parser.parse_args(options)

@@ -195,7 +195,10 @@ class Broken:
 @pytest.mark.parametrize("maxsize", [0, 5])
 @pytest.mark.parametrize("before", [[], [0]])
 def test_the_descriptor_tells_of_what_comes_again(maxsize: int, before: list[int]) -> None:
-    """Messages taken beside an object that cannot be made again wait here, not in the pipe. The descriptor tells so."""
+    """The descriptor is readable while messages wait that were taken beside an object that cannot be made again.
+
+    They wait here, and not in the pipe.
+    """
     there = Queue(maxsize)
     with select.epoll() as poll:
         poll.register(there.fileno(), select.EPOLLIN)

@@ -392,7 +392,10 @@ def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(undertaker, payload, maxsize, size):
-    """A second exception in get does not lose the message that the first left to be got again, nor under a poll."""
+    """A second exception in get does not lose the message that the first left to be got again.
+
+    This holds for a process that polls, too.
+    """
     queue = SharedMemoryQueue.create(undertaker, maxsize)
     queue.fileno()
     raised = 0

@@ -141,7 +141,10 @@ def _through(tree: Any) -> Any:
 
 
 def test_a_class_of_ones_own_needs_both_ways(registry: None) -> None:
-    """A registered class needs a function that takes an instance apart, and one that makes it. The error says so."""
+    """A registered class needs a function that takes an instance apart, and one that makes it.
+
+    The error for a class without them names the remedy.
+    """
     for options in ({"to": list}, {"from_": list}, {"to": 1, "from_": 2}):
         with pytest.raises(TypeError, match="give a class and two functions"):
             register_type(Pair, **options)  # type: ignore[arg-type]
