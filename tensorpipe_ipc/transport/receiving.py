@@ -185,7 +185,8 @@ class ReceiveLink(Link):
             spent = time.thread_time()
             self.introduce(0)
             incoming = not self.socket.is_silent()
-            self._listened(spent)
+            if not incoming:  # else it is known what it was when it has been heard
+                self._listened(spent)
             found = self.socket.wait_any(0 if incoming or ready else timeout)
         for fd in found:
             if fd in sharing:
