@@ -285,8 +285,7 @@ class Link(Meeting):
             return None
         if len(self.peers) > met:
             return None  # by the file, which may lead to more than a socket has
-        if time.monotonic() - self._looked > REPEAT:
-            self.look_around()  # there may be no end of what comes
+        self.look_now_and_then()
         incoming = self.socket.receive(min(timeout, SLICE))
         if incoming is None:
             self.look_around()
@@ -764,6 +763,11 @@ class Link(Meeting):
         elif not self.socket.binds:
             self.hang_up_on_left()
             self.greet()
+
+    def look_now_and_then(self) -> None:
+        """See who is still there, also while there is no end of what comes."""
+        if time.monotonic() - self._looked > REPEAT:
+            self.look_around()
 
     def trim(self) -> int:
         """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""

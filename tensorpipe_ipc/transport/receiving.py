@@ -206,9 +206,10 @@ class ReceiveLink(Link):
         """See Link. While a queue has messages, what is none of its own has a fifth of the time: there may be no end of it."""
         if not self._sharing:
             return super().pump(timeout)
-        spent = time.thread_time()
+        self.look_now_and_then()  # which is no talk of anybody's
+        spent, heard = time.thread_time(), self._came + self.socket.dropped
         data = super().pump(timeout)
-        if data is None:
+        if data is None and self._came + self.socket.dropped > heard:
             self._listened(spent)
         return data
 
