@@ -182,7 +182,7 @@ class _Reader:
     """One look at one segment."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor, self._size = descriptor, size
+        self._descriptor, self._size = descriptor, size // UNIT * UNIT
         self._waiting: dict[int, list[int]] = defaultdict(lambda: [0, 0])  # by queue's block: messages, bytes
         # by row: count of each step, bytes, bytes held
         self._blocks: dict[int, list[int]] = defaultdict(lambda: [0] * 7)
@@ -193,13 +193,13 @@ class _Reader:
         for start, kind, units in self._extents():
             for first, words in self._headers(start, kind, units):
                 self._sort(first, 1 << kind, words)
-        incarnations = self._words(INCARNATIONS, MAX_ROWS)
-        finished = self._words(FINISHED, MAX_ROWS)
+        incarnations = self._words(INCARNATIONS, MAX_ROWS).tolist()
+        finished = self._words(FINISHED, MAX_ROWS).tolist()
         rows = [row for row in range(MAX_ROWS) if incarnations[row]]
         alive = {row: is_locked(self._descriptor, row_byte(row)) for row in rows}
-        parts = tuple(self._part(row, int(incarnations[row]), alive[row]) for row in rows)
+        parts = tuple(self._part(row, incarnations[row], alive[row]) for row in rows)
         unswept = sum(not alive[row] and incarnations[row] != finished[row] for row in rows)
-        dead = sum(int(incarnations[row]) - alive[row] for row in rows)
+        dead = sum(incarnations[row] - alive[row] for row in rows)
         return SegmentView(
             inode,
             pids,
@@ -207,8 +207,8 @@ class _Reader:
             os.fstat(self._descriptor).st_blocks * 512,
             parts,
             self._queues(parts),
-            int(dead - unswept),
-            int(unswept),
+            dead - unswept,
+            unswept,
             sum(self._word(row_word(row) + LOST) >> 40 for row in rows),
         )
 
@@ -233,21 +233,25 @@ class _Reader:
             start = hole
 
     def _extents(self) -> Iterator[tuple[int, int, int]]:
-        end = ROWS_END + self._size // UNIT * 8
+        """Where each begins, its kind and units. In nonsense they overlap: then those that begin within another are none."""
+        end, clear = ROWS_END + self._size // UNIT * 8, 0
         for start, stop in self._written(ROWS_END, end):
             words = self._words(start // 8, (stop - start) // 8)
             for index in np.flatnonzero(words).tolist():
                 word = int(words[index])
                 kind, units = word >> 16 & 0x3F, word >> 32
-                if SMALLEST <= kind < 48 and units <= self._size // UNIT:
-                    yield ((start - ROWS_END) // 8 + index) * UNIT, kind, units
+                unit = (start - ROWS_END) // 8 + index
+                if SMALLEST <= kind < 48 and unit >= clear and units <= self._size // UNIT:
+                    clear = unit + units
+                    yield unit * UNIT, kind, units
 
     def _headers(self, start: int, kind: int, units: int) -> Iterator[tuple[int, _Words]]:
         """The first words of blocks that were ever written: where the first of them begins, and a row for each."""
         size, end = 1 << kind, start + units * UNIT
         if size > _OFTEN:
-            for block in range(start, end, size):  # a hole reads as zeros
-                yield block, self._words(block // 8, METADATA + 1).reshape(1, -1)
+            for begin, stop in self._written(start, end):
+                for block in range(begin + (start - begin) % size, stop, size):
+                    yield block, self._words(block // 8, METADATA + 1).reshape(1, -1)
             return
         for begin, stop in self._written(start, end):
             yield begin, self._words(begin // 8, (stop - begin) // 8).reshape(-1, size // 8)[:, : METADATA + 1]

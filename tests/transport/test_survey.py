@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
+import time
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ import torch
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli import top
+from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
+from tensorpipe_ipc.memory.row import MAX_ROWS, ROWS_END
+from tensorpipe_ipc.memory.rows import INCARNATIONS
+from tensorpipe_ipc.memory.segment import _HEAD, MAGIC, NAME, VERSION
 from tensorpipe_ipc.transport.survey import SegmentView, Use, survey
 
 
@@ -148,3 +154,23 @@ def test_endpoints_are_seen(tmp_path) -> None:
         taken()
         kinds = [queue.kind for segment in survey([os.getpid()]) for queue in segment.queues]
     assert kinds == ["endpoints"]
+
+
+def test_nonsense_is_looked_at_in_no_time() -> None:
+    """Whoever may write to a memfd of that name may write anything: extents that overlap, of holes, beyond the end; counts."""
+    size = (1 << 38) + 100
+    units = size // UNIT
+    memory = os.memfd_create(NAME)
+    try:
+        os.ftruncate(memory, size)
+        os.pwrite(memory, _HEAD.pack(MAGIC, VERSION, size), 0)
+        os.pwrite(memory, b"\xff" * 8 * MAX_ROWS, 8 * INCARNATIONS)
+        os.pwrite(memory, struct.pack("<Q", units - 1 << 32 | 13 << 16 | 1) * 512, ROWS_END)
+        os.pwrite(memory, struct.pack("<Q", 2 << 32 | SMALLEST << 16 | 1), ROWS_END + 8 * (units - 1))
+        os.pwrite(memory, b"x", size - 1)
+        began = time.process_time()
+        found = survey([os.getpid()])
+        assert time.process_time() - began < 1
+        assert os.fstat(memory).st_ino in [segment.inode for segment in found]
+    finally:
+        os.close(memory)
