@@ -147,6 +147,7 @@ class Binder(FrameSocket):
             return None
         routing = frames[0]
         if routing in reader.hung_up:  # and it had many frames
+            reader.dropped += 1
             self.received()
             return None
         if len(routing) != _NAME:
@@ -172,7 +173,7 @@ class Binder(FrameSocket):
     def process_behind(self) -> int:
         """See FrameSocket."""
         if self.address.path and self._reader.frames:
-            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that speaks an old version
+            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
                 return process_behind(self._reader.frames[-1].get(zmq.SRCFD), self.address)
         return 0
 

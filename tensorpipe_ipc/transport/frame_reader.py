@@ -24,7 +24,10 @@ _RCVMORE = int(zmq.RCVMORE)
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # messages of those who were hung up on
-_GIVE_BACK_AFTER = 200_000  # of them, which libzmq held in 13 MB
+_GIVE_BACK_AFTER = 200_000  # of them, while more come; and when all are dropped, after so many:
+_GIVE_BACK_AT_LAST = (
+    1000  # libzmq held short ones in 64 bytes each, and one of 34 bytes or more that came alone in some KB
+)
 
 
 class FrameReader:
@@ -127,7 +130,7 @@ class NamedFrameReader(FrameReader):
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         super().__init__(socket)
         self.hung_up: dict[bytes, None] = {}
-        self.dropped = 0
+        self.dropped = self._given_back = 0
 
     def _is_whole(self) -> bool:
         return len(self.frames) > 1 and not self.frames[-1].more
@@ -136,21 +139,29 @@ class NamedFrameReader(FrameReader):
         """Receive who sent the next message, and its first frame. Drop, as fast as can be, what comes before it of those who
         were hung up on. Return whether there is one, after no more of that than takes a millisecond."""
         frames = self.frames
-        for _ in range(_DROPPED_AT_ONCE):
-            self.frames.extend(map(self._socket.recv, flags))
-            flags = _DO_NOT_WAIT
-            self._receive_frame(flags)
-            if frames[0] not in self.hung_up or frames[1].more:
-                return True
-            self.dropped += 1
-            frames.clear()
-            if self.dropped % _GIVE_BACK_AFTER == 0:
-                _give_back_memory()
+        try:
+            for _ in range(_DROPPED_AT_ONCE):
+                self.frames.extend(map(self._socket.recv, flags))
+                flags = _DO_NOT_WAIT
+                self._receive_frame(flags)
+                if frames[0] not in self.hung_up or frames[1].more:
+                    return True
+                self.dropped += 1
+                frames.clear()
+                self._give_back(_GIVE_BACK_AFTER)
+        except zmq.Again:
+            self._give_back(_GIVE_BACK_AT_LAST)
+            raise
         return False
+
+    def _give_back(self, least: int) -> None:
+        if self.dropped - self._given_back >= least:
+            self._given_back = self.dropped
+            _give_back_memory()
 
 
 def _give_back_memory() -> None:
-    """Have malloc give back what libzmq held many frames in, at 64 bytes each: it would keep it for more of them."""
+    """Have malloc give back what libzmq held many frames in: it would keep it for more of them."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
     if trim is not None:
         trim(0)

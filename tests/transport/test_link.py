@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread
-from raw_ends import RawEnd, hello, hello_of, map_with, of_version, refusal_of
+from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
@@ -734,6 +734,21 @@ def test_memory_does_not_grow_with_bad_input() -> None:
         gc.collect()
         assert memory().uss - before < 8 << 20
         assert consumer.statistics().peers == ()
+
+
+def test_memory_of_a_flood_is_given_back_when_it_is_over() -> None:
+    """A short message that comes alone takes some KB until it is read, and malloc would keep them."""
+    with tp.Consumer("tcp://127.0.0.1:*") as consumer, RawLine(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        _listen(consumer, lambda: consumer.statistics().peers)
+        before = memory().uss
+        for _ in range(5000):
+            raw.say(bytes(60))
+            time.sleep(0)  # libzmq's thread reads this one alone
+        _listen(consumer, lambda: consumer.statistics().rejected >= 5000)
+        with pytest.raises(tp.Empty):
+            consumer.get(0)
+        assert memory().uss - before < 4 << 20
 
 
 def test_a_type_that_is_not_registered_here() -> None:
