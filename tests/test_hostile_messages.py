@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import socket
 import struct
 import time
 import tracemalloc
@@ -353,6 +354,30 @@ def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:
                 consumer.get(0)
             longest = max(longest, time.process_time() - began)
         assert longest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("greeting", "message"),
+    [(b"\xff" + bytes(7) + b"\x01\x7f\x01\x05\0\0", b"\0\x01x"), (b"\x01\0", b"\x02\0x")],
+    ids=["ZMTP 2", "ZMTP 1"],
+)
+@pytest.mark.parametrize("has_the_port", [True, False])
+def test_who_shakes_no_hands_is_hung_up_on(greeting: bytes, message: bytes, has_the_port: bool) -> None:
+    """Old versions of ZeroMQ have no handshake. A connector would keep what they say; a binder could never hang up on them."""
+    with contextlib.ExitStack() as stack:
+        if has_the_port:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stack.enter_context(tp.Consumer(f"tcp://127.0.0.1:{listener.getsockname()[1]}", bind=False))
+            stranger = stack.enter_context(listener.accept()[0])
+        else:
+            consumer = stack.enter_context(tp.Consumer("tcp://127.0.0.1:*"))
+            port = int(consumer.endpoint.rpartition(":")[2])
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        stranger.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            stranger.sendall(greeting + message)
+            while stranger.recv(1000):
+                pass
 
 
 def test_an_expanded_tensor_is_moved_to_its_device_as_what_came() -> None:

@@ -18,9 +18,9 @@ from zmq.utils import z85
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
 
-__all__ = ["Gate", "check_available", "key_pair", "read_keys", "use_keys"]
+__all__ = ["DOMAIN", "Gate", "check_available", "key_pair", "read_keys", "use_keys"]
 
-_DOMAIN = b"tensorpipe_ipc"
+DOMAIN = b"tensorpipe_ipc"
 _HANDLER = "inproc://zeromq.zap.01"
 _AT_ONCE = 0.01  # seconds of answering in one go: who waits for a message has a timeout to keep
 _REQUEST = 9  # frames: routing id, empty, version, request, domain, address, identity, mechanism, key
@@ -74,7 +74,6 @@ def use_keys(socket: zmq.Socket[bytes], keys: dict[int, bytes], *, bind: bool) -
         raise Refused("libzmq rejected these CURVE keys; make a new pair with `tensorpipe-ipc keygen`") from None
     if bind:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in, and not anybody
 
 
@@ -137,7 +136,7 @@ class Gate:
         if len(request) != _REQUEST:
             return
         routing, _, version, number, domain, address, _, mechanism, key = request
-        knows = mechanism == b"CURVE" and domain == _DOMAIN and key in self._allowed
+        knows = mechanism == b"CURVE" and domain == DOMAIN and key in self._allowed
         try:
             self.socket.send_multipart([routing, b"", version, number, *(_YES if knows else _NO)], _DO_NOT_WAIT)
         except zmq.ZMQError:  # it is gone

@@ -21,6 +21,7 @@ import zmq
 
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.addresses import Address
+from tensorpipe_ipc.transport.curve import DOMAIN
 from tensorpipe_ipc.transport.fragments import LARGEST_FRAGMENT, in_fragments, joined
 from tensorpipe_ipc.transport.frame_reader import FrameReader
 from tensorpipe_ipc.transport.kernel_sockets import prepare_for_bulk
@@ -123,6 +124,9 @@ class FrameSocket:
             zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._cuts else _LARGEST,
             zmq.RCVTIMEO: _SLICE_MS,
             zmq.HANDSHAKE_IVL: 3000,
+            # Nobody is asked about it. But by a socket that has one libzmq speaks no version so old that it has no handshake.
+            # What comes without can neither be told from which connection it is, nor be hung up on.
+            zmq.ZAP_DOMAIN: DOMAIN,
         }
         if is_tcp:
             both |= {zmq.IPV6: 1, **_HEARTBEATS}
@@ -286,7 +290,7 @@ class FrameSocket:
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
         if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:
-            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that speaks an old version
+            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
                 prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
 
     def process_behind(self) -> int:
