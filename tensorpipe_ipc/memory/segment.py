@@ -244,6 +244,7 @@ def _sealed_memfd(size: int) -> OwnedFd:
 def _map(descriptor: int, size: int) -> mmap.mmap:
     _verify(descriptor, size)
     try:
+        _refuse_if_filled()
         memory = mmap.mmap(descriptor, size)
     except OSError as failed:
         raise _refused("could not be mapped", size, failed) from failed
@@ -254,6 +255,18 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
             errno.EINVAL, f"no segment of version {VERSION} and {size} bytes: magic, version, size are {found}"
         )
     return memory
+
+
+def _refuse_if_filled() -> None:
+    """
+    Raises:
+        OSError: what this process maps has all its pages at once (mlockall): a segment would have all memory that there is.
+    """
+    with owned(os.memfd_create, NAME, os.MFD_CLOEXEC) as probe:
+        os.ftruncate(probe.fileno(), PAGE)
+        mmap.mmap(probe.fileno(), PAGE).close()
+        if os.fstat(probe.fileno()).st_blocks:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def _verify(descriptor: int, size: int) -> None:
@@ -270,6 +283,7 @@ def _verify(descriptor: int, size: int) -> None:
 
 
 _REMEDIES = {
+    errno.EAGAIN: "have mlockall lock what is used (MCL_ONFAULT), and set no limit on that (ulimit -l)",
     errno.ENOMEM: "raise the limit on address space (ulimit -v) or vm.max_map_count",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",

@@ -1,5 +1,6 @@
 """A segment is sealed, sparse, verified where it is attached, and refused with sizes and a remedy."""
 
+import ctypes
 import fcntl
 import mmap
 import multiprocessing
@@ -152,6 +153,20 @@ def test_under_a_limit_it_is_smaller_and_under_a_small_one_refused_with_the_reme
     assert refused.startswith("SharedMemoryError")
     assert str(MINIMUM_SIZE) in refused
     assert "ulimit" in refused
+
+
+@pytest.mark.parametrize(("flags", "is_refused"), [(2, True), (2 | 4, False)], ids=["all", "what is used"])
+def test_a_process_that_locks_what_it_maps_is_refused_what_all_would_become_memory(flags, is_refused):
+    def make():
+        assert ctypes.CDLL(None).mlockall(flags) == 0  # MCL_FUTURE, MCL_ONFAULT
+        return Segment.create(MINIMUM_SIZE).resident()
+
+    said = told_by_child(make)
+    if is_refused:
+        assert said.startswith("SharedMemoryError")
+        assert "MCL_ONFAULT" in said
+    else:
+        assert said == str(PAGE) or "ulimit -l" in said
 
 
 @pytest.mark.parametrize("page", [PAGE, 64 << 10])  # where the system's are larger, the kernel refuses a part of one
