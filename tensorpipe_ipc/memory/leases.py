@@ -408,18 +408,21 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64
             fence.acquire()
             fence.release()
-    if leases.gives_back and word in live and live[word] is anchor and anchor.forks == leases.arena.rows.forks:
-        if words[word] == held:
-            leases.arena.shrink(word << 3)
     if word in live and live[word] is anchor:
-        del live[word]
+        del live[word]  # no call since the look: nobody else releases it
         leases._room += anchor.nbytes
         forks = leases.arena.rows.forks
         if words[word] == held:
-            if anchor.forks == forks:
+            if anchor.forks != forks:
+                leases.kept[word] = held, anchor.forks + 1, forks
+            elif not leases.gives_back:
                 words[word] = held & ~HOLDER
             else:
-                leases.kept[word] = held, anchor.forks + 1, forks
+                try:
+                    leases.arena.shrink(word << 3)
+                finally:
+                    if anchor.process == leases.process:  # not a child that was forked meanwhile
+                        words[word] = held & ~HOLDER
     leases.offered.discard(word)
     if leases.kept and not is_finalizing():  # else modules are half gone, and the children outlast this process
         leases.settle(at_once=False)

@@ -174,3 +174,36 @@ def test_a_fork_without_leases_leaves_no_witness(held, child):
     child(lambda: None)
     assert not held.arena.rows.has_witness(held.arena.rows.index)
     assert held.arena.rows.forks == 0
+
+
+def test_what_gives_its_memory_back_is_nobodys_until_then(held, monkeypatch):
+    """Another thread may look for dead leases, and allocate, at any moment."""
+    held.leases.gives_back, given, other = True, [], []
+    shrink = held.arena.shrink
+
+    def shrink_late(block):
+        held.leases.settle()
+        held.arena.reclaim()
+        other.append(held.arena.allocate(NBYTES))
+        held.arena.segment.octets[other[0] + 64 : other[0] + NBYTES] = 7
+        shrink(block)
+        given.append(block)
+
+    monkeypatch.setattr(held.arena, "shrink", shrink_late)
+    held.tensor()
+    assert held.step == FREE
+    assert given == [held.block]
+    assert (held.arena.segment.octets[other[0] + 64 : other[0] + NBYTES] == 7).all()
+
+
+def test_what_gives_its_memory_back_is_free_whatever_ends_that(held, monkeypatch):
+    def fail(block):
+        raise KeyboardInterrupt
+
+    held.leases.gives_back = True
+    monkeypatch.setattr(held.arena, "shrink", fail)
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    held.tensor()
+    assert held.step == FREE
+    monkeypatch.undo()
+    held.tensor()  # what was cut short keeps the arena until the next one goes
