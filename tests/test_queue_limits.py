@@ -268,7 +268,15 @@ def test_100_000_puts_before_anybody_gets_do_not_block_and_come_in_order() -> No
 
 
 @pytest.fixture
-def fake_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+def fake_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that say of the machine what /proc does."""
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(headroom, "_PROC", str(tmp_path / "proc"))
+    return tmp_path / "proc"
+
+
+@pytest.fixture
+def fake_cgroup(tmp_path: Path, fake_proc: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Two cgroups, one in the other, in files; set limit and usage of the outer one."""
     inner = tmp_path / "outer" / "inner"
     inner.mkdir(parents=True)
@@ -277,11 +285,16 @@ def fake_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[in
         (tmp_path / "outer" / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "outer" / "memory.current").write_text(f"{usage}\n")
 
-    (inner / "memory.max").write_text("max\n")
+    for limit in ("memory.max", "memory.high"):
+        (inner / limit).write_text("max\n")
+    (tmp_path / "outer" / "memory.high").write_text("max\n")
     (inner / "memory.current").write_text("4096\n")
     set_outer(1 << 40, 0)
-    files = tuple(headroom._ancestors(str(tmp_path), "/outer/inner", "memory.max", "memory.current"))
-    assert len(files) == 2
+    (fake_proc / "self").mkdir()
+    (fake_proc / "self" / "cgroup").write_text("0::/outer/inner\n")
+    monkeypatch.setattr(headroom, "_ROOT", str(tmp_path))
+    files = tuple(headroom._limits())
+    assert len(files) == 4
     monkeypatch.setattr(headroom, "_files", lambda process: files)
     return set_outer
 
@@ -306,6 +319,34 @@ def test_an_empty_queue_does_not_grow_beyond_a_cgroups_limit_either(fake_cgroup:
             there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=timeout)
     there.put(1, timeout=0)
     assert there.get(timeout=0) == 1
+
+
+def test_growth_beyond_what_a_cgroup_is_slowed_at_is_refused(
+    fake_cgroup: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    """Beyond ``memory.high`` the kernel kills nobody, but each call that gets memory takes up to seconds."""
+    there = Queue()
+    fake_cgroup(1 << 40, 99 * MIB)
+    (tmp_path / "outer" / "memory.high").write_text(f"{100 * MIB}\n")
+    with pytest.raises(SharedMemoryError, match=f"the machine leaves {MIB}"):
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_growth_beyond_what_the_kernel_commits_is_refused(fake_proc: Path, mode: int) -> None:
+    """With ``vm.overcommit_memory=2`` it is a SIGBUS, however much is available."""
+    there = Queue()
+    (fake_proc / "sys" / "vm").mkdir(parents=True)
+    for name, number in (("overcommit_memory", mode), ("admin_reserve_kbytes", 8192), ("user_reserve_kbytes", 131072)):
+        (fake_proc / "sys" / "vm" / name).write_text(f"{number}\n")
+    (fake_proc / "meminfo").write_text(
+        f"MemAvailable: {1 << 20} kB\nCommitLimit: {200 << 10} kB\nCommitted_AS: {63 << 10} kB\n"
+    )
+    if mode < 2:
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+    else:
+        with pytest.raises(SharedMemoryError, match=f"the machine leaves {MIB}"):
+            there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
 
 
 def test_files_that_were_read_leave_room(fake_cgroup: Callable[[int, int], None], tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ a check, not a guarantee.
 
 A cgroup's usage counts the files that its processes read, too. A program that reads more than its limit, as training does,
 is at that limit for ever. The kernel takes this cache back before it kills, so it counts as left, as in ``MemAvailable``.
+
+Beyond ``memory.high`` nobody is killed, but each call that gets memory may take seconds. So it counts as a limit. Where the
+kernel commits no more memory than there is (``vm.overcommit_memory=2``), a page that it refuses is a SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Iterator
 __all__ = ["addresses_left", "headroom"]
 
 _ROOT = "/sys/fs/cgroup"
+_PROC = "/proc"
 # what is set as "no limit" in version 1: a number near 2 ** 63
 _UNLIMITED = 1 << 60
 # of memory.stat; in version 1 with "total_" before them, as these alone are of the whole subtree there
@@ -27,7 +31,7 @@ _CACHE = ("inactive_file", "active_file", "slab_reclaimable")
 
 def headroom() -> int:
     """Bytes that may still be used: the least of what the machine has and what each cgroup above us leaves."""
-    room = _available()
+    room = min(_available(), _committable())
     for limit, usage in _files(os.getpid()):
         with contextlib.suppress(OSError, ValueError):  # "max", or a file that this kernel does not have
             most = _number(limit)
@@ -47,11 +51,25 @@ def addresses_left() -> int | None:
 
 
 def _available() -> int:
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return _of_machine("MemAvailable")
     return _UNLIMITED
+
+
+def _committable() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        if _number(f"{_PROC}/sys/vm/overcommit_memory") == 2:
+            kept = sum(_number(f"{_PROC}/sys/vm/{who}_reserve_kbytes") for who in ("admin", "user"))
+            return _of_machine("CommitLimit") - _of_machine("Committed_AS") - kept * 1024
+    return _UNLIMITED
+
+
+def _of_machine(name: str) -> int:
+    with open(f"{_PROC}/meminfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    raise ValueError(f"no {name} in /proc/meminfo")
 
 
 @functools.lru_cache(maxsize=1)  # a process is rarely moved to another cgroup; a child asks with another id
@@ -61,11 +79,12 @@ def _files(_process: int) -> tuple[tuple[str, str], ...]:
 
 def _limits() -> Iterator[tuple[str, str]]:
     """Names of the files with limit and usage, of our cgroup and every one above it."""
-    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as lines:
+    with contextlib.suppress(OSError), open(f"{_PROC}/self/cgroup", encoding="utf-8") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controllers == "":
-                yield from _ancestors(_ROOT, path, "memory.max", "memory.current")
+                for limit in ("memory.max", "memory.high"):
+                    yield from _ancestors(_ROOT, path, limit, "memory.current")
             elif "memory" in controllers.split(","):
                 yield from _ancestors(f"{_ROOT}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
