@@ -639,8 +639,9 @@ class Arena(Extents):
             for start, kind_, units_, row, _ in self._words_of_extents()
             if start >> 20 not in missed
         ]
-        own = sum(free for _, free, _, extent in found if extent in chosen)
-        others = [each for each in found if each[3] not in chosen and (each[1] or each[2])]
+        mine = set(chosen)
+        own = sum(free for _, free, _, extent in found if extent in mine)
+        others = [each for each in found if each[3] not in mine and (each[1] or each[2])]
         more = list[Extent]()
         if no_addresses:
             more += [extent for _, _, whole, extent in others if whole]
@@ -724,7 +725,7 @@ class Arena(Extents):
         if idle:
             self.reclaim()
             own = self._withdraw({start >> 20 for start, _, _ in idle})
-            self._take(own + [extent for extent in idle if extent not in own and extent[0] >> 20 not in self._mine])
+            self._take(own + [extent for extent in idle - set(own) if extent[0] >> 20 not in self._mine])
 
     # ---- the dead ----
 
