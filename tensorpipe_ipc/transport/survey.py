@@ -171,7 +171,7 @@ def survey(pids: Iterable[int] | None = None) -> list[SegmentView]:
 def _look(inode: int, pids: tuple[int, ...], links: list[str]) -> SegmentView | None:
     for link in links:
         with contextlib.suppress(OSError):  # its process is gone; another may have it
-            with owned(os.open, link, os.O_RDONLY | os.O_CLOEXEC) as segment:
+            with owned(os.open, link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as segment:
                 size, capacity = read_head(segment.fileno())
                 if size and os.fstat(segment.fileno()).st_ino == inode:
                     return _Reader(segment.fileno(), size).view(inode, pids, capacity)

@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import MAX_ROWS, ROWS_END
 from tensorpipe_ipc.memory.rows import INCARNATIONS
 from tensorpipe_ipc.memory.segment import _HEAD, MAGIC, NAME, VERSION
+from tensorpipe_ipc.transport import survey as onlooker
 from tensorpipe_ipc.transport.survey import SegmentView, Use, survey
 
 
@@ -174,3 +176,10 @@ def test_nonsense_is_looked_at_in_no_time() -> None:
         assert os.fstat(memory).st_ino in [segment.inode for segment in found]
     finally:
         os.close(memory)
+
+
+def test_a_pipe_that_shows_that_name_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mount namespace of his own anybody can have one. Who opens it to read would wait for somebody who writes."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(onlooker, "memfds", lambda *_: [(os.getpid(), str(tmp_path / "pipe"))])
+    assert survey() == []
