@@ -26,7 +26,6 @@ from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue
 from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
-from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.flatten import Flat, flatten, may_be_tree
 from tensorpipe_ipc.wire.in_block import (
     A_PICKLE,
@@ -40,6 +39,7 @@ from tensorpipe_ipc.wire.in_block import (
 )
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import Encoder, Outgoing, encode
+from tensorpipe_ipc.wire.rebuild import array_of
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Apart", "Codec", "Payload"]
@@ -222,7 +222,7 @@ class Codec:
 
         Raises:
             ProtocolError: the bytes are no message.
-            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks.
+            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype or a layout that NumPy lacks.
             Exception: whatever the object raises when it is made again.
         """
         if metadata == _A_PICKLE:
@@ -295,9 +295,7 @@ def _as_wanted(arrival: Arrival) -> Callable[[Any], Any] | None:
 def _made(arrival: Arrival, tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
     if arrival.as_numpy:
-        if BY_TORCH[plain.dtype].numpy is None:
-            raise UnsupportedLeaf(f"NumPy has no {plain.dtype}: get it without as_numpy")
-        return plain.numpy()
+        return array_of(plain)
     assert arrival.unstage is not None
     moved = arrival.unstage(plain).requires_grad_(tensor.requires_grad)
     return Parameter(moved, tensor.requires_grad) if isinstance(tensor, Parameter) else moved

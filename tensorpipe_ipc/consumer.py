@@ -190,8 +190,8 @@ class Consumer:
             StreamFailed: they have left, all that they put is taken, and an exception ended one of them; told once.
             PeerLost: they have left, and one went without a goodbye, or messages of its did not come; told once. Or a message
                 lay in the GPU memory of one that is gone (``cuda_ipc``).
-            UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype that
-                NumPy lacks. It is dropped.
+            UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype or a
+                layout that NumPy lacks. It is dropped.
             OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``), or than ``device``
                 has memory for. It is dropped.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared

@@ -238,8 +238,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             Empty: none came in time.
             Closed: the queue is closed here.
             ValueError: ``copy`` is none of these, ``device`` names none, or goes with ``as_numpy``.
-            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype that NumPy lacks. The object is what the next get
-                takes.
+            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype or a layout that NumPy lacks. The object is what the next
+                get takes.
             MemoryError, OSError, torch.OutOfMemoryError: there is not enough for it now. The object is what the next get
                 takes; after eight tries it is dropped.
             Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``). What is

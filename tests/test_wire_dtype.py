@@ -349,6 +349,25 @@ def test_as_numpy() -> None:
     assert half.get(as_numpy=True, restore=False).dtype == np.float16
 
 
+def test_layouts_that_numpy_lacks() -> None:
+    """Sparse and quantized tensors are named, and come with a get without as_numpy, or a consumer is told of them."""
+    sparse, quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 1, 0, torch.quint8)
+    queue = tp.Queue(serializer="torch_save")
+    for tensor, lacking in [(sparse, "tensors of layout torch.sparse_coo"), (quantized, "torch.quint8")]:
+        queue.put([tensor])
+        with pytest.raises(tp.UnsupportedLeaf, match=f"NumPy has no {lacking}: get it without as_numpy"):
+            queue.get(timeout=10, as_numpy=True)
+        assert str(queue.get(timeout=10)[0]) == str(tensor)
+    with (
+        tp.Consumer("inproc://layouts", accept=["torch_save"], as_numpy=True) as consumer,
+        tp.Producer("inproc://layouts", serializer="torch_save") as producer,
+    ):
+        taken = in_thread(lambda: pytest.raises(tp.UnsupportedLeaf, consumer.get, 10))
+        producer.put(sparse, timeout=10)
+        assert "NumPy has no tensors of layout torch.sparse_coo" in str(taken().value)
+        assert consumer.statistics().last_rejection == ""
+
+
 def test_as_numpy_at_endpoints(transport: str) -> None:
     """A consumer's arrays lie on what they came in."""
     with tp.Consumer("tcp://127.0.0.1:0", as_numpy=True) as consumer, tp.Producer(consumer.endpoint) as producer:

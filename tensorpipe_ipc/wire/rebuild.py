@@ -23,7 +23,7 @@ from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import overlaps
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "array_of"]
 
 Buffer = bytes | memoryview
 Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
@@ -80,7 +80,7 @@ class Plan:
             as_numpy: whether tensors become NumPy arrays on their memory.
 
         Raises:
-            UnsupportedLeaf: a tensor that is to become an array is of a dtype that NumPy lacks.
+            UnsupportedLeaf: a tensor that is to become an array is of a dtype or a layout that NumPy lacks.
             ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of strings),
                 or a dict has a key twice.
         """
@@ -483,16 +483,26 @@ _READERS: dict[int, Build] = {
 }
 
 
-def _array(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> Any:
-    leaf = next(leaves)
-    if BY_TORCH[leaf.dtype].numpy is None:
+def array_of(tensor: torch.Tensor) -> Any:
+    """A NumPy array on a tensor's memory.
+
+    Raises:
+        UnsupportedLeaf: it is of a dtype or a layout that NumPy lacks.
+    """
+    row = BY_TORCH.get(tensor.dtype)  # of a quantized one there is none
+    if row is None or row.numpy is None:
         raise UnsupportedLeaf(
-            f"NumPy has no {leaf.dtype}: get it without as_numpy, or have the producer send .float() or .view(torch.uint8)"
+            f"NumPy has no {tensor.dtype}: get it without as_numpy, or have the producer send .float() or .view(torch.uint8)"
         )
-    return leaf.numpy()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested tensors" if tensor.is_nested else f"tensors of layout {tensor.layout}"
+        raise UnsupportedLeaf(f"NumPy has no {layout}: get it without as_numpy, or have the producer send .to_dense()")
+    return tensor.numpy()
 
 
 _ARRAY_READERS: dict[int, Build] = {
     **_READERS,
-    **dict.fromkeys((Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN), _array),
+    **dict.fromkeys(
+        (Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN), lambda leaves, values: array_of(next(leaves))
+    ),
 }

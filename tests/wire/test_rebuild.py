@@ -139,3 +139,9 @@ def test_what_numpy_lacks_is_no_fault_of_the_message() -> None:
     assert Plan(b"\x10").build([F], [], as_numpy=True).tolist() == [1, 1]
     with pytest.raises(UnsupportedLeaf, match="NumPy has no torch.bfloat16"):
         Plan(b"\x10").build([F.bfloat16()], [], as_numpy=True)
+    with pytest.raises(UnsupportedLeaf, match=r"NumPy has no tensors of layout torch.sparse_coo: get it without"):
+        Plan(b"\x10").build([F.to_sparse()], [], as_numpy=True)
+    with pytest.raises(UnsupportedLeaf, match="NumPy has no nested tensors"):
+        Plan(b"\x10").build([torch.nested.nested_tensor([F, F])], [], as_numpy=True)
+    with pytest.raises(UnsupportedLeaf, match="NumPy has no torch.quint8"):
+        Plan(b"\x10").build([torch.quantize_per_tensor(F, 1, 0, torch.quint8)], [], as_numpy=True)
