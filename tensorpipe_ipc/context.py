@@ -53,6 +53,11 @@ class _WithOurQueues(context.BaseContext):
             found.lasts = True
         return found  # type: ignore[no-any-return]
 
+    def __del__(self) -> None:
+        found = self.__dict__.get("_undertaker")
+        if found is not None and not sys.is_finalizing():
+            found.leave_context()
+
     def Queue(
         self,
         maxsize: int = 0,

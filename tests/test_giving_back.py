@@ -651,7 +651,7 @@ def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds
         assert got[0].unique().tolist() == [0]
 
 
-@pytest.mark.parametrize("between", ["a queue's ends", "endpoints"])
+@pytest.mark.parametrize("between", ["a queue's ends", "a context's", "a context's, which goes last", "endpoints"])
 def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between):
     """Nobody would find what is free there; and some tensors last as long as their program."""
     if between == "endpoints":
@@ -662,11 +662,15 @@ def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between)
             del got[6:]
             segment = segment_at(got[0].data_ptr())
     else:
-        there = tp.Queue()
+        ctx = tp.get_context("fork").__class__() if "context" in between else None
+        there = tp.Queue(ctx=ctx)
+        if between == "a context's":
+            del ctx
         there.put_many([octets(MIB, n) for n in range(12)])
         got = [there.get() for _ in range(12)][:6]
         segment = segment_at(got[0].data_ptr())
         del there
+        ctx = None
     gc.collect()
     assert segment.resident() < 7 * MIB
     del got[2:]

@@ -467,12 +467,18 @@ class Undertaker:
         """This process has a queue no more. What its operations count goes with the queue."""
         self._left[queue] = operations
         self.bury_left()
-        if not (self.queues or self.lasts) and self.leases.live and self.rows.index >= 0:
-            self._give_back_last()
+        self._give_back_last()
+
+    def leave_context(self) -> None:
+        """No context has it any more."""
+        self.lasts = False
+        self._give_back_last()
 
     def _give_back_last(self) -> None:
-        """This process can neither put, get nor trim here any more, and has tensors. If nobody else can, what is free is given
-        back, now and when tensors are let go of."""
+        """Where this process can neither put, get nor trim here any more, and has tensors: if nobody else can, what is free is
+        given back, now and when tensors are let go of."""
+        if self.queues or self.lasts or not self.leases.live or self.rows.index < 0:
+            return
         self.bury_all()
         if not any(self._records()):
             self.rest()
