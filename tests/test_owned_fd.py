@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -116,3 +117,21 @@ def test_an_exception_at_any_moment_leaves_nothing_open(
     assert raised >= 1
     PIPES.clear()
     presence.sweep()  # one that could not be taken away is a killed end's
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_an_exception_at_any_moment_of_show_leaves_a_poll_that_tells_what_it_is_shown_next(ready: bool) -> None:
+    """Whoever waits on the descriptor neither sleeps through what is there, nor is woken for ever by nothing."""
+    with contextlib.closing(PollFd([])) as poll:
+        poll.show(True)
+
+        def show() -> None:
+            poll.show(ready)
+
+        for point in range(1, 20):
+            poll.show(not ready)
+            with contextlib.suppress(Interrupt):
+                run_traced(show, point, _interrupt, SIGNAL_CHECKS, before=False, returns=True)
+            for shown in (True, False):
+                poll.show(shown)
+                assert bool(select.select([poll.fd], [], [], 0)[0]) is shown, f"at step {point}"

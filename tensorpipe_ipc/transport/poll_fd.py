@@ -29,7 +29,7 @@ class PollFd:
         self._epoll = select.epoll()
         self._watched: set[int] = set()
         self._own: OwnedFd | None = None
-        self._shown = False
+        self._shown: bool | None = False  # None: an exception came between ours and this
         for zmq_fd in zmq_fds:
             self._epoll.register(zmq_fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
@@ -49,20 +49,23 @@ class PollFd:
 
     def wait(self, timeout: float) -> list[int]:
         """Those that tell of something, within ``timeout`` seconds."""
-        if self._shown:  # what is to be shown is found out anew after this
+        if self._shown is not False:  # what is to be shown is found out anew after this
             self.show(False)
         return [fd for fd, _ in self._epoll.poll(timeout)]
 
     def show(self, ready: bool) -> None:
         """Be readable, or not, as far as ours is concerned."""
-        if ready and not self._shown:
+        if ready is self._shown:
+            return
+        self._shown = None
+        if ready:
             if self._own is None:
                 own = owned(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._epoll.register(own, select.EPOLLIN)
                 self._own = own
             os.eventfd_write(self._own.fileno(), 1)
-        elif self._shown and not ready and self._own is not None:
-            with suppress(BlockingIOError):  # an exception came when it was read, the last time
+        elif self._own is not None:
+            with suppress(BlockingIOError):  # an exception came before it was written, or when it was read
                 os.eventfd_read(self._own.fileno())
         self._shown = ready
 
