@@ -324,12 +324,15 @@ class Consumer:
         link.count_in_hand()
         while True:
             self._guard.check()
+            has_ended = link.has_ended()
+            if has_ended and not link.socket.binds:  # before anything of a connector's next binder
+                return _ENDED
             turns += 1
             # What came was no message, and more of it may come.
             if turns > 1 and link.is_late(deadline) and self._is_over(0):
                 return _ENDED
             left = remaining(deadline)
-            patience = 0 if link.has_ended() else left
+            patience = 0 if has_ended else left
             if link.shares_memory:
                 peer = link.next_ready(patience)
                 if peer is not None:
@@ -357,9 +360,7 @@ class Consumer:
                     link.taken(peer, header)
                     link.in_hand = False  # as above
                     return taken
-            elif (turns % _TURNS == 0 or not link.socket.has_incoming() or link.is_between_binders()) and self._is_over(
-                left
-            ):
+            elif (turns % _TURNS == 0 or not link.socket.has_incoming()) and self._is_over(left):
                 return _ENDED
 
     def _is_over(self, left: float) -> bool:

@@ -30,6 +30,7 @@ from proxy import Proxy
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport.addresses import parse, runtime_folder
+from tensorpipe_ipc.transport.line import Line
 from tensorpipe_ipc.transport.whereabouts import why_nobody
 
 pytestmark = pytest.mark.limit(25)
@@ -422,6 +423,86 @@ def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_
             putting()
             following.flush(PATIENCE)
         assert (consumer.statistics().lost, consumer.statistics().duplicates) == (0, 0)
+
+
+def test_a_producer_that_came_and_left_before_what_the_first_one_left_is_taken() -> None:
+    """Two binders have ended one after the other: the consumer gets all of the first, and then all of the next."""
+    first = tp.Producer("inproc://next", bind=True, linger=0)
+    with tp.Consumer("inproc://next", bind=False) as consumer:
+        _met(first, consumer)
+        for number in range(4):
+            first.put(number, PATIENCE)
+        with pytest.warns(RuntimeWarning, match="4 messages that were not taken"):
+            first.close()
+        with tp.Producer("inproc://next", bind=True, linger=0) as following:
+            assert consumer.get(PATIENCE) == 0
+            wait_until(lambda: consumer._link.socket.is_connected(0.01))
+            assert consumer.get(PATIENCE) == 1  # and says HELLO to the next
+            following.put(4, PATIENCE)
+            with pytest.warns(RuntimeWarning, match="1 messages that were not taken"):
+                following.close()
+        wait_until(lambda: not consumer._link.socket.is_connected(0.01))
+        for left in ([2, 3], [4]):
+            assert [consumer.get(PATIENCE) for _ in left] == left
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+        assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_a_stream_that_has_ended_is_told_though_the_next_binder_is_there(
+    shared_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the first is taken when the next one comes: that the first stream has ended is told before anything else."""
+    monkeypatch.setattr("tensorpipe_ipc.transport.meeting._AGAIN", 0.0)
+    first = tp.Producer("told", bind=True, shared_memory=shared_memory, linger=0)
+    with tp.Consumer("told", bind=False) as consumer:
+        _met(first, consumer)
+        first.put(0, PATIENCE)
+        with pytest.warns(RuntimeWarning, match="1 messages that were not taken"):
+            first.close()
+        consumer._link.look_around(at_once=True)
+        assert consumer.get(PATIENCE) == 0
+        wait_until(lambda: consumer._link.drain() or consumer._link.has_ended())  # as a get does that is cut short
+        with tp.Producer("told", bind=True, shared_memory=shared_memory):
+            wait_until(lambda: consumer._link.socket.is_connected(0.01))
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_an_exception_while_a_connection_is_hung_up_stops_nobody(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits on the descriptor is told of the next binder, and other ends of the process go on."""
+    close = Line.close
+
+    def interrupted(line: Line, linger: float) -> None:
+        monkeypatch.setattr(Line, "close", close)
+        if is_closed:
+            close(line, linger)
+        raise KeyboardInterrupt
+
+    with tp.Consumer("hung", bind=False) as consumer, tp.Consumer("beside") as other:
+        with tp.Producer("hung", bind=True, shared_memory="off") as first:
+            _met(first, consumer)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        readable = consumer.fileno()
+        monkeypatch.setattr(Line, "close", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            consumer.get(0.1)
+        assert Line.close is close
+        with tp.Producer("hung", bind=True, shared_memory="off") as following:
+            putting = in_thread(lambda: following.put("told", PATIENCE))
+            while True:
+                assert select.select([readable], [], [], PATIENCE)[0]
+                with contextlib.suppress(tp.Empty):
+                    assert consumer.get_nowait() == "told"
+                    break
+            putting()
+        with tp.Producer("beside", shared_memory="off") as beside:
+            _met(beside, other)
 
 
 @pytest.mark.parametrize("endpoint", ["ending", "tcp://127.0.0.1:*"])

@@ -238,13 +238,14 @@ class Binder(FrameSocket):
         if not has_descriptors():  # then libzmq's thread closes it a moment later
             return
         told = f"inproc://let-go-{next(_numbers)}"
-        with suppress(zmq.ZMQError):
+        with suppress(zmq.ZMQError), closing(self._context.socket(zmq.PAIR)) as monitor:
             self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
-            self._socket.monitor(told, zmq.EVENT_CLOSED)
-            with closing(self._context.socket(zmq.PAIR)) as monitor:
+            try:
+                self._socket.monitor(told, zmq.EVENT_CLOSED)
                 monitor.connect(told)
                 self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
                 monitor.poll(int(_LET_GO * 1000))
+            finally:  # libzmq's thread would stand still, as nobody hears
                 self._socket.disable_monitor()
 
 

@@ -48,6 +48,7 @@ class Connector(FrameSocket):
         self._keys: dict[int, bytes] = {}
         self._line: Line | None = None  # that is tried, or by which is sent
         self._last: Line | None = None  # the one before it, which has ended and is not read out
+        self._open: dict[Line, None] = {}  # both, and what an exception has kept from being one of them, or closed
         self._is_deferred = False  # whether ``_line`` waits for that
         self._connections = 0  # so far
         self._is_shared = False  # whether others may put a socket where this end looks for one
@@ -56,6 +57,7 @@ class Connector(FrameSocket):
         self._alarm: Alarm | None = None  # for who waits on ``fileno``
         self._is_short = False  # whether there was no descriptor left for a try
         self._fds: list[int] = []  # of the lines, that are watched
+        self._is_settled = False  # whether ``_settle`` is done since there are other lines
         self._failed: Line | None = None  # the last whose handshake failed
         self._failures = 0
         self._stranger: int | None = None  # the other user whose socket is at the address, at the last look
@@ -79,14 +81,23 @@ class Connector(FrameSocket):
         if self._keys:
             use_keys(socket, self._keys, bind=False)
         line = Line(socket, self.address, is_shared=self._is_shared)
+        self._is_settled = False
+        self._open[line] = None
         line.open(self._context)
-        self._line, self._is_deferred = line, False
-        if self._alarm is not None:
-            self._alarm.set(0)
-        self._rewatch()
+        self._have(line, self._last)
+        self._settle()
+
+    def _have(self, line: Line | None, last: Line | None) -> None:
+        """Go on with other lines. No exception comes within this; what then is to be done ``_settle`` does."""
+        self._is_settled = self._is_deferred = False
+        if line is not self._line:
+            self.connection, self.routing = 0, b""
+        self._line, self._last, self.reads_out = line, last, last.routing if last is not None else b""
 
     def _hear(self) -> None:
         """Take note of what has become of the lines, and try again where that is due."""
+        if not self._is_settled:
+            self._settle()
         if self._line is not None:
             self._hear_of(self._line)
         if self._last is not None and not self._last.has_unread():
@@ -97,10 +108,11 @@ class Connector(FrameSocket):
     def _hear_of(self, line: Line) -> None:
         line.hear()
         if line.is_up and not line.routing:
+            self._is_settled = False
             self._connections += 1
             line.routing = self._connections.to_bytes(4, "little")
             self._pause, self._failed, self._failures = self._shortest, None, 0
-            self._rewatch()
+            self._settle()
         if line.is_up:
             self.connection, self.routing = self._connections, line.routing
         elif line.has_ended:
@@ -111,10 +123,11 @@ class Connector(FrameSocket):
         """A line has ended. It is read out after the one before it."""
         if line.has_unread():
             if self._last is None:
-                self._last, self._line, self.reads_out, self._is_deferred = line, None, True, False
+                self._have(None, line)
                 self._pace()
+                self._settle()
             return
-        self._line = None
+        self._have(None, self._last)
         self._pace()
         if line.failure is not None:
             self._failures += 1
@@ -122,12 +135,11 @@ class Connector(FrameSocket):
                 self._failed = line
         self._stranger = line.stranger
         self.with_itself += line.is_to_itself
-        self._close(line, 0)
+        self._settle()
 
     def _pace(self) -> None:
+        self._is_settled = False
         self._due = time.monotonic() + self._pause
-        if self._alarm is not None:
-            self._alarm.set(self._pause)
         self._pause = min(2 * self._pause, _LONGEST if self._alarm is None else _RARELY)
 
     def _try_if_due(self) -> None:
@@ -136,6 +148,7 @@ class Connector(FrameSocket):
         self._is_short = not has_descriptors()  # where libzmq finds none, it ends the process
         if self._is_short:
             self._pace()
+            self._settle()
             return
         self._try()
         deadline = time.monotonic() + _AT_ONCE
@@ -144,23 +157,23 @@ class Connector(FrameSocket):
             self._hear_of(line)
 
     def _let_go_of_last(self) -> None:
-        last, self._last, self.reads_out, self._is_deferred = self._last, None, False, False
-        if last is not None:
-            self._close(last, 0)
+        self._have(self._line, None)
+        self._settle()
 
-    def _close(self, line: Line, linger: float) -> None:
-        self._rewatch(line)
-        line.close(linger)
-
-    def _rewatch(self, closing: Line | None = None) -> None:
-        """Have what waits tell of the lines that there are now."""
-        if self._poll_fd is None:
-            return
-        for fd in closing.filenos() if closing is not None else ():
-            self._poll_fd.unwatch(fd)
-        self._fds = self._own_fds()
-        for fd in self._fds:
-            self._poll_fd.watch(fd, edge=False)
+    def _settle(self) -> None:
+        """Have what waits tell of the lines that there are now, and of the time for the next try. Close all others."""
+        if self._poll_fd is not None:
+            for fd in self._fds:
+                self._poll_fd.unwatch(fd)
+            self._fds = self._own_fds()
+            for fd in self._fds:
+                self._poll_fd.watch(fd, edge=False)
+        if self._alarm is not None:
+            self._alarm.set(max(_SHORTEST, self._due - time.monotonic()) if self._line is None else 0)
+        for line in [each for each in self._open if each not in (self._line, self._last)]:
+            line.close(_LAST_WORDS)
+            del self._open[line]
+        self._is_settled = True
 
     def _socket_to(self, peer: bytes) -> zmq.Socket[bytes]:
         """See FrameSocket."""
@@ -227,9 +240,9 @@ class Connector(FrameSocket):
             self._let_go_of_last()
         line = self._line
         if line is not None and line.routing == routing:
-            self._line, self.connection, self.routing = None, 0, b""
+            self._have(None, self._last)
             self._pace()
-            self._close(line, _LAST_WORDS)
+            self._settle()
 
     def is_orphaned(self, routing: bytes) -> bool:
         """See FrameSocket."""
@@ -262,18 +275,18 @@ class Connector(FrameSocket):
 
     def _polling(self) -> Any:
         if self._poll_fd is None:
+            self._is_settled = False
             super()._polling()
-            self._rewatch()
+            self._settle()
         return self._poll_fd
 
     def fileno(self) -> int:
         """See FrameSocket."""
         if not self._is_shown:
-            self._alarm = Alarm()
+            self._alarm = self._alarm or Alarm()
             if self._alarm.fd >= 0:
                 self.watch(self._alarm.fd)
-            if self._line is None:
-                self._alarm.set(_SHORTEST)
+            self._settle()
         return super().fileno()
 
     def look(self) -> bool:
@@ -283,7 +296,7 @@ class Connector(FrameSocket):
 
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:
-            for line in self._lines():
+            for line in self._open:
                 steps.callback(line.close, linger)
             if self._alarm is not None:
                 steps.callback(self._alarm.close)

@@ -12,7 +12,8 @@ as up; until then nothing is sent by it, and nothing read. One of another user's
 before the kernel was asked, where others may write to the folder; and one to itself (``kernel_sockets.is_to_itself``), which
 would keep the address from its binder.
 
-The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it.
+The monitor has no high-water mark: libzmq's thread would stand still as soon as nobody reads it. So it would where the monitor
+is closed and the DEALER still tells: a line has to be closed, and not just dropped.
 """
 
 from __future__ import annotations
@@ -186,12 +187,14 @@ class Line:
         return self.failure is not None and self.failure[0] != _BROKEN_OFF
 
     def close(self, linger: float) -> None:
-        """Close. What was sent by a connection that stands goes on leaving for up to ``linger`` seconds. Again: nothing."""
-        if self.socket.closed:
-            return
-        if not self.has_ended:
-            self.hear()
-        if self._monitor is not None:
+        """Close. What was sent by a connection that stands goes on leaving for up to ``linger`` seconds.
+
+        Again: what an exception left undone, or nothing.
+        """
+        if not self.socket.closed:
+            if not self.has_ended:
+                self.hear()
             self.socket.disable_monitor()
+            self.socket.close(linger=int(linger * 1000) if self.is_up else 0)
+        if self._monitor is not None:
             self._monitor.close(linger=0)
-        self.socket.close(linger=int(linger * 1000) if self.is_up else 0)

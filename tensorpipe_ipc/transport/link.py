@@ -304,7 +304,7 @@ class Link(Meeting):
 
         All that a binder says is, but for one that is the same as before: it sends again what was not read.
         """
-        if routing != self.socket.routing:
+        if routing == self.socket.reads_out:
             return False
         with contextlib.suppress(ProtocolError):
             header = unpack(frames[0])

@@ -98,6 +98,10 @@ class Meeting(Role):
         """Return whether one may be unread that was there when so many had come."""
         raise NotImplementedError
 
+    def finishes(self) -> bool:
+        """Whether a connector that knows nobody has something of the binder before: then it meets the next one later."""
+        return False
+
     def pump(self, timeout: float) -> Any:
         """See Link."""
         raise NotImplementedError
@@ -106,7 +110,7 @@ class Meeting(Role):
 
     def greet(self) -> None:
         """A connector's HELLO, when it is due. It is the first that is said by each of its connections."""
-        if not self.socket.is_connected():
+        if not self.socket.is_connected() or (not self.peers and self.finishes()):
             return
         now, is_news = time.monotonic(), self.owes_greeting()
         if not is_news and now - self._greeted < self._greets_after:
@@ -130,12 +134,14 @@ class Meeting(Role):
             return True
         if not self.peers:
             self.hang_up_on_left()
+            if self.finishes():
+                return self.socket.has_incoming()
         elif not self.owes_greeting():
             return True
         came = self.socket.has_incoming()  # perhaps by a connection that has ended since
         if not self.socket.is_connected(0 if came else timeout):
             return came
-        if not self.peers:
+        if not self.peers and not self.socket.reads_out:
             self.meet_by_file()
         self.greet()
         return True

@@ -123,9 +123,9 @@ class ReceiveLink(Link):
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
 
-    def is_between_binders(self) -> bool:
-        """Return whether what has come is of a connector's next binder: that the one before has ended is told first."""
-        return not self.socket.binds and self.has_ended()
+    def finishes(self) -> bool:
+        """See Meeting."""
+        return bool(self._sharing) or self.has_ended()
 
     def next_stream(self) -> None:
         """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""

@@ -66,7 +66,7 @@ class FrameSocket:
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
             Over inproc it is there before its binder is.
         routing: the routing id of that connection; b"" while there is none.
-        reads_out: whether a connector still reads what came by the connection before this one.
+        reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
         dropped: messages that had come by connections that a binder had hung up on.
     """
@@ -86,7 +86,7 @@ class FrameSocket:
         self.address = address
         self.connection = 0
         self.routing = b""
-        self.reads_out = False
+        self.reads_out = b""
         self.torn_at = 0.0
 
         self._poll_fd: PollFd | None = None
