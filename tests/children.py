@@ -115,7 +115,9 @@ class Child:
         """Wait until its main thread waits in a system call for something other than the next call."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if "poll" in _where(self.pid):
+            if any(
+                call in _where(self.pid) for call in ("poll", "nanosleep")
+            ):  # or sleeps until its next try to connect
                 return
             time.sleep(0.001)
         raise AssertionError(f"pid {self.pid} does not wait: {_where(self.pid)!r}")
