@@ -710,3 +710,27 @@ def test_forks_and_kills_at_random_harm_nobodys_tensors(tmp_path: Path) -> None:
     done = ran_in_fork("-m", "tests.campaign", "--kills", "9", "--messages", "9000", "--seed", "3", folder=tmp_path)
     assert done.status == 0, done.err
     assert re.search(r"about [1-9]\d* forks of helpers", done.out), done.out
+
+
+def test_a_child_that_has_other_files_by_the_numbers_of_its_descriptors(tmp_path: Path) -> None:
+    """It is told so, and its parent's queue and tensors are as they were."""
+    queue = tp.Queue()
+    queue.put(torch.full((SIZE,), 5.0))
+    kept = queue.get(timeout=LIMIT)
+    file = tmp_path / "file"
+    file.touch()
+    if not (child := os.fork()):
+        try:
+            os.closerange(3, 256)
+            while os.open(file, os.O_RDWR) < 128:
+                pass
+            queue.put(1, timeout=1)
+        except SharedMemoryError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    queue.put(torch.full((SIZE,), 6.0))
+    assert queue.get(timeout=LIMIT).unique().tolist() == [6]
+    assert kept.unique().tolist() == [5]
+    assert not file.stat().st_size

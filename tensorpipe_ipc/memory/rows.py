@@ -74,7 +74,7 @@ from tensorpipe_ipc.memory.row import (
     row_byte,
     row_word,
 )
-from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.memory.segment import Segment, identity_of
 from tensorpipe_ipc.owned_fd import OwnedFd, reopened
 from tensorpipe_ipc.process import identity
 
@@ -153,6 +153,12 @@ class Rows:
                 raise SharedMemoryError(
                     failed.errno, f"the segment could not be opened again: {failed.strerror}"
                 ) from failed
+            # Its locks would say that everybody else is dead.
+            if identity_of(owned.fileno()) != self.segment.identity:
+                raise SharedMemoryError(
+                    errno.EBADF,
+                    "this process closed the segment's descriptor, and has another file open by that number",
+                )
             try:
                 self._owned, self._descriptor = owned, owned.fileno()
                 self._adopt(self._find(finish), taken)

@@ -81,6 +81,7 @@ class Segment:
 
     Attributes:
         descriptor: the shared open file description; no lock is ever taken on it.
+        identity: of its file: whose descriptor was closed may find another one by that number.
         size: of the address range, in bytes.
         memory: the mapping, for slices of small data.
         words: the same as native 64-bit words, for the stores that other processes watch.
@@ -90,7 +91,7 @@ class Segment:
 
     page = PAGE
 
-    __slots__ = ("__weakref__", "_owned", "descriptor", "memory", "octets", "size", "words")
+    __slots__ = ("__weakref__", "_owned", "descriptor", "identity", "memory", "octets", "size", "words")
 
     def __init__(self, owned: OwnedFd, size: int) -> None:
         """
@@ -104,7 +105,8 @@ class Segment:
         self.memory = _map(self.descriptor, size)
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.octets = np.frombuffer(self.memory, np.uint8)
-        _mapped.setdefault(identity_of(self.descriptor), self)
+        self.identity = identity_of(self.descriptor)
+        _mapped.setdefault(self.identity, self)
 
     @classmethod
     def create(cls, size: int = DEFAULT_SIZE) -> Segment:
