@@ -55,7 +55,7 @@ _OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so m
 
 @dataclasses.dataclass(frozen=True)
 class ConsumerStatistics:
-    """What a consumer did so far."""
+    """A consumer's figures so far."""
 
     messages: int
     """Messages taken."""
@@ -418,7 +418,7 @@ class Consumer:
             return error
 
     def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
-        """Whether it goes by reference; schema, values and serializer."""
+        """Return whether it goes by reference; schema, values and serializer."""
         how, read, values = parts_of(metadata)
         if how not in (0, BY_REFERENCE, ON_DEVICE, OFFERS):
             raise ProtocolError(
@@ -447,7 +447,7 @@ class Consumer:
         self._link.in_hand = False
 
     def _told_end(self) -> Exception:
-        """What tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
+        """Return what tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
         unwell = self._link.unwell
         told = f"{self.endpoint}: every producer has said goodbye, and all is taken"
         end: Exception = EndOfStream(told)
@@ -459,7 +459,7 @@ class Consumer:
 
 
 def _number_of(producers: Any) -> int | None:
-    """How many producers a stream has; 0: as many as come."""
+    """Return how many producers a stream has; 0: as many as come."""
     return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
 
 

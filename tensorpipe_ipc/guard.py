@@ -20,7 +20,7 @@ _AT_EXIT = 2.0  # seconds
 
 
 class _Section(threading.local):
-    """What this thread must not be disturbed in, and what it then has to do afterwards."""
+    """A section in which this thread must not be disturbed, and its duties afterwards."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -150,5 +150,5 @@ class Guard:
 
     @property
     def foreign(self) -> bool:
-        """Whether this is a fork of the process that made the end."""
+        """Return whether this is a fork of the process that made the end."""
         return os.getpid() != self._pid

@@ -45,7 +45,7 @@ _ONLY_FAREWELL = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class ProducerStatistics:
-    """What a producer did so far."""
+    """A producer's figures so far."""
 
     messages: int
     """Messages put."""
@@ -225,7 +225,7 @@ class Producer:
         return Loan(self, tensors, dtype, timeout)
 
     def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
-        """What ``loan`` does on entering: tensors in one block where that is possible, not initialised."""
+        """Lend, as ``loan`` does on entering: tensors in one block where that is possible, not initialised."""
         deadline = deadline_of(timeout)
         with self._guard:
             while any(spec.nbytes for spec in specs):

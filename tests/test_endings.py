@@ -474,7 +474,7 @@ def test_a_stream_that_has_ended_is_told_though_the_next_binder_is_there(
 def test_an_exception_while_a_connection_is_hung_up_stops_nobody(
     is_closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits on the descriptor is told of the next binder, and other ends of the process go on."""
+    """Waiting on the descriptor tells of the next binder, and other ends of the process go on."""
     close = Line.close
 
     def interrupted(line: Line, linger: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("tests", "bench", "examples")
+FOLDERS = ("tensorpipe_ipc", "tests", "bench", "examples")
 QUESTIONS = {
     *("Who", "Whoever", "Whom", "Whose", "What", "Which", "Whether"),
     *("How", "When", "Where", "Why", "Those"),

@@ -121,7 +121,7 @@ def test_an_exception_at_any_moment_leaves_nothing_open(
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_an_exception_at_any_moment_of_show_leaves_a_poll_that_tells_what_it_is_shown_next(ready: bool) -> None:
-    """Whoever waits on the descriptor neither sleeps through what is there, nor is woken for ever by nothing."""
+    """A wait on the descriptor does not sleep through what is there, and nothing wakes it for ever."""
     with contextlib.closing(PollFd([])) as poll:
         poll.show(True)
 

@@ -1,1 +1,1 @@
-"""Where the bytes lie: a segment, the table of rows at its head, the arena of blocks behind it."""
+"""The place of the bytes: a segment, the table of rows at its head, the arena of blocks behind it."""

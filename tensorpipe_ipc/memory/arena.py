@@ -116,7 +116,7 @@ _KINDS = 48
 
 
 class Taker:
-    """What knows of a block from the moment on at which it is WRITING, until another word or state says what is to be done.
+    """The holder of a block's number from when the block is WRITING until another word or state says what is to be done.
 
     Attributes:
         block: its offset; 0: none.
@@ -705,7 +705,7 @@ class Arena(Extents):
                 self._give_back_idle()
 
     def _give_back_idle(self) -> None:
-        """What is free now and was at the last look, with the same generations, nobody has used in between."""
+        """Give back what is free now and was at the last look, with the same generations: nobody has used it in between."""
         self.words[GROWN] = 0  # first: who grows meanwhile sets it again
         if self.words[PAGE_LOCKED]:  # nothing can be given back any more
             return
@@ -871,5 +871,5 @@ def kind_of(nbytes: int) -> int:
 
 
 def payload_at(block: int, metadata: int) -> int:
-    """Where the payload begins behind so many bytes of metadata."""
+    """Return where the payload begins behind so many bytes of metadata."""
     return block + HEADER + (metadata + 63 & -64)

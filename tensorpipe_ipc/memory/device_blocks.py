@@ -56,7 +56,7 @@ PATTERN = 64  # bytes of a block that a self-test looks at
 
 
 class BlockName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What another process must know of a device block to read it. Plain data, which may have come from anybody.
+    """The facts that another process needs to read a device block. Plain data, which may have come from anybody.
 
     Attributes:
         gpu: the GPU's UUID.
@@ -192,7 +192,7 @@ class DeviceBlock:
         self.is_claimed: Callable[[], bool] = _is_not
 
     def is_free(self) -> bool:
-        """Whether nobody will read it any more."""
+        """Return whether nobody will read it any more."""
         return self.used_by() is None and not self.is_claimed()
 
 
@@ -295,7 +295,7 @@ class DeviceBlocks:
     # ---- reading
 
     def passes(self, name: BlockName) -> bool:
-        """Whether a test block can be read, and holds what it should.
+        """Return whether a test block can be read, and holds what it should.
 
         Raises:
             SharedMemoryError: this process sees no such GPU, or CUDA refuses.
@@ -354,7 +354,7 @@ class DeviceBlocks:
         return index, address, self._memory.tensor_at(index, address, min(size, name.nbytes)), name.owner
 
     def _close_some(self) -> None:
-        """Those of processes that are gone, whose memory they keep; and the one longest not used, if there are many."""
+        """Close those of processes that are gone, whose memory they keep; and the one longest not used, if there are many."""
         gone = [key for key, (_, _, _, owner) in list(self._opened.items()) if not is_alive(owner)]
         if len(self._opened) - len(gone) >= MOST_OPENED:
             gone.append(next(key for key in list(self._opened) if key not in gone))
@@ -364,7 +364,7 @@ class DeviceBlocks:
 
 
 def places_in(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where payloads begin that follow each other in a device block, and where the last one ends."""
+    """Return where payloads begin that follow each other in a device block, and where the last one ends."""
     starts, end = [], 0
     for size in sizes:
         start = -(-end // ALIGN) * ALIGN

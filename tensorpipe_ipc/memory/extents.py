@@ -113,7 +113,7 @@ class Extents:
     # ---- what the arena knows ----
 
     def _may_have(self, unit: int, units: int) -> bool:
-        """Whether nothing is left of when this process had any of these units before."""
+        """Return whether nothing is left of when this process had any of these units before."""
         raise NotImplementedError
 
     def _has(self, start: int, kind: int, units: int) -> None:
@@ -333,7 +333,7 @@ class Extents:
                     yield index * UNIT, word >> 16 & KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
 
     def _extents(self, row: int) -> Iterator[Extent]:
-        """Those of one row that are not in doubt."""
+        """Return those of one row that are not in doubt."""
         for start, kind, units, owner, in_doubt in self._words_of_extents():
             if owner == row and not in_doubt:
                 yield start, kind, units
@@ -371,7 +371,7 @@ class Extents:
                 words[hazard] = 0
 
     def begins(self, block: int) -> bool:
-        """Whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
+        """Return whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
         unit = block >> 20
         word = self.words[self.table + unit] if self._first_unit <= unit < self._units else 0
         return bool(word) and not block & min(1 << (word >> 16 & KIND), UNIT) - 1

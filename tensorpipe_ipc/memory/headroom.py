@@ -1,4 +1,4 @@
-"""How much memory may still be used before the machine, a cgroup that this process is in, or its own limit runs out.
+"""The memory that may still be used before the machine, a cgroup that this process is in, or its own limit runs out.
 
 A full memory cgroup kills, it does not refuse: touching a page, ``posix_fallocate`` and MADV_POPULATE_WRITE alike end
 in the OOM killer. So what is left is looked up before shared memory grows. Others may take it in the meantime: this is

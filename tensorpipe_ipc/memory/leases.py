@@ -75,7 +75,7 @@ _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 class Leases:
-    """What one process holds of an arena.
+    """The blocks that one process holds of an arena.
 
     Attributes:
         budget: bytes under lease beyond which ``lease`` refuses.
@@ -252,7 +252,7 @@ class Leases:
         self.offered.add(block >> 3)
 
     def find(self, address: int) -> Held | None:
-        """What this process holds at an address, if it does."""
+        """Return what this process holds at an address, if it does."""
         offset = address - self._address
         if not 0 <= offset < len(self.octets):
             return None
@@ -302,14 +302,14 @@ _Kept = tuple[int, int, int]  # the block's state; the first and the last fork w
 
 
 class Held(NamedTuple):
-    """What this process holds: where its tensors lie. Has no reference to the array, so that those can be counted."""
+    """A block that this process holds, where its tensors lie. It does not refer to the array, so that those can be counted."""
 
     anchor: _Anchor
     address: int
     nbytes: int
 
     def has(self, address: int) -> bool:
-        """Whether an address is within."""
+        """Return whether an address is within."""
         return 0 <= address - self.address < self.nbytes
 
 
@@ -341,7 +341,7 @@ class Handover:
 
     @property
     def leases(self) -> Leases:
-        """Whose it is: a queue takes it if its own are these."""
+        """Return the owner: a queue takes the block if its own leases are these."""
         return self._anchor.leases
 
     def may_leave(self) -> bool:

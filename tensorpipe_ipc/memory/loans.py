@@ -30,7 +30,7 @@ ROOM = 1024 - HEADER
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor is to be: its shape and dtype."""
+    """The shape and dtype that a tensor is to have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -105,7 +105,7 @@ def made(
 
 
 def _places(specs: list[TensorSpec]) -> tuple[list[int], int]:
-    """Where each tensor begins, and where the last one ends."""
+    """Return where each tensor begins, and where the last one ends."""
     places, end = [0] * len(specs), 0
     for index in sorted(range(len(specs)), key=lambda index: specs[index].nbytes >= BULK):
         if specs[index].nbytes:

@@ -144,7 +144,7 @@ class Operation:
 
 
 class Record(NamedTuple):
-    """Where an operation's words lie, in anybody's row."""
+    """The places of an operation's words, in anybody's row."""
 
     purpose_word: int
     size: int  # how many tokens: 1 or BATCH

@@ -1,4 +1,4 @@
-"""Who is attached to a segment, and who of them is dead.
+"""The processes that are attached to a segment, and which of them are dead.
 
 Each attached process has one row of a table at the segment's head. It alone writes there, until it is dead; what it
 writes is drawn in row.py.
@@ -89,7 +89,7 @@ _NO_COUNTS = memoryview(bytes(32)).cast("Q")
 
 
 def _nothing(_: int) -> None:
-    """What is to be done with a row that nothing else is known of."""
+    """Return what is to be done with a row that nothing else is known of."""
 
 
 class Rows:
@@ -300,7 +300,7 @@ class Rows:
         return [row for row, incarnation in enumerate(incarnations) if incarnation]
 
     def is_finished(self, row: int) -> bool:
-        """Whether all that a dead row left undone is done."""
+        """Return whether all that a dead row left undone is done."""
         return self.words[FINISHED + row] == self.words[INCARNATIONS + row]
 
     def finished(self, row: int) -> None:
@@ -329,7 +329,7 @@ class Rows:
             undertaking.release()
 
     def is_alive(self, row: int) -> bool:
-        """Whether somebody holds the row's lock. An undertaker at work in it counts."""
+        """Return whether somebody holds the row's lock. An undertaker at work in it counts."""
         return row == self.index or self.is_locked(row_byte(row))
 
     def is_locked(self, start: int, length: int = 1) -> bool:

@@ -272,7 +272,7 @@ def _refuse_if_filled() -> None:
 
 
 def _verify(descriptor: int, size: int) -> None:
-    """What must hold before a byte is read: reading an unsealed file may end in SIGBUS at any time."""
+    """Check the rules that must hold before a byte is read: reading an unsealed file may end in SIGBUS at any time."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as failed:

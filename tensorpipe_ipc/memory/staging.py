@@ -64,19 +64,19 @@ class Cuda:
     """The calls, one by one."""
 
     def is_initialized(self) -> bool:
-        """Whether this process uses CUDA."""
+        """Return whether this process uses CUDA."""
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
     def is_bad_fork(self) -> bool:
-        """Whether this is a fork of a process that used CUDA."""
+        """Return whether this is a fork of a process that used CUDA."""
         return bool(torch.cuda._is_in_bad_fork())
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on one."""
+        """Return whether a tensor lies on one."""
         return tensor.is_cuda
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Which one."""
+        """Return which one."""
         return tensor.device
 
     def register(self, address: int, nbytes: int) -> int:
@@ -97,7 +97,7 @@ class Cuda:
         return torch.cuda.current_stream(device)
 
     def order(self, later: Any, earlier: Any) -> None:
-        """What ``later`` does from now on comes after what ``earlier`` was told up to now."""
+        """Have what ``later`` does from now on come after what ``earlier`` was told up to now."""
         later.wait_stream(earlier)
 
     def event(self) -> Any:
@@ -215,7 +215,7 @@ class Staging:
         return found
 
     def _lock(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's pages are page-locked now. Only a segment's are: others may be freed at any time."""
+        """Return whether a tensor's pages are page-locked now. Only a segment's are: others may be freed at any time."""
         segment = None if self.pageable else segment_at(tensor.data_ptr())
         if segment is None:
             return False
@@ -313,7 +313,7 @@ def staged(encoder: Any, at_work: Staging | None = None) -> Any:
 
 
 def unstager(device: Any, at_work: Staging | None = None) -> Any:
-    """What moves tensors to a device; None for the CPU and for None.
+    """Return what moves tensors to a device; None for the CPU and for None.
 
     Raises:
         Closed: it is a GPU, and this is a fork of a process that used CUDA.
@@ -351,7 +351,7 @@ def _device(device: Any) -> torch.device:
 
 
 def arrival_of(restore: bool, as_numpy: bool, device: Any) -> Arrival:
-    """What a receiver wants, checked.
+    """Return what a receiver wants, checked.
 
     Raises:
         ValueError: arrays on a device; or as ``unstager``.

@@ -1,1 +1,1 @@
-"""How word travels from a producer to a consumer: addresses, sockets, and the conversation between two ends."""
+"""The way from a producer to a consumer: addresses, sockets, and the conversation between two ends."""

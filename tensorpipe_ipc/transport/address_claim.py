@@ -1,4 +1,4 @@
-"""Whose an ipc address is: a bind never takes over a live owner's, takes over a dead one's, and gives it back at the end.
+"""The ownership of an ipc address: a bind takes over a dead owner's and never a live one's, and gives it back at the end.
 
 Binds at one path exclude each other by a lock (flock, which a killed process lets go of) on a folder that no other user can
 open: the path's own, or else the runtime folder. The process's umask is left alone: the mode of the socket file is set before

@@ -71,7 +71,7 @@ def parse(endpoint: str, *, has_keys: bool = False) -> Address:
 
 
 def runtime_folder() -> str:
-    """Where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp."""
+    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base and os.path.isabs(base) and os.path.isdir(base):
         return os.path.join(base, "tensorpipe_ipc")
@@ -137,7 +137,7 @@ def _check_chain(path: str, links: int) -> None:
 
 
 def check_socket_file(path: str) -> bool:
-    """Whether there is a socket at ``path`` that this user made.
+    """Return whether there is a socket at ``path`` that this user made.
 
     Raises:
         Refused: there is something else: a symbolic link, a file, another user's socket.

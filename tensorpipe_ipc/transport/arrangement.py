@@ -48,7 +48,7 @@ class Arrangement:
         self._transport = "not known before another end comes"
 
     def terms(self, peer: Peer | None) -> SharedMemoryTerms | None:
-        """What this end says of shared memory, to ``peer``."""
+        """Return what this end says of shared memory, to ``peer``."""
         if self.never_shares:
             return None
         if peer is None:
@@ -60,11 +60,11 @@ class Arrangement:
 
     @property
     def never_shares(self) -> bool:
-        """Whether this end uses frames, whoever comes."""
+        """Return whether this end uses frames, whoever comes."""
         return self.wish == "off" or self._scheme == "inproc"
 
     def unmet(self, theirs: Hello, why_not: str) -> str:
-        """Why what one of the two ends requires cannot be; "" if it can."""
+        """Return why what one of the two ends requires cannot be; "" if it can."""
         wish = theirs.shared_memory.wish if theirs.shared_memory is not None else "off"
         if not why_not or "require" not in (self.wish, wish):
             return ""
@@ -72,12 +72,12 @@ class Arrangement:
         return f"the {who} requires shared memory, but {why_not}"
 
     def begins_anew(self, peer: Peer, theirs: Hello) -> bool:
-        """Whether the other end knows another queue of the two, or none: its connection was gone for a while."""
+        """Return whether the other end knows another queue of the two, or none: its connection was gone for a while."""
         terms = theirs.shared_memory
         return peer.settled and terms is not None and not terms.why_not and terms.attached != peer.token
 
     def transport(self, peers: Iterable[Peer]) -> str:
-        """How messages travel, and why so; as it last was, where nobody is there."""
+        """Return how messages travel, and why so; as it last was, where nobody is there."""
         frames = f"frames over {self._scheme}"
         if self._scheme == "inproc":
             return frames
@@ -89,12 +89,12 @@ class Arrangement:
         return self._transport
 
     def way_of(self, peer: Peer) -> str:
-        """How messages travel between this end and one that is attached, and why so."""
+        """Return how messages travel between this end and one that is attached, and why so."""
         if peer.queue is not None:
             return "shared memory"
         why_not = "shared memory is off here" if self.wish == "off" else peer.why_not
         return f"frames over {self._scheme}" + (f": {why_not}" if why_not else "")
 
     def is_wanted_with(self, peer: Peer) -> bool:
-        """Whether both ends want shared memory, if it can be had."""
+        """Return whether both ends want shared memory, if it can be had."""
         return not self.never_shares and peer.hello.shared_memory is not None

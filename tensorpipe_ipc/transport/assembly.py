@@ -96,7 +96,7 @@ class Regions:
 
 
 class _Region(np.ndarray):
-    """What was handed out: it goes when the last view of it does.
+    """Memory that was handed out: it goes when the last view of it does.
 
     NumPy has a view refer to what an array is a view of, and not to the array, if that is an array too. So it is none.
     """

@@ -154,4 +154,4 @@ class Gate:
 
 
 def _nobody(_: Exception) -> None:
-    """Who tells an end that is closed."""
+    """Tell nobody: the end is closed."""

@@ -48,7 +48,7 @@ _BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 
 
 class Message(NamedTuple):
-    """What get returns unless it is told how to decode: the content is the receiver's, writable."""
+    """A message as get returns it unless it is told how to decode: the content is the receiver's, writable."""
 
     metadata: bytes
     payload: bytearray | Octets  # a copy, or an array whose death gives the block back
@@ -69,7 +69,7 @@ def lease_from(copy: Any) -> int:
 
 
 class GetEnd(QueueEnd):
-    """What a consumer does with a queue.
+    """A consumer's side of a queue.
 
     Attributes:
         spin: seconds for which a get looks for a message before it sleeps.
@@ -88,11 +88,11 @@ class GetEnd(QueueEnd):
 
     @property
     def holds_back(self) -> bool:
-        """Whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
+        """Return whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
         return bool(self._aside or self._left)
 
     def qsize(self) -> int:
-        """How many messages wait, those among them that an interrupted get of this process had taken."""
+        """Return how many messages wait, those among them that an interrupted get of this process had taken."""
         return super().qsize() + len(self._aside)
 
     def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
@@ -385,8 +385,9 @@ class GetEnd(QueueEnd):
     def _take_after_shutdown(
         self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode
     ) -> int:
-        """What is left, but no bell: each of these goes back into the pipe. Others may sleep on it, and this process may be
-        killed or stopped at any point."""
+        """Take what is left, but no bell: each of these goes back into the pipe.
+
+        Others may sleep on it, and this process may be killed or stopped at any point."""
         words, first, tickets, last_look = self.words, operation.ticket, self.tickets, False
 
         def put_back(count: int) -> None:
@@ -683,7 +684,7 @@ class GetEnd(QueueEnd):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether the same message may well be decoded later: there is memory then, or a descriptor, or the caller asks for
+    """Return whether the same message may well be decoded later: there is memory then, or a descriptor, or the caller asks for
     another form of it. Or a handler in C raised, as Ctrl-C's own does; or the message did, by ``sys.exit``, and always will."""
     if isinstance(error, PeerLost):  # what it refers to went with its sender
         return False
@@ -727,7 +728,7 @@ def _code_of(handler: Any) -> Any:
 
 
 def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
-    """What a shutdown makes of a message."""
+    """Drop a message, as a shutdown does."""
 
 
 _PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake

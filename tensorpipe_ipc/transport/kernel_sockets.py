@@ -1,4 +1,4 @@
-"""What the kernel is asked and told of a connection, beyond what libzmq has an option for.
+"""Questions to the kernel about a connection, and settings, for which libzmq has no option.
 
 A unix socket's send buffer holds 208 KB. So 4 MB go over in 19 pieces, and for each of them the sender's thread sleeps until
 the receiver has read three quarters of it and woken it. A larger one also lets the next message be encoded while the receiver
@@ -43,7 +43,7 @@ _RESET = struct.pack("ii", 1, 0)  # on closing, so that the kernel does not keep
 
 
 def is_to_itself(fd: int) -> bool:
-    """Whether both ends of a tcp connection are the same one. Then closing it frees its address at once.
+    """Return whether both ends of a tcp connection are the same one. Then closing it frees its address at once.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.

@@ -183,7 +183,7 @@ class Line:
 
     @property
     def was_answered(self) -> bool:
-        """Whether the handshake failed by an answer, which says more than none."""
+        """Return whether the handshake failed by an answer, which says more than none."""
         return self.failure is not None and self.failure[0] != _BROKEN_OFF
 
     def close(self, linger: float) -> None:

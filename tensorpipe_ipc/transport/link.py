@@ -117,7 +117,7 @@ _ASKED = 64  # peers that are asked whether their connection has ended, to make 
 
 
 class Opening(NamedTuple):
-    """How an end of either kind is opened."""
+    """The arguments by which an end of either kind is opened."""
 
     endpoint: str
     bind: bool
@@ -404,7 +404,7 @@ class Link(Meeting):
         self._drained = time.monotonic()
 
     def is_stale(self) -> bool:
-        """Whether it is long ago that the last was drained: somebody may have said goodbye since."""
+        """Return whether it is long ago that the last was drained: somebody may have said goodbye since."""
         return time.monotonic() - self._drained > _STALE
 
     def is_late(self, deadline: float | None) -> bool:
@@ -515,7 +515,7 @@ class Link(Meeting):
                 self.taken(peer, header, is_whole=False)
 
     def _answer_misfit(self, routing: bytes, error: ProtocolError) -> None:
-        """Who speaks another version is told so; who speaks garbage is not answered."""
+        """Tell an end of another version so; do not answer garbage."""
         if not isinstance(error, VersionMismatch):
             return
         if self.socket.binds:
@@ -734,7 +734,7 @@ class Link(Meeting):
             steps.callback(whereabouts.forget, id(self))
 
     def transport(self) -> str:
-        """How messages travel, and why so."""
+        """Return how messages travel, and why so."""
         return self.arrangement.transport(self.peers.values())
 
     def look_around(self, *, at_once: bool = False) -> None:
@@ -815,7 +815,7 @@ class Link(Meeting):
         return self._came - came < _IN_TURN and self.socket.has_incoming()
 
     def _silence_of(self, peer: Peer) -> float:
-        """How long nothing must come from one that is gone, and whose connection has not ended.
+        """Return how long nothing must come from one that is gone, and whose connection has not ended.
 
         What it sent last may still be on its way. Only where a child that was forked from it holds the connection open, or
         another has bound its address, will that never end. Of one whose messages lie in a queue nothing but a goodbye can be

@@ -58,7 +58,7 @@ _AGAIN = 0.02  # seconds between two looks for a file
 
 
 class Meeting(Role):
-    """What a link knows of how its end meets another.
+    """The part of a link by which its end meets another.
 
     Attributes:
         spares: a binder's queues for those to come.
@@ -99,7 +99,7 @@ class Meeting(Role):
         raise NotImplementedError
 
     def finishes(self) -> bool:
-        """Whether a connector that knows nobody has something of the binder before: then it meets the next one later."""
+        """Return whether a connector that knows nobody has something of the binder before: then it meets the next one later."""
         return False
 
     def pump(self, timeout: float) -> Any:
@@ -166,22 +166,22 @@ class Meeting(Role):
             self.socket.drop(self.socket.routing)
 
     def owes_greeting(self) -> bool:
-        """Whether a connector was seen to get its binder since it last said HELLO."""
+        """Return whether a connector was seen to get its binder since it last said HELLO."""
         return self.socket.routing not in (b"", self._greeted_on)
 
     def trouble(self) -> str:
-        """What keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
+        """Return what keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
         trouble = "" if self.peers else self.socket.trouble()
         return f"; {trouble}" if trouble else ""
 
     def awaits_welcome(self) -> bool:
-        """Whether a connector has said HELLO by the connection that it has, and knows of no answer: its binder may know it."""
+        """Return whether a connector has said HELLO by its connection and knows of no answer: its binder may know it."""
         if self.socket.binds or self.peers or self._refusal is not None or not self._greeted_on:
             return False
         return self.socket.reaches(self._greeted_on) and not self.left_by(self._greeted_on)
 
     def has_lost_connection(self) -> bool:
-        """Whether a connector was last seen without its binder, and those who were there have not left yet, nor are away."""
+        """Return whether a connector was last seen without its binder, and has a peer that has not left, nor is away."""
         if self.socket.binds:
             return False
         return any(peer.routing != self.socket.routing and not peer.away_at for peer in self.peers.values())
@@ -218,7 +218,7 @@ class Meeting(Role):
                     queue.let_go()
 
     def has_left(self, hello: Hello) -> bool:
-        """Whether this is an end that has told how it ended: what still comes of it was on its way, or is about to go."""
+        """Return whether this is an end that has told how it ended: what still comes of it was on its way."""
         return hello.end in self.ended_ends or hello.end in self.ended_afar
 
     def take_spare(self, peer: Peer) -> None:
@@ -275,7 +275,7 @@ class Meeting(Role):
             self._leaves(peer, How.REFUSED_US)
 
     def is_old_answer(self, peer: Peer, hello: Hello) -> bool:
-        """Whether a WELCOME answers what a connector said before it claimed a queue."""
+        """Return whether a WELCOME answers what a connector said before it claimed a queue."""
         if not peer.by_file or not peer.is_still(hello) or hello.shared_memory is None:
             return False
         terms = hello.shared_memory
@@ -283,7 +283,7 @@ class Meeting(Role):
         return peer.by_file
 
     def is_late_answer(self, peer: Peer | None, hello: Hello) -> bool:
-        """Whether a WELCOME comes from a binder that was there before the one whose file led here, and which is there."""
+        """Return whether a WELCOME comes from the binder before the one whose file led here, and which is there."""
         return peer is not None and peer.by_file and not peer.is_still(hello) and not peer.sight.is_gone()
 
     # -- a binder's
@@ -311,7 +311,7 @@ class Meeting(Role):
             peer.why_not = self.spares.trouble
 
     def refuse_spare(self, hello: Hello) -> None:
-        """What a connector has claimed that is not let in is dropped."""
+        """Drop what a connector has claimed that is not let in."""
         if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:
             self._post()
 

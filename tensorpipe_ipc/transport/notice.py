@@ -70,7 +70,7 @@ _decode = msgspec.json.Decoder(Notice).decode
 
 
 def notices() -> Iterator[Notice]:
-    """Those of all processes that this one may look at."""
+    """Return those of all processes that this one may look at."""
     seen = set()
     for pid, link, path in open_files():
         if path.removesuffix(" (deleted)").endswith(SUFFIX):
@@ -103,7 +103,7 @@ def framed(notice: Notice) -> bytes:
 
 
 def read_notice(file: BinaryIO) -> Notice | None:
-    """What was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
+    """Return what was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -116,7 +116,10 @@ def read_notice(file: BinaryIO) -> Notice | None:
 
 
 def _is_of(pid: int, identity: Identity) -> bool:
-    """Whether it is that process's own, and no copy that a fork inherited. In its own namespace it has another number."""
+    """Return whether it is that process's own, and no copy that a fork inherited.
+
+    In its own namespace the process has another number.
+    """
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
         numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
     return bool(numbers) and int(numbers[-1]) == identity.pid

@@ -1,4 +1,4 @@
-"""What a message says whose large GPU tensors stay on their GPU (``cuda_ipc=True``), and who may be sent such a one.
+"""Messages whose large GPU tensors stay on their GPU (``cuda_ipc=True``), and the consumers that may be sent one.
 
 ::
 
@@ -57,7 +57,7 @@ _ANSWERS = {
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What stands in the place of a message's values.
+    """The places of a message's tensors, in the place of its values.
 
     Attributes:
         values: the values.
@@ -75,7 +75,7 @@ _decode = msgspec.msgpack.Decoder(Said).decode
 
 
 def said_of(values: bytes) -> Said:
-    """What a message with ON_DEVICE or OFFERS says.
+    """Return what a message with ON_DEVICE or OFFERS says.
 
     Raises:
         ProtocolError: nothing that can be read.
@@ -101,7 +101,7 @@ class Lender:
         self._next_look = 0.0
 
     def in_one_block(self, message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
-        """What is to be written into the arena's block: the payloads, or the names of where they stay; and the metadata."""
+        """Return what goes into the arena's block: the payloads, or the names of where they stay; and the metadata."""
         staged = [payload for payload in message.payloads if isinstance(payload, Staged)]
         if not staged:
             return in_one_block(message, flags)
@@ -184,7 +184,7 @@ class _Lent(Block):
         return True
 
     def said(self, message: Outgoing) -> Said:
-        """Where everything is."""
+        """Return where everything is."""
         frames, end = [], 0
         small = [payload for payload in message.payloads if 0 < len(payload) < BULK]
         if small:
@@ -216,7 +216,7 @@ def _address_of(place: memoryview) -> int:
 
 
 class _Claim:
-    """Whether a message, queued in a block of the arena's with a generation, is still there, or being taken."""
+    """A look at whether a message, queued in a block of the arena with a generation, is still there, or being taken."""
 
     __slots__ = ("_generation", "_word", "_words")
 
@@ -245,7 +245,7 @@ def answer(queue: SharedMemoryQueue, said: Said, arrival: Arrival, blocks: Devic
 
 
 class Undeliverable:
-    """What a get makes of a message that is there no more, or cannot be read here. It is taken all the same."""
+    """The result of a get for a message that is there no more, or cannot be read here. It is taken all the same."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -20,7 +20,7 @@ _SILENCE = 2.0  # seconds without a sign of life after which a connection is giv
 
 
 class How(enum.Enum):
-    """How a peer left."""
+    """A way in which a peer left."""
 
     GOODBYE = "said goodbye"
     FAILED = "failed"
@@ -147,17 +147,17 @@ class Peer:
         return self.queue.offer.token if self.queue is not None else 0
 
     def is_still(self, hello: Hello) -> bool:
-        """Whether it is the same end that says so."""
+        """Return whether it is the same end that says so."""
         return self.hello.end == hello.end and self.hello.identity == hello.identity
 
     @property
     def resends(self) -> bool:
-        """Whether it is a producer that sends again what a connection swallowed."""
+        """Return whether it is a producer that sends again what a connection swallowed."""
         return self.hello.round > 0
 
     @property
     def is_near(self) -> bool:
-        """Whether it is on this host."""
+        """Return whether it is on this host."""
         return bool(self.identity.boot) and self.identity.boot == identity().boot
 
     def may_return(self, patience: float) -> bool:

@@ -48,7 +48,7 @@ class PollFd:
             self._epoll.unregister(fd)
 
     def wait(self, timeout: float) -> list[int]:
-        """Those that tell of something, within ``timeout`` seconds."""
+        """Return those that tell of something, within ``timeout`` seconds."""
         if self._shown is not False:  # what is to be shown is found out anew after this
             self.show(False)
         return [fd for fd, _ in self._epoll.poll(timeout)]

@@ -60,7 +60,7 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LastWords(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a closing end writes into its file.
+    """The words that a closing end writes into its file.
 
     Attributes:
         ending: how it ended.
@@ -183,7 +183,7 @@ class Presence:
 
 
 class Sight:
-    """What an end sees of a peer's presence.
+    """A peer's presence, as an end sees it.
 
     Attributes:
         why_not: why the peer is out of sight; "" if it is not.
@@ -207,11 +207,11 @@ class Sight:
 
     @property
     def is_out_of_sight(self) -> bool:
-        """Whether only the connection tells of the peer."""
+        """Return whether only the connection tells of the peer."""
         return self._own is None
 
     def is_gone(self) -> bool:
-        """Whether the peer is known to have closed, or to be dead."""
+        """Return whether the peer is known to have closed, or to be dead."""
         if not self._is_gone and self._own is not None:
             self._is_gone = not self._own.sees(self._token)
         return self._is_gone

@@ -67,7 +67,7 @@ class Copy:
 
 
 class PutEnd(QueueEnd):
-    """What a producer does with a queue.
+    """A producer's side of a queue.
 
     Attributes:
         waits, seconds_waited: of this process's puts, for room.
@@ -526,7 +526,7 @@ class _MayNotLeave(Exception):
 
 
 def _room(handover: Handover, nbytes: int) -> int:
-    """Where in a held block metadata can lie: in front of what the tensors lie on, or behind it; 0: nowhere."""
+    """Return where in a held block metadata can lie: in front of what the tensors lie on, or behind it; 0: nowhere."""
     block = handover.word << 3
     end = block + (1 << kind_of(handover.start - block - HEADER + handover.nbytes))
     behind = handover.start + handover.nbytes + 63 & -64

@@ -1,4 +1,4 @@
-"""What both ends of a queue in shared memory know, and the operations on record that they work with.
+"""The knowledge that both ends of a queue in shared memory have, and the operations on record that they work with.
 
 **Exceptions.** A signal's handler may raise wherever CPython looks for signals: after a call, on entering a function and on
 jumping back; and again while the first exception is on its way. What is then promised is what is promised of a death, but that
@@ -157,7 +157,7 @@ class QueueEnd:
         raise NotImplementedError
 
     def qsize(self) -> int:
-        """How many messages wait. Others may put and get meanwhile."""
+        """Return how many messages wait. Others may put and get meanwhile."""
         words, waiting = self.words, self.tickets.unread()
         if not (words[self.record.spilled] or words[self.record.shut]) or not (waiting or words[self._watch]):
             return waiting

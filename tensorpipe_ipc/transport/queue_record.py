@@ -1,4 +1,4 @@
-"""What all processes know of one queue: a record in shared memory, and a lock that says that somebody has the queue.
+"""The facts of one queue that all processes know: a record in shared memory, and a lock that says that somebody has the queue.
 
 ::
 
@@ -96,7 +96,7 @@ class Life:
 
 
 class RowLife(Life):
-    """What keeps a queue that no child inherits: a lock through the description which carries this process's row."""
+    """The lock that keeps a queue and that no child inherits: its description carries this process's row."""
 
     __slots__ = ("_block", "_rows")
 
@@ -200,7 +200,7 @@ class QueueRecord:
         self.words[(self.block >> 3) + _MAXSIZE] = self.maxsize = maxsize
 
     def exists(self) -> bool:
-        """Whether this is still the queue's record. If not, it has been buried."""
+        """Return whether this is still the queue's record. If not, it has been buried."""
         state = self.words[self.block >> 3] if self.arena.begins(self.block) else 0
         return state & 15 == KEPT and state >> GENERATION_AT & 0xFFFFFF == self.number >> 32
 

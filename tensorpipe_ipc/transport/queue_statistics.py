@@ -1,4 +1,4 @@
-"""What ``Queue.statistics()`` returns, and where each figure comes from."""
+"""The figures of ``Queue.statistics()``, and the source of each."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NOTHING: Any = object()  # there is no message, as None might be one
 
 
 class ReceiveLink(Link):
-    """What a consumer receives through.
+    """A consumer's link.
 
     Attributes:
         met_any: whether any producer ever came.
@@ -93,7 +93,7 @@ class ReceiveLink(Link):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there is any queue."""
+        """Return whether there is any queue."""
         return bool(self._sharing)
 
     def shares(self, peer: Peer) -> None:
@@ -133,7 +133,7 @@ class ReceiveLink(Link):
         self.ended -= self.producers or self.ended
 
     def holds_back(self) -> bool:
-        """Whether an interrupted get left a message that no descriptor tells of."""
+        """Return whether an interrupted get left a message that no descriptor tells of."""
         return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
 
     def fileno(self) -> int:
@@ -281,7 +281,7 @@ class ReceiveLink(Link):
     # -- frames
 
     def accepts(self, serializer: str) -> bool:
-        """Whether messages made by that serializer are taken here."""
+        """Return whether messages made by that serializer are taken here."""
         return serializer not in ONLY_BY_NAME if self._accept is None else serializer in self._accept
 
     def _accepted(self) -> tuple[str, ...]:
@@ -451,7 +451,7 @@ class ReceiveLink(Link):
             peer.taken = sequence
 
     def why_empty(self) -> str:
-        """Who is expected to send something."""
+        """Return who is expected to send something."""
         if self.peers:
             return self.named(map(str, self.peers.values()))
         if self.last_left is not None:

@@ -1,4 +1,4 @@
-"""How two programs on one host come to share a queue: whether they may, what the one tells, what the other opens.
+"""The way for two programs on one host to share a queue: whether they may, what the one tells, what the other opens.
 
 Each (producer, consumer) pair of peers has one queue (``transport.shared_memory``), whose ``maxsize`` is the smaller of
 their windows. The binder makes some, in memory that all ends which this process binds share, and offers them in its rendezvous
@@ -104,7 +104,7 @@ class PairQueue(SharedMemoryQueue):
         self._is_claimed = False
 
     def is_deserted(self) -> bool:
-        """Whether the connector that took it has let go of it, or is dead."""
+        """Return whether the connector that took it has let go of it, or is dead."""
         return self.claimant > 0 and not self._is_claimed and not self.rows.is_locked(self.record.block + 1)
 
     def _word_of(self, ticket: int) -> int:
@@ -117,7 +117,7 @@ class PairQueue(SharedMemoryQueue):
         return super()._word_of(ticket)
 
     def _room_of(self, word: int) -> int:
-        """How many bytes the block has whose state is at ``word``.
+        """Return how many bytes the block has whose state is at ``word``.
 
         Raises:
             ProtocolError: there is no block.
@@ -153,7 +153,7 @@ class PairQueue(SharedMemoryQueue):
 
 
 def objection(ours: Hello, theirs: Hello) -> str:
-    """Why two ends cannot share memory, as far as their HELLOs tell; "" if nothing is in the way."""
+    """Return why two ends cannot share memory, as far as their HELLOs tell; "" if nothing is in the way."""
     for hello in (ours, theirs):
         if hello.shared_memory is None:
             return f"it is off at the {hello.role}"
@@ -269,7 +269,7 @@ def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) ->
 
 
 def _started(process: int) -> float:
-    """When the process of a /proc directory started."""
+    """Return when the process of a /proc directory started."""
     with owned(functools.partial(os.open, dir_fd=process), "stat", os.O_RDONLY | os.O_CLOEXEC) as file:
         return float(os.pread(file.fileno(), _STAT, 0).rpartition(b")")[2].split()[19])
 

@@ -78,7 +78,7 @@ class QueueOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the file says.
+    """The content of the file.
 
     Attributes:
         place: device and inode of the socket file of an ipc address; of the network namespace that a tcp address is in.
@@ -145,13 +145,13 @@ class RendezvousFile:
 
 
 def path_of(address: Address) -> str:
-    """Where the file of whoever has an address is."""
+    """Return where the file of whoever has an address is."""
     name = hashlib.blake2b(os.fsencode(address.text), digest_size=12).hexdigest()
     return os.path.join(runtime_folder(), name + _SUFFIX)
 
 
 def read(address: Address) -> Rendezvous | None:
-    """What the binder of an address has written down; None if there is nothing that can be relied on."""
+    """Return what the binder of an address has written down; None if there is nothing that can be relied on."""
     with contextlib.suppress(OSError):
         found = contents(path_of(address))
         if found is not None and found.place == _place_of(address) and _lives(found.hello.identity):
@@ -181,7 +181,7 @@ def find(address: Address, end: int, *, anywhere: bool) -> Rendezvous | None:
 
 
 def contents(path: str) -> Rendezvous | None:
-    """What a rendezvous file says, whoever wrote it; None if it says nothing, or others may have written to it.
+    """Return what a rendezvous file says, whoever wrote it; None if it says nothing, or others may have written to it.
 
     Raises:
         OSError: it cannot be opened, or is a symbolic link.
@@ -226,7 +226,7 @@ def packed(rendezvous: Rendezvous) -> bytes:
 
 
 def unpacked(data: bytes) -> Rendezvous | None:
-    """What bytes of a file say; None if that is nothing, or of another version. Whoever wrote them may be anybody."""
+    """Return what bytes of a file say; None if that is nothing, or of another version. Whoever wrote them may be anybody."""
     if not _HEAD.size <= len(data) <= LIMIT:
         return None
     magic, version, crc, length = _HEAD.unpack_from(data)
@@ -259,11 +259,11 @@ def _place_of(address: Address) -> tuple[int, int]:
 
 
 def _lives(process: Identity) -> bool:
-    """Whether a process is seen to live, from here."""
+    """Return whether a process is seen to live, from here."""
     return process.same_namespace(identity()) and is_alive(process)
 
 
 def _is_dead(process: Identity) -> bool:
-    """Whether a process is seen to be dead, or was one of this host's before it was last started."""
+    """Return whether a process is seen to be dead, or was one of this host's before it was last started."""
     own = identity()
     return not is_alive(process) or (process.host == own.host and bool(own.boot) and process.boot != own.boot)

@@ -1,4 +1,4 @@
-"""What an end's role adds to the conversation: a producer's (``sending``), a consumer's (``receiving``)."""
+"""The part that an end's role adds to the conversation: a producer's (``sending``), a consumer's (``receiving``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ __all__ = ["Role", "how_to_accept", "misfit"]
 
 
 class Role:
-    """What ``Link`` asks of its role, or tells it of. Where nothing is said here, a role need not do anything."""
+    """The questions that ``Link`` asks of its role, and the news that it tells it.
+
+    Where nothing is said here, a role need not do anything.
+    """
 
     role = ""
 
     def own_hello(self, peer: Peer | None) -> Hello:
-        """What this end says of itself, to ``peer``."""
+        """Return what this end says of itself, to ``peer``."""
         raise NotImplementedError
 
     def met(self, peer: Peer) -> None:
@@ -66,7 +69,7 @@ class Role:
         raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")
 
     def expects(self, peer: Peer, header: Header) -> bool:
-        """Whether a DATA message is the peer's next one."""
+        """Return whether a DATA message is the peer's next one."""
         raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")
 
     def taken(self, peer: Peer, header: Header, *, is_whole: bool = True) -> None:
@@ -83,7 +86,7 @@ def how_to_accept(serializer: str) -> str:
 
 
 def misfit(ours: Hello, theirs: Hello) -> str:
-    """Why two ends do not go together; "" if they do."""
+    """Return why two ends do not go together; "" if they do."""
     if theirs.role == ours.role or theirs.role not in ("producer", "consumer"):
         return f"both ends are a {ours.role}: one side must be a producer and the other a consumer"
     producer, consumer = (theirs, ours) if ours.role == "consumer" else (ours, theirs)

@@ -42,7 +42,7 @@ class NotHandedOver(Exception):
 
 
 class SendLink(Link):
-    """What a producer sends through.
+    """A producer's link.
 
     Attributes:
         resent: messages that were sent again.
@@ -99,7 +99,7 @@ class SendLink(Link):
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there is any queue."""
+        """Return whether there is any queue."""
         return bool(self._sharing)
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
@@ -111,17 +111,17 @@ class SendLink(Link):
 
     @property
     def frames_in_flight(self) -> int:
-        """Those of them that went in frames."""
+        """Return those of them that went in frames."""
         return self._framed
 
     @property
     def settled(self) -> int:
-        """How many consumers are attached."""
+        """Return how many consumers are attached."""
         there = (peer for peer in self.peers.values() if peer.settled and not peer.away_at)
         return sum(not peer.sight.is_gone() for peer in there)
 
     def needs_credit(self) -> bool:
-        """Whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
+        """Return whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
         return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
 
     def wait(self, timeout: float) -> None:
@@ -339,7 +339,7 @@ class SendLink(Link):
         return True
 
     def knows_the_way(self) -> bool:
-        """Whether it is known how messages go: somebody has come, or they go in frames in any case."""
+        """Return whether it is known how messages go: somebody has come, or they go in frames in any case."""
         return self.arrangement.never_shares or any(peer.settled for peer in self.peers.values())
 
     def any_queue(self) -> PairQueue | None:
@@ -352,7 +352,7 @@ class SendLink(Link):
         return min((queue.arena.capacity if queue is not None else any_size() for queue in queues), default=any_size())
 
     def why_blocked(self) -> str:
-        """Who or what keeps this producer from sending."""
+        """Return who or what keeps this producer from sending."""
         if self.peers:
             return self.named(
                 f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()
@@ -454,13 +454,13 @@ class SendLink(Link):
 
 
 def _is_idle(peer: Peer) -> bool:
-    """Whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
+    """Return whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
     queue = peer.queue
     return queue is not None and peer.room == queue.maxsize and peer.is_there() and not peer.left
 
 
 def _reads(peer: Peer) -> bool:
-    """Whether it takes what is sent to it off the line, and does not only say so."""
+    """Return whether it takes what is sent to it off the line, and does not only say so."""
     while peer.unread and peer.unread[0].has_left():
         peer.unread.popleft()
     return not peer.unread or sum(kept.left_behind() for kept in peer.unread) <= _UNREAD
@@ -480,7 +480,7 @@ def _load(peer: Peer) -> int:
 
 
 def _has_room(peer: Peer) -> bool:
-    """Whether its queue has room. Nobody else puts there: what was free is free until we put."""
+    """Return whether its queue has room. Nobody else puts there: what was free is free until we put."""
     if peer.room <= 0:
         _load(peer)
     return peer.room > 0

@@ -41,7 +41,7 @@ class Spares:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file."""
+        """Return whether there is a file."""
         return self._file is not None
 
     def open(self, address: Address, hello: Hello) -> None:
@@ -111,7 +111,7 @@ class Spares:
 
     @property
     def any_claimed(self) -> bool:
-        """Whether a connector has claimed one and was not heard of yet."""
+        """Return whether a connector has claimed one and was not heard of yet."""
         return any(queue.claimant for queue in self._queues)
 
     def is_claimed(self, token: int) -> bool:

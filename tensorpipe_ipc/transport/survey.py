@@ -1,4 +1,4 @@
-"""What an onlooker sees of shared memory: every queue, who uses it, who holds what. Nobody has to do anything for it.
+"""Shared memory as an onlooker sees it: every queue, its users, and the holders of its blocks. Nobody has to help.
 
 The segments are found by their name among the descriptors of processes that may be looked at, opened again through /proc for
 reading, and read with ``pread``. Nothing is mapped (what is read may be nonsense, but reading it is harmless), nothing is
@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What one process did with one queue."""
+    """The use that one process made of one queue."""
 
     pid: int
     alive: bool
@@ -233,7 +233,7 @@ class _Reader:
             start = hole
 
     def _extents(self) -> Iterator[tuple[int, int, int]]:
-        """Where each begins, its kind and units. In nonsense they overlap: then those that begin within another are none."""
+        """Return where each begins, its kind and units. In nonsense, one that begins within another is left out."""
         end, clear = ROWS_END + self._size // UNIT * 8, 0
         for start, stop in self._written(ROWS_END, end):
             words = self._words(start // 8, (stop - start) // 8)

@@ -1,4 +1,4 @@
-"""How many tasks of a queue are not done: counts in the rows of those who put, took and finished them.
+"""The number of a queue's tasks that are not done: counts in the rows of those who put, took and finished them.
 
 Each operation (memory/row.py) has a tally of what was done with it, in a word that only its process writes::
 
@@ -100,7 +100,7 @@ class Tasks:
         return self.operations[0].tally
 
     def _has_taken(self) -> bool:
-        """Whether this process took more than it finished: the usual case, which needs no look at other rows."""
+        """Return whether this process took more than it finished: the usual case, which needs no look at other rows."""
         words, got = self._words, [each for each in self._own if each.size == 1]
         taken = sum(words[each.tally] - each.tally_before for each in got if words[each.purpose] & 0xFF == GET)
         return taken > sum(words[each.tally] - each.tally_before for each in self.operations)

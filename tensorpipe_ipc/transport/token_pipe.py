@@ -94,10 +94,10 @@ Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view 
 
 
 class Turn(Protocol):
-    """Who takes from the log: a lock between processes, which the kernel drops with its holder."""
+    """The turn to take from the log: a lock between processes, which the kernel drops with its holder."""
 
     def take(self) -> bool:
-        """Whether it was to be had."""
+        """Return whether it was to be had."""
 
     def leave(self) -> None:
         """Let others have it."""
@@ -207,7 +207,7 @@ class TokenPipe:
         return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
 
     def _take_turn(self) -> bool:
-        """Whether no other process takes from the log now, until the turn is left. False where that is not known."""
+        """Return whether no other process takes from the log now, until the turn is left. False where that is not known."""
         if self.turn is None:
             return False
         until = 0.0
@@ -322,13 +322,13 @@ class TokenPipe:
         return self.fd
 
     def unread(self) -> int:
-        """How many tokens (and bells) the pipe holds now, not counting the log."""
+        """Return how many tokens (and bells) the pipe holds now, not counting the log."""
         count = array.array("i", [0])
         fcntl.ioctl(self.fd, termios.FIONREAD, count)
         return count[0] >> 3
 
     def spilled(self) -> int:
-        """How many tokens wait in the log."""
+        """Return how many tokens wait in the log."""
         if not self.spills:
             return 0
         return max(0, os.fstat(self._log).st_size - os.lseek(self._log, 0, os.SEEK_CUR)) >> 3
@@ -452,7 +452,7 @@ def _rebuild(*duplicates: Any) -> TokenPipe:
 
 
 def _capacity(descriptor: int) -> int:
-    """How many tokens always fit into a pipe."""
+    """Return how many tokens always fit into a pipe."""
     pages = fcntl.fcntl(descriptor, _F_GETPIPE_SZ) // mmap.PAGESIZE
     return CAPACITY if pages >= _PAGES else max(0, pages - 1) * (mmap.PAGESIZE // 8 - 63)
 
@@ -492,7 +492,7 @@ class _Exclusive:
 
 
 class _Epolls:
-    """Those that no wait of this process uses now. They go with the last pipe that was waited for so."""
+    """Epoll descriptors that no wait of this process uses now. They go with the last pipe that was waited for so."""
 
     def __init__(self) -> None:
         self.spare: list[select.epoll] = []

@@ -87,7 +87,7 @@ class Kept:
         return self.weight * sum(not tracker.done for tracker in self.lent) / max(1, len(self.lent))
 
     def given_up(self) -> list[Any]:
-        """What says that there is no message of its number: the last frame is empty, as no payload frame is."""
+        """Return what says that there is no message of its number: the last frame is empty, as no payload frame is."""
         return [pack(Kind.DATA, self.sequence), b""]
 
 
@@ -104,7 +104,7 @@ class Unacknowledged:
         self._resting: deque[Kept] = deque()  # taken; ZeroMQ's thread may not have let go of them yet
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a message with payloads of ``nbytes`` may be kept besides those that are."""
+        """Return whether a message with payloads of ``nbytes`` may be kept besides those that are."""
         return not self.nbytes or self.nbytes + nbytes <= KEPT_AT_MOST
 
     def check(self, nbytes: int) -> None:
@@ -120,7 +120,7 @@ class Unacknowledged:
             )
 
     def why_full(self) -> str:
-        """Why there is no room."""
+        """Return why there is no room."""
         return f"{self.nbytes:,} bytes are kept until they are taken, and the limit is {KEPT_AT_MOST:,}"
 
     def keep(self, kept: Kept, message: Outgoing, piece: int) -> Iterator[list[Any]]:
@@ -225,7 +225,7 @@ class _Source:
 
 
 class _Fill(NamedTuple):
-    """What a part of a piece is filled with."""
+    """The source that a part of a piece is filled from."""
 
     at: int  # where in the piece
     source: _Source
@@ -234,7 +234,7 @@ class _Fill(NamedTuple):
 
 
 def _pieces(large: list[_Source], piece: int) -> Iterator[tuple[list[_Fill], int]]:
-    """What each piece is filled with, and its bytes, ``piece`` at most."""
+    """Return what each piece is filled with, and its bytes, ``piece`` at most."""
     fills, filled = list[_Fill](), 0
     for source in large:
         filled += -filled % ALIGN

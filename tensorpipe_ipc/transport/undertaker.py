@@ -141,7 +141,7 @@ _LATE = 0.03  # seconds for which a get may outlast its timeout
 
 
 class Ends:
-    """What it takes to judge a queue's tokens. It goes with the queue."""
+    """The means to judge a queue's tokens. It goes with the queue."""
 
     __slots__ = ("__weakref__", "credits", "record", "tickets")
 
@@ -258,7 +258,7 @@ class Undertaker:
         return block
 
     def describe_holders(self) -> str:
-        """What the arena costs and who has how much of it, for people."""
+        """Return what the arena costs and who has how much of it, for people."""
         arena = self.arena
         found, is_all = arena.some_holders(_GLANCE)
         holders = ", ".join(
@@ -475,8 +475,9 @@ class Undertaker:
         self._give_back_last()
 
     def _give_back_last(self) -> None:
-        """Where this process can neither put, get nor trim here any more, and has tensors: if nobody else can, what is free is
-        given back, now and when tensors are let go of."""
+        """Give back what is free, now and when tensors are let go of, if nobody can put, get or trim here any more.
+
+        That is to be seen to by a process that has tensors here and no queue."""
         if self.queues or self.lasts or not self.leases.live or self.rows.index < 0:
             return
         self.bury_all()
@@ -484,7 +485,7 @@ class Undertaker:
             self.rest()
 
     def rest(self) -> None:
-        """Where no queue is taken, and so nobody minds what lies idle: give it back now, and when tensors are let go of."""
+        """Give back what lies idle, now and when tensors are let go of, if no queue is taken: nobody minds it then."""
         if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in list(self.queues.values())):
             self.leases.gives_back = True
             self.trim()

@@ -60,7 +60,7 @@ def others_here(address: str, role: str, *, met_by_binder: bool) -> End | None:
 
 
 def _at(address: str) -> list[End]:
-    """Those of this process, which may be a fork of the one that made them."""
+    """Return those of this process, which may be a fork of the one that made them."""
     return [end for end in list(_open_here.values()) if end.address == address and end.pid == os.getpid()]
 
 

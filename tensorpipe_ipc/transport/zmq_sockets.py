@@ -278,8 +278,10 @@ class FrameSocket:
 
     @property
     def surplus(self) -> str:
-        """Why the message that ``receive`` returned is none: it had more frames than one of so many bytes has, and the first
-        few were kept; or came by a connection that is refused. "" of others."""
+        """Return why the message that ``receive`` returned is invalid; "" if it is valid.
+
+        It had more frames than one of its bytes has, and the first few were kept; or it came by a connection that is refused.
+        """
         return "" if self._reader is None else self._reader.surplus
 
     def received(self) -> None:
@@ -338,7 +340,7 @@ class FrameSocket:
 
     @property
     def is_watched(self) -> bool:
-        """Whether anybody has asked for ``fileno``, so that it must be kept up to date."""
+        """Return whether anybody has asked for ``fileno``, so that it must be kept up to date."""
         return self._is_shown
 
     def watch(self, fd: int, *, edge: bool = False) -> None:
@@ -367,7 +369,7 @@ class FrameSocket:
         raise NotImplementedError
 
     def is_silent(self) -> bool:
-        """Whether nothing has come, for ``wait_any``'s sake; without a look where that would have told."""
+        """Return whether nothing has come, for ``wait_any``'s sake; without a look where that would have told."""
         return self._is_silent or not self.has_incoming()
 
     def _polling(self) -> PollFd:
@@ -384,7 +386,7 @@ class FrameSocket:
         return self._polling().fd
 
     def look(self) -> bool:
-        """Whether ``receive`` would find something now. What has changed until now, ``fileno`` will not tell any more."""
+        """Return whether ``receive`` would find something now. ``fileno`` tells no more of what has changed until now."""
         return self.has_incoming()
 
     def show(self, ready: bool) -> None:

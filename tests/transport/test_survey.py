@@ -159,7 +159,7 @@ def test_endpoints_are_seen(tmp_path) -> None:
 
 
 def test_nonsense_is_looked_at_in_no_time() -> None:
-    """Whoever may write to a memfd of that name may write anything: extents that overlap, of holes, beyond the end; counts."""
+    """The owner of a memfd of that name may write anything: extents that overlap, of holes, beyond the end; counts."""
     size = (1 << 38) + 100
     units = size // UNIT
     memory = os.memfd_create(NAME)
