@@ -293,6 +293,10 @@ class Link(Meeting):
         if self.socket.reads_out and self._is_early(*incoming):
             self.socket.defer()
             return None
+        if self.peers and incoming[0] not in self.peers and not self.socket.binds and self._is_anothers(incoming[1]):
+            for peer in list(self.peers.values()):
+                self._leaves(peer, How.LOST)  # what it said is read. That is told before what the next one says
+            return None
         self._came += 1
         data = self._hear_bounded(*incoming) if self._hangs_up else self._hear_or_reject(*incoming)
         if data is None:
@@ -306,12 +310,15 @@ class Link(Meeting):
         """
         if routing == self.socket.reads_out:
             return False
-        with contextlib.suppress(ProtocolError):
-            header = unpack(frames[0])
-            if header.kind == Kind.WELCOME:
-                hello = unpack_control(header, Hello)
-                return not any(peer.is_still(hello) for peer in self.peers.values())
-        return True
+        hello = _welcome_in(frames)
+        return hello is None or not any(peer.is_still(hello) for peer in self.peers.values())
+
+    def _is_anothers(self, frames: list[Any]) -> bool:
+        """Return whether a connector's message is the WELCOME of another binder than it knows, in that one's place."""
+        hello = _welcome_in(frames)
+        if hello is None or self.has_left(hello) or self.is_late_answer(self.binder(), hello):
+            return False
+        return not any(peer.is_still(hello) for peer in self.peers.values())
 
     def _hear_bounded(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
         """Hear what came to a port that strangers reach, and hang up on those who take more of this end's time than they may.
@@ -495,8 +502,6 @@ class Link(Meeting):
             hello = unpack_control(header, Hello)
             if not self.has_left(hello) and not self.is_late_answer(self.binder(), hello):
                 self._find_again(routing, hello)
-                for peer in [each for each in self.peers.values() if each.routing != routing]:
-                    self._leaves(peer, How.LOST)  # another has its address, and what it said is read
                 self._admit(routing, hello)
             self.greet()
         else:
@@ -851,6 +856,15 @@ class Link(Meeting):
             self.drain()
         if self._refusal is not None:
             raise self._refusal
+
+
+def _welcome_in(frames: list[Any]) -> Hello | None:
+    """Return what a WELCOME says; None if it is none."""
+    with contextlib.suppress(ProtocolError):
+        header = unpack(frames[0])
+        if header.kind == Kind.WELCOME:
+            return unpack_control(header, Hello)
+    return None
 
 
 def _is_seen(peer: Peer | None) -> bool:

@@ -554,6 +554,23 @@ def test_what_a_binder_still_says_whose_file_has_told_that_it_ended() -> None:
         assert consumer.statistics().rejected == 1, "x is no message"
 
 
+def test_that_a_binder_is_gone_is_told_before_the_messages_of_the_next(free_port: int) -> None:
+    """A consumer waits for a binder elsewhere, which may come back. Another answers in its place: the stream has ended."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Consumer(endpoint, bind=False, shared_memory="off") as consumer:
+        for word in ("first", "next"):
+            with RawEnd(endpoint, bind=True) as raw:
+                getting = in_thread(lambda: consumer.get(PATIENCE))
+                raw.hear_of(Kind.HELLO)
+                raw.say(hello("producer", Kind.WELCOME, end=len(word), round=1))
+                raw.say(*exchange.sent(word))
+                if word == "next":
+                    with pytest.raises(tp.PeerLost, match="vanished"):
+                        getting()
+                    getting = in_thread(lambda: consumer.get(PATIENCE))
+                assert getting() == word
+
+
 def _put_when_let_in(producer: tp.Producer) -> None:
     deadline = time.monotonic() + PATIENCE
     while True:
