@@ -765,7 +765,7 @@ def test_memory_of_a_flood_is_given_back_when_it_is_over() -> None:
         _listen(consumer, lambda: consumer.statistics().rejected >= 5000)
         with pytest.raises(tp.Empty):
             consumer.get(0)
-        assert memory().uss - before < 4 << 20
+        assert memory().uss - before < 12 << 20, "the last 999 may stay, at 8 KB each, and 5,000 took 40 MB"
 
 
 def test_a_type_that_is_not_registered_here() -> None:
