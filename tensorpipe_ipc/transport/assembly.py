@@ -139,9 +139,17 @@ class Assembly:
             self.refused = str(refused)
         self._waiting: list[memoryview | bytearray] = []  # what came, one after the other, before there was a region
         self._filled = 0
+        self._is_torn = False  # whether an exception has left it unknown what of a piece is in its place
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all pieces have come, or are dropped as there is no memory for them."""
+        return self._filled == self._total or self.refused != ""
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
+
+        An exception of a signal's handler may come anywhere within: then the message is put together from its beginning.
 
         Raises:
             ProtocolError: it lies beyond what was announced.
@@ -150,14 +158,18 @@ class Assembly:
         offset, end = said.offset, said.offset + len(piece)
         if said.total != self._total or end > self._total:
             raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self._total} announced")
+        if self._is_torn:
+            self._filled, self._waiting = 0, []
         if offset > self._filled:
             return False
         if end > self._filled:
+            self._is_torn = True
             try:
                 self._put(piece[self._filled - offset :], end)
             except OutOfMemory as refused:
                 self.refused, self._waiting = str(refused), []
             self._filled = end
+            self._is_torn = False
         return True
 
     def _put(self, piece: memoryview, end: int) -> None:

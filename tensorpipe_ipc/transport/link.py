@@ -486,6 +486,8 @@ class Link(Meeting):
                 if not self.expects(peer, header):
                     return None
                 if peer.assembly is not None:
+                    if len(frames) == 1 and self.lacks_pieces(peer, header):
+                        return None
                     header, frames = peer.assembly.completed(header, frames)
                 return peer, header, frames
             if kind == Kind.CREDIT:

@@ -353,8 +353,21 @@ class ReceiveLink(Link):
             return
         if peer.assembly is None or peer.assembly.sequence != header.sequence:
             peer.assembly = Assembly(header.sequence, piece_of(header), self._regions)
-        if not peer.assembly.add(header, frames[1]):
+        try:
+            is_in_place = peer.assembly.add(header, frames[1])
+        except ProtocolError:
+            peer.assembly = None  # its message will not come again as another
+            raise
+        if not is_in_place:
             self._ask(peer)
+
+    def lacks_pieces(self, peer: Peer, header: Header) -> bool:
+        """See Role. An exception of a signal's handler took them; its producer keeps them, and is asked."""
+        assembly = peer.assembly
+        if not peer.resends or assembly is None or assembly.sequence != header.sequence or assembly.is_complete:
+            return False
+        self._ask(peer)
+        return True
 
     def check_memory(self, peer: Peer, header: Header) -> None:
         """See that there was memory for the pieces of a message that is complete.

@@ -68,6 +68,10 @@ class Role:
         """A piece of a message came."""
         raise ProtocolError(f"a PIECE for a {self.role} (from {peer}, {header.sequence}, {len(frames)} frames)")
 
+    def lacks_pieces(self, peer: Peer, header: Header) -> bool:  # noqa: ARG002 - a consumer looks
+        """Return whether pieces are missing of a message that is expected, and will come again."""
+        return False
+
     def expects(self, peer: Peer, header: Header) -> bool:
         """Return whether a DATA message is the peer's next one."""
         raise ProtocolError(f"DATA for a {self.role} (from {peer}, sequence {header.sequence})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, in_thread
-from raw_ends import RawEnd, hello
+from crash_points import interrupted_at
+from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.serializers import serializer_named
@@ -20,7 +22,7 @@ from tensorpipe_ipc.transport.assembly import Assembly, Regions
 from tensorpipe_ipc.transport.unacknowledged import PIECE, Kept, Unacknowledged
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.dtypes import NARROW
-from tensorpipe_ipc.wire.header import Piece, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import Kind, Piece, pack_piece, piece_of, unpack
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.message import encode
 
@@ -181,6 +183,29 @@ def test_a_piece_may_lie_anywhere_and_come_twice() -> None:
     assert bytes(building._region) == octets
 
 
+@pytest.mark.parametrize("size", [5000, BULK + 100], ids=["short pieces", "long pieces"])
+def test_an_exception_anywhere_leaves_no_piece_out_of_place(size: int) -> None:
+    """Wherever a signal's handler raises, the piece in hand comes again; where one before it is asked for, all do."""
+    octets = np.random.default_rng(7).bytes(5 * size)
+    total = len(octets)
+    pieces = [(_piece(at, total), memoryview(octets)[at : at + size]) for at in range(0, total, size)]
+    for point in itertools.count(1):
+        building, at = Assembly(1, Piece(0, total), Regions()), 0
+
+        def put_together(building: Assembly = building) -> None:
+            nonlocal at
+            while at < len(pieces):
+                at = at + 1 if building.add(*pieces[at]) else 0
+
+        was_interrupted = interrupted_at(point, put_together)
+        put_together()
+        assert building.is_complete
+        assert bytes(building._region or b"") == octets
+        if not was_interrupted:
+            break
+    assert point > 10
+
+
 def test_a_header_that_denies_its_pieces() -> None:
     """Pieces that are not as long as their header has it: the message is dropped, and the next one comes."""
     tree = [torch.ones(300_000), torch.ones(200_000, dtype=torch.float64)]
@@ -195,6 +220,25 @@ def test_a_header_that_denies_its_pieces() -> None:
         assert consumer.get(PATIENCE) == "good"
         assert consumer.statistics().rejected == 1
         assert "payload frames" in consumer.statistics().last_rejection
+
+
+def test_a_piece_that_an_exception_took_is_asked_for() -> None:
+    """Its message is not dropped, though the header of the whole came: it is taken when the pieces have come again."""
+    tree = torch.arange(2 * BULK)
+    kept = list(Unacknowledged().keep(Kept(1), encode(tree, serializer_named("raw")), PIECE // 4))
+    parts = [[bytes(frame) for frame in part] for part in kept]
+    assert len(parts) > 3
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1))
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        first = hello_of(raw.hear_of(Kind.WELCOME)).round
+        for part in (*parts[:-2], parts[-1]):
+            raw.say(*part)
+        assert hello_of(raw.hear_of(Kind.WELCOME)).round > first
+        for part in parts:
+            raw.say(*part)
+        assert torch.equal(getting(), tree)
+        assert (consumer.statistics().rejected, consumer.statistics().lost) == (0, 0)
 
 
 class OnlyThere(NamedTuple):
