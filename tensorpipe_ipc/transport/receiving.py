@@ -362,9 +362,15 @@ class ReceiveLink(Link):
             self._ask(peer)
 
     def lacks_pieces(self, peer: Peer, header: Header) -> bool:
-        """See Role. An exception of a signal's handler took them; its producer keeps them, and is asked."""
-        assembly = peer.assembly
-        if not peer.resends or assembly is None or assembly.sequence != header.sequence or assembly.is_complete:
+        """See Role. An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
+        assembly, is_torn = peer.assembly, peer.asked_at > 0 or self.socket.torn_at > self._torn_at
+        if (
+            not peer.resends
+            or not is_torn
+            or assembly is None
+            or assembly.sequence != header.sequence
+            or assembly.is_complete
+        ):
             return False
         self._ask(peer)
         return True
