@@ -401,15 +401,20 @@ def test_the_next_binder_within_one_process(consumer_binds: bool) -> None:
                 bound = binder()
 
 
+def _leave_four(consumer: tp.Consumer) -> None:
+    """Bind a producer within this process, put four numbers, and close it before the consumer takes any."""
+    first = tp.Producer("inproc://next", bind=True, linger=0)
+    _met(first, consumer)
+    for number in range(4):
+        first.put(number, PATIENCE)
+    with pytest.warns(RuntimeWarning, match="4 messages that were not taken"):
+        first.close()
+
+
 def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_puts() -> None:
     """Over inproc, too, the consumer gets all of the first, is told how that ended, and then gets all of the next."""
-    first = tp.Producer("inproc://next", bind=True, linger=0)
     with tp.Consumer("inproc://next", bind=False) as consumer:
-        _met(first, consumer)
-        for number in range(4):
-            first.put(number, PATIENCE)
-        with pytest.warns(RuntimeWarning, match="4 messages that were not taken"):
-            first.close()
+        _leave_four(consumer)
         with tp.Producer("inproc://next", bind=True) as following:
             for number in range(4):
                 consumer._link.look_around(at_once=True)  # as a get does that comes late
@@ -427,13 +432,8 @@ def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_
 
 def test_a_producer_that_came_and_left_before_what_the_first_one_left_is_taken() -> None:
     """Two binders have ended one after the other: the consumer gets all of the first, and then all of the next."""
-    first = tp.Producer("inproc://next", bind=True, linger=0)
     with tp.Consumer("inproc://next", bind=False) as consumer:
-        _met(first, consumer)
-        for number in range(4):
-            first.put(number, PATIENCE)
-        with pytest.warns(RuntimeWarning, match="4 messages that were not taken"):
-            first.close()
+        _leave_four(consumer)
         with tp.Producer("inproc://next", bind=True, linger=0) as following:
             assert consumer.get(PATIENCE) == 0
             wait_until(lambda: consumer._link.socket.is_connected(0.01))
