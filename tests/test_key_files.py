@@ -208,7 +208,7 @@ def test_a_pair_that_is_none(keys: Path) -> None:
         tp.Curve(half, server=public).own_keys()
     secret = keys / f"friend{SECRET}"
     secret.write_text("".join(f'{half}-key = "{"~" * 40}"\n' for half in ("public", "secret")))
-    with pytest.raises(tp.Refused, match="libzmq rejected these CURVE keys") as refused:
+    with pytest.raises(tp.Refused, match=r"<Curve .*libzmq rejected these CURVE keys") as refused:
         tp.Producer("tcp://127.0.0.1:9", security=tp.Curve(secret, server=public))
     assert "~~~" not in str(refused.value)
 

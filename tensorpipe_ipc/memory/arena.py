@@ -613,7 +613,7 @@ class Arena(Extents):
             missed |= refused
 
     def _collect(self, nbytes: int, missed: Container[int]) -> set[int]:
-        """Once.
+        """Collect once. What somebody is at is left alone.
 
         Args:
             missed: units of extents that somebody is at, and may be stopped: others are taken instead.

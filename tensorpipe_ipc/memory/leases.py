@@ -51,17 +51,7 @@ import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.apart import set_apart, set_together
-from tensorpipe_ipc.memory.arena import (
-    GENERATION_AT,
-    HEADER,
-    HELD,
-    HOLDER,
-    NBYTES,
-    QUEUED,
-    WRITING,
-    Arena,
-    Taker,
-)
+from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, HELD, HOLDER, NBYTES, QUEUED, WRITING, Arena, Taker
 from tensorpipe_ipc.memory.segment import PAGE, identity_of
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]

@@ -89,7 +89,7 @@ _NO_COUNTS = memoryview(bytes(32)).cast("Q")
 
 
 def _nothing(_: int) -> None:
-    """Return what is to be done with a row that nothing else is known of."""
+    """Do nothing about a row that nothing else is known of."""
 
 
 class Rows:

@@ -260,9 +260,10 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
 
 
 def _refuse_if_filled() -> None:
-    """
+    """See that what this process maps does not get all its pages at once: a segment would take all memory that there is.
+
     Raises:
-        OSError: what this process maps has all its pages at once (mlockall): a segment would have all memory that there is.
+        OSError: it does, by mlockall.
     """
     with owned(os.memfd_create, NAME, os.MFD_CLOEXEC) as probe:
         os.ftruncate(probe.fileno(), PAGE)

@@ -76,7 +76,7 @@ class Cuda:
         return tensor.is_cuda
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Return which one."""
+        """Return the device that a tensor lies on."""
         return tensor.device
 
     def register(self, address: int, nbytes: int) -> int:

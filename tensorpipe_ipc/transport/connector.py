@@ -30,7 +30,7 @@ __all__ = ["Connector"]
 
 _SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two tries
 _RARELY = 1.0  # seconds, at most, where each wakes somebody who waits on the descriptor alone
-_AT_ONCE = 0.005  # seconds that a try is waited for, whatever the timeout: a binder on this host is there within one
+_AT_ONCE = 0.005  # seconds that a try is waited for, whatever the timeout: a binder on this host is there by then
 _LAST_WORDS = 1.0  # seconds that what was said by a line that is hung up may take to leave
 
 
@@ -79,7 +79,7 @@ class Connector(FrameSocket):
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._set_up(socket, {})
         if self._keys:
-            use_keys(socket, self._keys, bind=False)
+            use_keys(socket, self._security, self._keys, bind=False)
         line = Line(socket, self.address, is_shared=self._is_shared)
         self._is_settled = False
         self._open[line] = None

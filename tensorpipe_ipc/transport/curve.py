@@ -61,7 +61,7 @@ def read_keys(security: Curve, *, bind: bool) -> dict[int, bytes]:
     return keys | {int(zmq.CURVE_PUBLICKEY): public, int(zmq.CURVE_SECRETKEY): secret}
 
 
-def use_keys(socket: zmq.Socket[bytes], keys: dict[int, bytes], *, bind: bool) -> None:
+def use_keys(socket: zmq.Socket[bytes], security: Curve | None, keys: dict[int, bytes], *, bind: bool) -> None:
     """Have a socket that is not bound or connected yet use CURVE, and nothing else.
 
     Raises:
@@ -71,7 +71,9 @@ def use_keys(socket: zmq.Socket[bytes], keys: dict[int, bytes], *, bind: bool) -
         for option, key in keys.items():
             socket.setsockopt(option, key)
     except zmq.ZMQError:
-        raise Refused("libzmq rejected these CURVE keys; make a new pair with `tensorpipe-ipc keygen`") from None
+        raise Refused(
+            f"{security!r}: libzmq rejected these CURVE keys; make a new pair with `tensorpipe-ipc keygen`"
+        ) from None
     if bind:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody comes in, and not anybody

@@ -387,7 +387,8 @@ class GetEnd(QueueEnd):
     ) -> int:
         """Take what is left, but no bell: each of these goes back into the pipe.
 
-        Others may sleep on it, and this process may be killed or stopped at any point."""
+        Others may sleep on it, and this process may be killed or stopped at any point.
+        """
         words, first, tickets, last_look = self.words, operation.ticket, self.tickets, False
 
         def put_back(count: int) -> None:

@@ -24,11 +24,11 @@ binder that misses something, or does not know who talks, says HELLO to have the
 Over ipc and inproc a connection ends because a process died or closed its end: then the peer is gone, and what it had not
 taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``unacknowledged``), and
 a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and Empty name it and say how
-long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either
-direction, and it is looked at every half second; it connects anew by itself. By each new connection the consumer counts its
-``round`` up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the
-consumer takes each message that is its next, and drops the others. So every message is taken once and in order, however
-often the line breaks, and a break costs what was in flight, once more.
+long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and it is looked
+at every half second; a connector connects anew inside its own calls. By each new connection the consumer counts its ``round``
+up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the consumer takes
+each message that is its next, and drops the others. So every message is taken once and in order, however often the line
+breaks, and a break costs what was in flight, once more.
 
 One that is away is waited for as long as its end is seen to be open (``presence``). One that is out of sight is given up
 ``peer_timeout`` seconds after its last sign of life. Then, and at once when its end is seen to be gone or another answers

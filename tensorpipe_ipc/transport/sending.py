@@ -111,7 +111,7 @@ class SendLink(Link):
 
     @property
     def frames_in_flight(self) -> int:
-        """Return those of them that went in frames."""
+        """Return how many of them went in frames."""
         return self._framed
 
     @property

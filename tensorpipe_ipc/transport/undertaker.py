@@ -477,7 +477,8 @@ class Undertaker:
     def _give_back_last(self) -> None:
         """Give back what is free, now and when tensors are let go of, if nobody can put, get or trim here any more.
 
-        That is to be seen to by a process that has tensors here and no queue."""
+        That is to be seen to by a process that has tensors here and no queue.
+        """
         if self.queues or self.lasts or not self.leases.live or self.rows.index < 0:
             return
         self.bury_all()

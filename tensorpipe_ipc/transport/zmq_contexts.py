@@ -23,7 +23,7 @@ from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 __all__ = ["acquire", "has_descriptors", "hold_reaper", "release", "router"]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
-_SOCKETS = 8  # a socket, what watches it, and its connection take five
+_SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
 class _Shared:
