@@ -39,9 +39,13 @@ def wait_in_vain(consumer: Any, until: Callable[[], Any]) -> None:
 class RawEnd:
     """A DEALER, or a ROUTER if it binds, that says what it is told to."""
 
-    def __init__(self, endpoint: str, *, bind: bool = False) -> None:
+    def __init__(self, endpoint: str, *, bind: bool = False, keys: dict[int, bytes] | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER if bind else zmq.DEALER)
+        for option, key in (keys or {}).items():
+            self._socket.setsockopt(option, key)
+        if keys and bind:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)  # it lets in any key
         self._socket.setsockopt(zmq.IPV6, 1)
         if bind:
             self._socket.bind(endpoint)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ import zmq
 from children import PATIENCE, Child, in_thread, wait_until
 from programs import InFork
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of, wait_in_vain
-from secured import connectors, make_keys
+from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.security import PUBLIC, SECRET
 from tensorpipe_ipc.transport import address_claim, link
 from tensorpipe_ipc.transport.addresses import parse
+from tensorpipe_ipc.transport.curve import read_keys
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
 
 pytestmark = pytest.mark.limit(20)
@@ -212,6 +215,33 @@ def test_a_squatter_leads_nobody_to_another_binder(seen: list[str]) -> None:
         assert not [each for each in seen if "/proc/" in each]
         with pytest.raises(tp.Empty):
             other.get(0.05)
+
+
+@pytest.mark.parametrize("has_its_key", [False, True])
+def test_a_binder_leads_only_to_ends_that_have_its_key(has_its_key: bool, tmp_path: Path) -> None:
+    """A binder whose key a producer named says that it is another consumer. Only where that one has the same key, as one end
+    at another address of its own would have, does the producer share its memory."""
+    keys = make_keys(tmp_path / "keys")
+    squatters = "binder" if has_its_key else "other"
+    pair = read_keys(tp.Curve(keys / f"{squatters}{SECRET}", clients=[keys / f"friend{PUBLIC}"]), bind=True)
+    other = tp.Consumer(LOOPBACK, security=binders(keys))
+    with other, RawEnd("tcp://127.0.0.1:*", bind=True, keys=pair) as squatter:
+        untaken = pytest.raises(tp.PeerLost, match="1 messages that were not taken") if has_its_key else nullcontext()
+        with untaken, tp.Producer(squatter.endpoint, linger=0, security=connectors(keys, server=squatters)) as producer:
+            putting = in_thread(lambda: producer.put("word", PATIENCE))
+            squatter.hear_of(Kind.HELLO)
+            terms = SharedMemoryTerms("auto", os.geteuid())
+            welcome = hello("consumer", Kind.WELCOME, shared_memory=terms, end=other._link.end)
+            said = None
+            while said is None or not (said.attached or said.why_not):
+                squatter.say(welcome)
+                said = hello_of(squatter.hear_of(Kind.HELLO)).shared_memory
+            assert bool(said.attached) == has_its_key
+            if not has_its_key:
+                assert "rendezvous file is not to be seen" in said.why_not
+                squatter.hear_of(Kind.DATA)
+                squatter.say(pack(Kind.CREDIT, 1))
+            putting()
 
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])

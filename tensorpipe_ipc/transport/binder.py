@@ -65,7 +65,9 @@ class Binder(FrameSocket):
         self._socket = router(context)
         self._reader = NamedFrameReader(self._socket)
         if self._security is not None:
-            use_keys(self._socket, self._security, read_keys(self._security, bind=True), bind=True)
+            keys = read_keys(self._security, bind=True)
+            use_keys(self._socket, self._security, keys, bind=True)
+            self.key = keys[int(zmq.CURVE_PUBLICKEY)].decode()
             self._gate = Gate(context, self._security, told)
         self._set_up(self._socket, {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: _BACKLOG})
         if address.path:

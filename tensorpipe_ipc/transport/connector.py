@@ -72,6 +72,7 @@ class Connector(FrameSocket):
         self._context = acquire(self, own=False)
         if self._security is not None:
             self._keys = read_keys(self._security, bind=False)  # once: put is not to fail by a file that was moved
+            self.key = self._keys[int(zmq.CURVE_SERVERKEY)].decode()
         self._try()
 
     def _try(self) -> None:

@@ -225,7 +225,7 @@ class Meeting(Role):
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
         self._greeted = 0.0  # what becomes of it, the binder is to know at once
         is_known = self.has_keys or self.socket.address.scheme != "tcp"
-        found = rendezvous_file.find(self.socket.address, peer.hello.end, anywhere=is_known)
+        found = rendezvous_file.find(self.socket.address, peer.hello.end, self.socket.key, anywhere=is_known)
         why_not = f"the binder's rendezvous file is not to be seen in {runtime_folder()} here"
         try:
             queue = None if found is None else self._claimed(found)
@@ -294,7 +294,7 @@ class Meeting(Role):
             return
         rendezvous_file.sweep()
         if not self.arrangement.never_shares:
-            self.spares.open(self.socket.address, self.own_hello(None))
+            self.spares.open(self.socket.address, self.socket.key, self.own_hello(None))
             self._post()
 
     def restock(self, room: int) -> None:

@@ -13,7 +13,7 @@ each other, and use frames where there is still none then.
 * The folder and the file are this user's and nobody else's (0700, 0600, whatever the umask), and no symbolic link.
 * It was written for the very socket that is at the address now, by a process that lives: place, pid, start time, pid
   namespace and boot id are compared. Once there was a WELCOME, it is the one that names the end which said so, by its random
-  number, whatever the address is there.
+  number, whatever the address is there. With keys, it is of a binder that has the very key which the other has shown.
 * It goes when its binder closes. That of a binder that was killed is swept by the next one that binds here.
 """
 
@@ -82,11 +82,13 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         place: device and inode of the socket file of an ipc address; of the network namespace that a tcp address is in.
+        key: the binder's public key, in Z85; "" without keys.
         hello: what the binder says of itself to everybody.
         offers: queues that it has made for connectors to come; each is for one of them.
     """
 
     place: tuple[int, int]
+    key: str
     hello: Hello
     offers: tuple[QueueOffer, ...]
 
@@ -97,9 +99,14 @@ _decode = msgspec.msgpack.Decoder(Rendezvous).decode
 class RendezvousFile:
     """A binder's own."""
 
-    def __init__(self, address: Address) -> None:
-        """Nothing is made yet."""
-        self._path, self._address = path_of(address), address
+    def __init__(self, address: Address, key: str) -> None:
+        """Nothing is made yet.
+
+        Args:
+            address: the binder's.
+            key: its public key; "" without keys.
+        """
+        self._path, self._address, self._key = path_of(address), address, key
         self._place = (0, 0)
         self._owned: OwnedFd | None = None
 
@@ -132,7 +139,7 @@ class RendezvousFile:
             OSError: there is no room for it.
         """
         assert self._owned is not None
-        os.pwrite(self._owned.fileno(), packed(Rendezvous(self._place, hello, offers)), 0)
+        os.pwrite(self._owned.fileno(), packed(Rendezvous(self._place, self._key, hello, offers)), 0)
 
     def close(self) -> None:
         """Take it away. Again: what an exception left undone."""
@@ -159,15 +166,18 @@ def read(address: Address) -> Rendezvous | None:
     return None
 
 
-def find(address: Address, end: int, *, anywhere: bool) -> Rendezvous | None:
+def find(address: Address, end: int, key: str, *, anywhere: bool) -> Rendezvous | None:
     """Read what the binder that said it is ``end`` has written down.
 
     Args:
+        address: what it was reached by.
+        end: the number that it gave.
+        key: the public key that it has shown; "" without keys.
         anywhere: also one that has another address here, and is reached by a path of another name, or from another host's name.
             Only of a binder that is known to be who it says: else it could name any that its connector's user has open.
     """
     found = read(address)
-    if found is not None and found.hello.end == end:
+    if found is not None and (found.hello.end, found.key) == (end, key):
         return found
     if not anywhere:
         return None
@@ -175,7 +185,7 @@ def find(address: Address, end: int, *, anywhere: bool) -> Rendezvous | None:
         for path in _all():
             with contextlib.suppress(OSError):
                 found = contents(path)
-                if found is not None and found.hello.end == end and _lives(found.hello.identity):
+                if found is not None and (found.hello.end, found.key) == (end, key) and _lives(found.hello.identity):
                     return found
     return None
 

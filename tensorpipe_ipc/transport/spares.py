@@ -44,9 +44,9 @@ class Spares:
         """Return whether there is a file."""
         return self._file is not None
 
-    def open(self, address: Address, hello: Hello) -> None:
-        """Have a file, from now on, if that can be."""
-        self._file = RendezvousFile(address)
+    def open(self, address: Address, key: str, hello: Hello) -> None:
+        """Have a file, from now on, if that can be. See RendezvousFile."""
+        self._file = RendezvousFile(address, key)
         try:
             self._file.open(hello)
         except (OSError, Refused) as failed:

@@ -63,6 +63,7 @@ class FrameSocket:
     Attributes:
         address: where; with the port that was chosen, if any was to do.
         binds: whether this end has the address.
+        key: the public key of the end that binds, in Z85; "" without keys.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
             Over inproc it is there before its binder is.
         routing: the routing id of that connection; b"" while there is none.
@@ -73,6 +74,7 @@ class FrameSocket:
 
     binds = False
     dropped = 0
+    key = ""
 
     def __init__(self, address: Address, *, receives: bool, window: int, security: Curve | None) -> None:
         """Nothing is opened yet.

@@ -192,7 +192,7 @@ def test_one_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
         found = rendezvous_file.read(_address())
         assert found is not None
         monkeypatch.setattr(os, "pwrite", fail)
-        with contextlib.closing(rendezvous_file.RendezvousFile(_address())) as file:
+        with contextlib.closing(rendezvous_file.RendezvousFile(_address(), "")) as file:
             with pytest.raises(OSError, match="no space left"):
                 file.open(found.hello)
     with tp.Consumer("filed") as consumer, tp.Producer("filed") as producer:
