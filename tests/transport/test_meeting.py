@@ -424,7 +424,7 @@ def test_a_queue_that_is_being_claimed_is_not_dropped() -> None:
     """A binder that closes at that moment knows that there is somebody."""
     spares, address, own = Spares(), parse("claiming"), hello_of(unpack(memoryview(hello("consumer"))))
     with tp.Consumer("claiming", shared_memory="off"):
-        spares.open(address, own)
+        spares.open(address, "", own)
         spares.stock(own, 2)
         found = rendezvous_file.read(address)
         assert found is not None

@@ -594,14 +594,15 @@ def test_no_producer_is_passed_over(second: Any) -> None:
     with tp.Consumer("fair") as consumer, Child() as one, Child() as two:
         for name, child in enumerate((one, two)):
             child.call(children.open_producer, "fair", shared_memory=second if name else "auto")
-            child.begin(children.put_numbers, 0, 2000, str(name))
-        got = [consumer.get(PATIENCE)[0]]
-        while len(set(got)) < 2:
-            got.append(consumer.get(PATIENCE)[0])
-        time.sleep(0.5)  # both have put all that they may
-        both = [consumer.get(PATIENCE)[0] for _ in range(64)]
-        assert min(both.count("0"), both.count("1")) > 16
-        for _ in range(4000 - len(got) - 64):
+            child.begin(children.put_numbers, 0, 1, str(name))
+            assert consumer.get(PATIENCE)[0] == str(name)
+            child.result()
+        for name, child in enumerate((one, two)):
+            child.call(children.put_numbers, 1, 65, str(name))  # all that it may
+            child.begin(children.put_numbers, 65, 2000, str(name))
+        both = [consumer.get(PATIENCE)[0] for _ in range(1000)]
+        assert min(both.count("0"), both.count("1")) > 64
+        for _ in range(4000 - 2 - 1000):
             consumer.get(PATIENCE)
         for child in (one, two):
             child.result()
