@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
