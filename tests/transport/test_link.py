@@ -762,13 +762,18 @@ def _listen_to_flood(ends: children.Ends, least: int) -> int:
 
 
 def test_memory_of_a_flood_is_given_back_when_it_is_over() -> None:
-    """A short message that comes alone takes some KB until it is read. In a process of its own: others' heaps have holes."""
-    with Child() as child:
+    """A short message that comes alone takes some KB until it is read. That is given back below what friends take meanwhile, too.
+
+    The consumer is in a process of its own: others' heaps have holes.
+    """
+    with Child() as child, contextlib.ExitStack() as friends:
         endpoint = child.call(children.open_consumer, "tcp://127.0.0.1:*")
         before = child.call(_listen_to_flood, 0)
         with RawLine(endpoint) as raw:
             raw.say(hello("producer"))
-            for _ in range(5000):
+            for number in range(5000):
+                if number % 500 == 0:
+                    friends.enter_context(RawLine(endpoint)).say(hello("producer"))
                 raw.say(bytes(60))
                 time.sleep(0)  # libzmq's thread reads this one alone
             after = child.call(_listen_to_flood, 5000)
