@@ -878,6 +878,24 @@ def test_a_loss_counts_as_an_end() -> None:
             consumer.get(PATIENCE)
 
 
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_loss_after_an_exception_of_a_signals_handler_is_told_as_such(endpoint: str) -> None:
+    """An exception left a get that waited. The producer says nothing more, and is killed: that is no goodbye."""
+    with tp.Consumer(endpoint, shared_memory="off") as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint)
+        child.begin(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            consumer.get(PATIENCE)
+        interrupt.join()
+        child.kill()
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} .* vanished"):
+            consumer.get(PATIENCE)
+
+
 def _met_out_of_sight(consumer: tp.Consumer, child: Child, endpoint: str, folder: Path) -> None:
     """Have a child open a producer with a runtime folder of its own, and one message of it be taken."""
     child.call(children.move_out_of_sight, str(folder))

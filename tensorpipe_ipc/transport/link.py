@@ -759,8 +759,7 @@ class Link(Meeting):
             if peer.queue is not None:
                 peer.queue.arena.mind_idle(peer.queue.undertaker.look)
             if self._is_gone(peer, again):
-                # of what an exception tore since it was last heard, its goodbye may have been the last
-                self._leaves(peer, How.GOODBYE if self.socket.torn_at > peer.heard else How.LOST)
+                self._leaves(peer, How.LOST)
                 again = True
                 if time.monotonic() - now > _AT_ONCE:  # there may be a thousand
                     break
