@@ -30,6 +30,7 @@ from proxy import Proxy
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport.addresses import parse, runtime_folder
+from tensorpipe_ipc.transport.binder import Binder
 from tensorpipe_ipc.transport.line import Line
 from tensorpipe_ipc.transport.whereabouts import why_nobody
 
@@ -503,6 +504,39 @@ def test_an_exception_while_a_connection_is_hung_up_stops_nobody(
             putting()
         with tp.Producer("beside", shared_memory="off") as beside:
             _met(beside, other)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "where", "is_before"),
+    [("ipc", "_bind_to_address", False), ("tcp", "_bind_to_address", False), ("tcp", "_give_port_back", True)],
+)
+def test_a_child_forked_while_an_end_opens_or_closes_keeps_nobody_from_its_address(
+    scheme: str, where: str, is_before: bool, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread forks in the middle of it: the child has copies of what the parent has open at that moment."""
+    endpoint = f"tcp://127.0.0.1:{free_port}" if scheme == "tcp" else "forked"
+    done, orphans = getattr(Binder, where), list[int]()
+    forking = threading.Thread(target=lambda: orphans.append(in_child(signal.pause)))
+
+    def doing(self: Binder, *arguments: Any) -> None:
+        monkeypatch.setattr(Binder, where, done)
+        if not is_before:
+            done(self, *arguments)
+        forking.start()
+        forking.join(0.2)  # or it waits until this thread has done it
+        if is_before:
+            done(self, *arguments)
+
+    monkeypatch.setattr(Binder, where, doing)
+    try:
+        tp.Consumer(endpoint).close()
+        forking.join()
+        with tp.Consumer(endpoint) as consumer, tp.Producer(endpoint) as producer:
+            _met(producer, consumer)
+    finally:
+        for orphan in orphans:
+            os.kill(orphan, signal.SIGKILL)
+            reap(orphan)
 
 
 @pytest.mark.parametrize("endpoint", ["ending", "tcp://127.0.0.1:*"])

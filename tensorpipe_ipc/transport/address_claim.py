@@ -100,7 +100,10 @@ def private_to_us(path: str) -> Iterator[None]:
                     f"{path}: {_holder(folder.fileno())} keeps the lock for {_PATIENCE:.0f} s: is it stopped?"
                 )
             time.sleep(0.002)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(folder.fileno(), fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
 
 
 def _folder_for_lock(path: str) -> OwnedFd | None:

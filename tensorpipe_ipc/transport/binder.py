@@ -28,6 +28,7 @@ from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.transport.frame_reader import NamedFrameReader
 from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, process_behind
+from tensorpipe_ipc.transport.presence import no_fork
 from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, router
 from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
 
@@ -56,7 +57,7 @@ class Binder(FrameSocket):
         self._fd = self._gate_fd = -1  # once they are watched
         self._gate: Gate | None = None
         self._made: list[os.stat_result] = []  # the socket file
-        self._listening = -1  # the descriptor, of libzmq's, by which this end is connected to; until it is closed
+        self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
@@ -92,21 +93,25 @@ class Binder(FrameSocket):
         except OSError as error:
             raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
         with made:
+            self._listens_by(made.fileno())
             self._socket.setsockopt(zmq.USE_FD, made.fileno())
             self._bind_to_address()
-            self._listening = made.detach()  # it is libzmq's now
+            made.detach()  # it is libzmq's now
 
     def _bind_to_port(self) -> None:
         told = f"inproc://listening-{next(_numbers)}"
         self._socket.monitor(told, zmq.EVENT_LISTENING)
         try:
-            with closing(self._context.socket(zmq.PAIR)) as monitor:
+            with closing(self._context.socket(zmq.PAIR)) as monitor, no_fork():  # a child knows what it has a copy of
                 monitor.connect(told)
                 self._bind_to_address()
                 if monitor.poll(int(_LET_GO * 1000)):
-                    self._listening = _EVENT.unpack(monitor.recv())[1]
+                    self._listens_by(_EVENT.unpack(monitor.recv())[1])
         finally:
             self._socket.disable_monitor()
+
+    def _listens_by(self, fd: int) -> None:
+        self._listening = fd, os.fstat(fd).st_ino
 
     def _bind_to_address(self) -> None:
         text, deadline = self.address.text, time.monotonic() + _LETTING_GO
@@ -126,9 +131,9 @@ class Binder(FrameSocket):
 
     def drop_listener(self) -> None:
         """In a forked child: close the copy of the socket that listens, which would keep the address from the next binder."""
-        fd, self._listening = self._listening, -1
-        if fd >= 0:
-            with suppress(OSError):
+        fd, inode = self._listening
+        with suppress(OSError):
+            if os.fstat(fd).st_ino == inode:  # and not another's since libzmq closed it
                 os.close(fd)
 
     def _socket_to(self, peer: bytes) -> zmq.Socket[bytes]:  # noqa: ARG002 - the ROUTER knows
@@ -212,11 +217,6 @@ class Binder(FrameSocket):
             self._is_silent = False
         if self._gate is not None and self._gate_fd in found:
             self._gate.answer()
-
-    def close(self, linger: float) -> None:
-        """See FrameSocket."""
-        self._listening = -1  # first: its number may soon be another's
-        super().close(linger)
 
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:

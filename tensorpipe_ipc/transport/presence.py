@@ -47,7 +47,7 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.addresses import FILE_MODE, check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import Ending
 
-__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "is_binders", "sweep"]
+__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "is_binders", "no_fork", "sweep"]
 
 SUFFIX = ".end"
 _NAME = re.compile(r"([0-9a-f]{16})\.end")
@@ -111,8 +111,7 @@ class Presence:
 
     def _lock(self, folder: str) -> None:
         check_folder(os.path.join(folder, SUFFIX))
-        with _forking:
-            _watch_forks()
+        with no_fork():
             _open_here.add(self)
             self._folder = owned(os.open, folder, _FOLDER)
         found = os.fstat(self._folder.fileno())
@@ -265,12 +264,14 @@ _open_here: weakref.WeakSet[Presence] = weakref.WeakSet()
 _hooked: list[bool] = []
 
 
-def _watch_forks() -> None:
+def no_fork() -> threading.RLock:
+    """Return a lock while which no thread of this process forks. For a moment: whoever forks waits."""
     if not _hooked:
         _hooked.append(True)
         # In C: an exception of a signal's handler within would keep all other threads from forking for good.
         os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
         os.register_at_fork(after_in_child=_drop_all)
+    return _forking
 
 
 def _drop_all() -> None:
