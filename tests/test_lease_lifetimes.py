@@ -266,6 +266,23 @@ def test_loans_pin_no_more_than_the_capacity(ctx):
     assert blocks_in_use(ctx) == {}
 
 
+def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx, monkeypatch):
+    there, arena, large = ctx.Queue(), ctx.tensorpipe_undertaker().arena, (CAPACITY // 4 * 3,)
+    held, allocate = [ctx.empty(large, torch.uint8)], arena.allocate
+
+    def allocate_and_let_go(*args, **kwargs):
+        block = allocate(*args, **kwargs)
+        if kwargs.get("collected"):  # the look in vain
+            held.clear()
+        return block
+
+    monkeypatch.setattr(arena, "allocate", allocate_and_let_go)
+    with there.loan(large, torch.uint8, timeout=LIMIT) as loan:
+        loan.fill_(3)
+    assert not held
+    assert (there.get() == 3).all()
+
+
 def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx):
     there, held = ctx.Queue(), []
     leases = ctx.tensorpipe_undertaker().leases

@@ -418,6 +418,7 @@ class PutEnd(QueueEnd):
                 if self.words[self._watch]:
                     self._refuse_if_shut()
                 looked = monotonic()
+                was_in_use = self.arena.is_in_use()  # first: what comes free from here on may be missed below
                 self.undertaker.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
@@ -426,7 +427,7 @@ class PutEnd(QueueEnd):
                 if block:
                     return block
                 if not self.qsize():
-                    if not self.arena.is_in_use():
+                    if not was_in_use and not self.arena.is_in_use():
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
                     if not force and headroom() >= nbytes:
                         return 0
