@@ -123,6 +123,23 @@ def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: bytes
         assert raw.is_hung_up_on()
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        [hello("producer", end=number) for number in range(1, 200)],
+        [hello("producer", end=1), pack(Kind.GOODBYE, 0), *[pack(Kind.CREDIT, 0)] * 500],
+        [hello("producer", end=1), pack(Kind.GOODBYE, 0), *[hello("producer", end=2), pack(Kind.GOODBYE, 0)] * 300],
+    ],
+    ids=["another each time", "goodbye and more", "goodbye, and another"],
+)
+def test_who_is_another_by_each_greeting_or_has_said_goodbye_is_hung_up_on(said: list[bytes]) -> None:
+    """Each message costs time, whoever says that it is from: so a connection is counted, and not only a peer."""
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, RawLine(consumer.endpoint) as raw:
+        raw.say(*said)
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
+        assert raw.is_hung_up_on()
+
+
 def test_a_peer_may_send_again_what_is_in_flight() -> None:
     """After a line was cut all of it comes a second time, and more often if the line is cut again."""
     with tp.Consumer(LOOPBACK, maxsize=200) as consumer, RawEnd(consumer.endpoint) as raw:

@@ -182,7 +182,8 @@ class Link(Meeting):
         # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
         self.ended_ends: dict[int, None] = {}
         self.ended_afar: dict[int, None] = {}
-        self._over: dict[bytes, None] = {}  # by routing id: connections of ends that have ended, or have another now
+        # By routing id: what was said since by connections of ends that have ended, or have another now.
+        self._over: dict[bytes, int] = {}
         self._answered: dict[bytes, float] = {}  # by routing id: when one that is no peer was answered
         self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
         self._strangers_from = 0.0  # when there is time for somebody who is no peer
@@ -328,11 +329,14 @@ class Link(Meeting):
         seen to be an end of this user. It connects anew by itself, until there is time for it. So is one that is no peer, and
         says more than one thing at a time.
         """
+        if routing in self._over:
+            self._pass_over(routing)
+            return None
         peer, now = self.peers.get(routing), time.monotonic()
         if peer is None:
             is_again = now - self._answered.get(routing, 0.0) < _ANSWER_AGAIN
             is_too_much = now < self._strangers_from and not self._is_hello_in_sight(frames)
-            if (is_again or is_too_much) and routing not in self._over:
+            if is_again or is_too_much:
                 if is_again:  # why, the first one has told
                     self.rejected += 1
                 else:
@@ -349,13 +353,20 @@ class Link(Meeting):
         elif data is not None or peer.taken != stood or len(frames[-1]) >= BULK:
             peer.brought += 1
             peer.idle = 0
-        elif self._is_idle_too_long(peer, now):
+        elif self._is_idle_too_long(self.peers.get(routing, peer), now):  # it may say that it is another by now
             self.reject(_IDLES, peer)
             self.socket.hang_up()
         if is_strange and not _is_seen(self.peers.get(routing)):
             due = max(self._strangers_from, now - _STRANGERS_AT_ONCE) + _STRANGERS * (time.thread_time() - began)
             self._strangers_from = min(due, now + _STRANGERS_AT_ONCE)  # peers among them are heard all the same
         return data
+
+    def _pass_over(self, routing: bytes) -> None:
+        """Drop what comes by a connection whose end has no more to say by it: a few times what may have been on its way."""
+        self._over[routing] += 1
+        if self._over[routing] > _IDLE + 4 * self.window:
+            self.reject(_IDLES)
+            self.socket.hang_up()
 
     def _is_hello_in_sight(self, frames: list[Any]) -> bool:
         """Return whether this is the HELLO of an end of this user, for whom there is always time.
@@ -562,7 +573,7 @@ class Link(Meeting):
             return
         hello = unpack_control(header, Hello)
         if self.has_left(hello):
-            _remember(self._over, routing)
+            _remember(self._over, routing, 0)
             return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
@@ -591,7 +602,7 @@ class Link(Meeting):
             return
         for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
             if self.socket.binds:
-                _remember(self._over, peer.routing)
+                _remember(self._over, peer.routing, 0)
             else:
                 self.socket.drop(peer.routing)
             self.came_again(peer, hello.sequence)
@@ -645,9 +656,12 @@ class Link(Meeting):
         if peer is not None and self.is_old_answer(peer, hello):
             return peer
         if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
-            if peer is not None:
-                self._leaves(peer, How.LOST)
+            before = peer
+            if before is not None:
+                self._leaves(before, How.LOST)
             peer = Peer(routing, hello, self._sight_of(hello))
+            if before is not None:  # by the same connection
+                peer.idle, peer.idle_from = before.idle, before.idle_from
             self.met(peer)
             self.peers[routing] = peer  # no exception comes between what met did last and this
         self._refusal = None
@@ -696,7 +710,7 @@ class Link(Meeting):
             if peer.hello.end and (last_words is not None or how in (How.GOODBYE, How.FAILED)):
                 _remember(self.ended_afar if peer.sight.is_out_of_sight else self.ended_ends, peer.hello.end)
                 if self.socket.binds:
-                    _remember(self._over, peer.routing)
+                    _remember(self._over, peer.routing, 0)
             if last_words is not None:
                 self._ends(peer, last_words.ending, self._position_of(last_words))
                 return
@@ -873,8 +887,8 @@ def _is_seen(peer: Peer | None) -> bool:
     return peer is not None and not peer.sight.is_out_of_sight and not peer.sight.is_gone()
 
 
-def _remember(known: dict[Any, None], one: Any) -> None:
+def _remember(known: dict[Any, Any], one: Any, value: Any = None) -> None:
     """Add one to those of whom the last thousand are known."""
-    known[one] = None
+    known[one] = value
     while len(known) > _REMEMBERED:
         del known[next(iter(known))]
