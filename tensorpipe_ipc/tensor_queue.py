@@ -451,7 +451,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
     """multiprocessing.JoinableQueue: a Queue that knows which of its objects are not dealt with yet.
 
-    What a process had taken when it died counts as done: nobody will do it, and ``join`` must not wait for the dead.
+    What a process had taken and not done when it ended counts as done: nobody will do it, and ``join`` must not wait for the
+    dead. But not once some process has called ``task_done`` more often than it took objects: then it does so for others, who
+    may have ended, and ``join`` waits for it, as multiprocessing's does.
     """
 
     _has_tasks = True

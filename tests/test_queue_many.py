@@ -668,6 +668,31 @@ def test_join_does_not_wait_for_what_a_killed_worker_had_taken() -> None:
     assert not waiter.is_alive()
 
 
+def test_join_waits_for_who_does_the_tasks_of_workers_that_end() -> None:
+    """The program takes results from its workers, and calls task_done itself, also when these have ended."""
+    tasks, results = JoinableQueue(), Queue()
+
+    def forward() -> None:
+        for _ in range(3):
+            results.put(tasks.get(timeout=LIMIT))
+
+    for _ in range(2):
+        tasks.put_many(range(3))
+        child = in_child(forward)
+        results.get(timeout=LIMIT)
+        tasks.task_done()
+        assert reap(child) == 0
+        waiter = threading.Thread(target=tasks.join, daemon=True)
+        waiter.start()
+        waiter.join(0.1)
+        assert waiter.is_alive()
+        for _ in range(2):
+            results.get(timeout=LIMIT)
+            tasks.task_done()
+        waiter.join(LIMIT)
+        assert not waiter.is_alive()
+
+
 @pytest.mark.parametrize("put", [Queue.put_nowait, lambda there, obj: there.put_many([obj], 0)])
 def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: Callable[[Queue, Any], None]) -> None:
     """The killed process had taken the object, and not given its place back: the queue is empty, and was full for ever."""

@@ -22,8 +22,8 @@ out whether the ticket was given, clears the bit if so and takes back J1 if not,
 low bit says whether J3 was; if not, the undertaker does it, and then what follows. At last it counts what the dead had
 taken and not finished as done, in one store (``settle_dead``): nobody else will.
 
-Who calls ``task_done`` for what another process took makes these sums wrong if that one dies: its tasks were counted as
-done already."""
+Where any process has done more tasks than it took, it does those of others, as a program does that takes results from its
+workers and calls ``task_done`` itself. Then what a dead one took says nothing of what is left, and nothing is settled."""
 
 from __future__ import annotations
 
@@ -66,10 +66,21 @@ def settle_dead(rows: Rows, row: int) -> None:
             if direction != PUT:
                 left[queue] = left.get(queue, 0) + (words[record.tally] >> 1) * (1 if direction == GET else -1)
     for queue, count in left.items():
-        if count > 0:
+        if count > 0 and not any(_does_others(rows, each, queue) for each in rows.used()):
             record = next(rows.records(row, queue, DONE), None) or rows.unused_record(row)
             words[record.purpose_word] = queue << 8 | DONE
             words[record.tally] += count << 1
+
+
+def _does_others(rows: Rows, row: int, queue: int) -> bool:
+    """Return whether a row's process has done more tasks than it took."""
+    done = _tallied(rows, row, queue, DONE)  # first: the living may take and do meanwhile
+    return done > _tallied(rows, row, queue, GET)
+
+
+def _tallied(rows: Rows, row: int, queue: int, direction: int) -> int:
+    records = rows.records(row, queue, direction)
+    return sum(rows.words[record.tally] >> 1 for record in records if record.size == 1)
 
 
 class Tasks:
@@ -124,10 +135,4 @@ class Tasks:
                 idle()
 
     def _sum(self, direction: int) -> int:
-        rows, words = self._rows, self._words
-        return sum(
-            words[record.tally] >> 1
-            for row in rows.used()
-            for record in rows.records(row, self._number, direction)
-            if record.size == 1
-        )
+        return sum(_tallied(self._rows, row, self._number, direction) for row in self._rows.used())
