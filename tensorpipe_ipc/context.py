@@ -139,6 +139,12 @@ class _WithOurQueues(context.BaseContext):
         """This one, or ``tensorpipe_ipc.get_context(method)``."""
         return self if method in (None, self.get_start_method()) else get_context(method)
 
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self  # as multiprocessing's can be copied, and with them a DataLoader that has one
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.get_start_method(), self.tensorpipe_undertaker())
 

@@ -459,22 +459,18 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
     _has_tasks = True
 
     def task_done(self) -> None:
-        """An object that was taken has been dealt with. For consumers, once for each ``get``.
+        """An object that was taken has been dealt with. For consumers, once for each ``get``, also after ``close``.
 
         Raises:
             ValueError: called more often than objects were put.
         """
-        if self._closed:
-            raise Closed(f"Queue {self!r} is closed")
         self._queue.undertaker.attach()
         self._queue.tasks.done()
 
     def join(self) -> None:
         """Wait until every object that was put has been dealt with, was dropped by a shutdown, or is lost: with a consumer that
         died, or by an exception of a signal's handler inside ``get``. An object of which ``get`` raised an error, and that was
-        dropped, counts as taken: it waits for ``task_done``, as multiprocessing has it."""
-        if self._closed:
-            raise Closed(f"Queue {self!r} is closed")
+        dropped, counts as taken: it waits for ``task_done``, as multiprocessing has it. It may be called after ``close``."""
         self._queue.undertaker.attach()
         self._queue.tasks.wait(self._queue.tidy)
 

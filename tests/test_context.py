@@ -1,5 +1,6 @@
 """get_context(): multiprocessing's contexts with our queues, which share one arena, here and in children."""
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -123,6 +124,13 @@ def test_a_child_has_the_same_arena_once(method):
     assert process.exitcode == 0
     process.close()
     vars(ctx).clear()
+
+
+def test_a_copy_of_a_context_is_the_context():
+    """A program that copies its DataLoader copies the context in it."""
+    ctx = small_context("fork")
+    ctx.Queue()
+    assert copy.deepcopy([ctx])[0] is copy.copy(ctx) is ctx
 
 
 def test_a_segment_unpickled_twice_is_attached_once():

@@ -833,6 +833,18 @@ def test_counts_are_exact_with_threads() -> None:
     assert (statistics.messages_put, statistics.messages_got) == (400, 400)
 
 
+def test_tasks_are_done_and_waited_for_after_close_as_with_multiprocessing() -> None:
+    """Only put and get need the queue open."""
+    there = JoinableQueue()
+    there.put(1)
+    there.get()
+    there.close()
+    there.task_done()
+    there.join()
+    with pytest.raises(ValueError, match="too many times"):
+        there.task_done()
+
+
 def test_spin_is_bounded_and_delivers() -> None:
     """With a spin everything arrives as without; a spin of more than a millisecond is refused."""
     with pytest.raises(ValueError, match="0.001"):
@@ -844,7 +856,7 @@ def test_spin_is_bounded_and_delivers() -> None:
         there.get(timeout=0.01)
 
 
-@pytest.mark.parametrize("call", ["put_many", "get_many", "shutdown", "task_done", "join"])
+@pytest.mark.parametrize("call", ["put_many", "get_many", "shutdown"])
 def test_a_closed_queue_refuses(call: str) -> None:
     """Each method says that it is closed."""
     there = JoinableQueue()
