@@ -32,7 +32,8 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         self._queue = Queue(maxsize, ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
     def put(self, obj: Any) -> None:
-        """See ``Queue.put``."""
+        """See ``Queue.put``. On a closed one it raises OSError, as multiprocessing has it; so does ``get``."""
+        self._raise_if_closed()
         self._queue.put(obj)
 
     def get(self) -> Any:
@@ -40,6 +41,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
 
         A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits.
         """
+        self._raise_if_closed()
         if self._is_drained:
             with contextlib.suppress(Empty):
                 return self._queue.get(False)
@@ -57,9 +59,12 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         Raises:
             OSError: the queue is closed here.
         """
+        self._raise_if_closed()
+        return self._queue.empty()
+
+    def _raise_if_closed(self) -> None:
         if self._closed:
             raise OSError("the handle is closed")
-        return self._queue.empty()
 
     def fileno(self) -> int:
         """A descriptor that is readable while ``get`` would not wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import multiprocessing
@@ -323,6 +324,9 @@ def test_simple_queue() -> None:
     assert not there.empty()
     assert there.get().sum() == 3
     there.close()
+    for call in (there.empty, there.get, functools.partial(there.put, 1)):
+        with pytest.raises(OSError, match="handle is closed"):
+            call()
 
 
 @pytest.mark.skipif(
