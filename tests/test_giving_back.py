@@ -535,6 +535,24 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
             assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize(("nbytes", "count"), [(100_000, 128), (5000, 1200)])
+def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, count, monkeypatch):
+    """And they stay as they are; what was given back is used again."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, taken = large_ctx.Queue(), []
+    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+    for number in range(count):
+        there.put(octets(nbytes, number % 100))
+        taken.append(there.get(copy=False))
+    before, taken = resident(there), taken[::20]
+    there.put(octets(10, 1))
+    wait_for(lambda: there.get() is not None and (there.put(octets(10, 1)) or resident(there) < before // 5))
+    assert all((lease == number * 20 % 100).all() for number, lease in enumerate(taken))
+    burst(there, nbytes, count // 2)
+    assert resident(there) < before
+    assert all((lease == number * 20 % 100).all() for number, lease in enumerate(taken))
+
+
 @pytest.mark.parametrize("timeout", [None, LIMIT])
 def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout, monkeypatch):
     """For a message that does not come: who waits never needs memory."""

@@ -110,7 +110,7 @@ PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory h
 STOCK = 32  # small blocks that are made free ahead of need
 YOUNG = 32  # blocks in flight that are looked at first
 QUICK = 16  # kind up to which a free block is taken without a look at those that others have just freed
-IDLE = 3.0  # seconds for which an extent must have lain free and unused to be given back
+IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 _KINDS = 48
 
@@ -633,7 +633,7 @@ class Arena(Extents):
         found = [
             (
                 row != self.rows.index and self.rows.is_alive(row),
-                *self._free_memory(start, kind_, units_),
+                *self._free_memory(start, kind_, *self.states(start, kind_, units_)),
                 (start, kind_, units_),
             )
             for start, kind_, units_, row, _ in self._words_of_extents()
@@ -656,9 +656,8 @@ class Arena(Extents):
         self._trim(growth)
         return refused
 
-    def _free_memory(self, start: int, kind: int, units: int) -> tuple[int, bool]:
+    def _free_memory(self, start: int, kind: int, blocks: Places, states: Words) -> tuple[int, bool]:
         """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
-        blocks, states = self.states(start, kind, units)
         free = (states & np.uint64(HOLDER)) == FREE
         if kind > self.whole:
             nbytes = self._memory_of(blocks[free])
@@ -673,7 +672,10 @@ class Arena(Extents):
     def is_overfull(self) -> bool:
         """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
         over = self.segment.resident() - self.capacity
-        return over > 0 and over > sum(self._free_memory(*each[:3])[0] for each in self._all_extents())
+        return over > 0 and over > sum(
+            self._free_memory(start, kind, *self.states(start, kind, units))[0]
+            for start, kind, units, _ in self._all_extents()
+        )
 
     def trim(self) -> int:
         """Give back all free memory, whoever has it. Bytes."""
@@ -683,7 +685,7 @@ class Arena(Extents):
         wanted = [
             (start, kind, units)
             for start, kind, units, *_ in self._words_of_extents()
-            if any(self._free_memory(start, kind, units))
+            if any(self._free_memory(start, kind, *self.states(start, kind, units)))
         ]
         self._withdraw({start >> 20 for start, _, _ in wanted}, busy=True)
         self._take(wanted)
@@ -692,7 +694,7 @@ class Arena(Extents):
         return max(0, before - self.segment.resident())
 
     def mind_idle(self, look: Callable[[], object] = lambda: None) -> None:
-        """Give back extents that have lain free and unused for some seconds, whoever's. Cheap where nothing is due.
+        """Give back what lies free in extents that were not used for some seconds, whoever's. Cheap where nothing is due.
 
         Args:
             look: called first, where something is due: it frees what the dead had.
@@ -705,18 +707,17 @@ class Arena(Extents):
                 self._give_back_idle()
 
     def _give_back_idle(self) -> None:
-        """Give back what is free now and was at the last look, with the same generations: nobody has used it in between."""
+        """Give back what is free in extents whose states are those of the last look: nobody has used them in between."""
         self.words[GROWN] = 0  # first: who grows meanwhile sets it again
         if self.words[PAGE_LOCKED]:  # nothing can be given back any more
             return
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
         for start, kind, units, _ in self._all_extents():
             blocks, states = self.states(start, kind, units)
-            if not (states & np.uint64(HOLDER)).any():
-                seen[start] = kind, int(states.sum())
-                if before.get(start) == seen[start]:
-                    idle.add((start, kind, units))
-                    continue
+            seen[start] = kind, int(states.sum())
+            if before.get(start) == seen[start] and any(self._free_memory(start, kind, blocks, states)):
+                idle.add((start, kind, units))
+                continue
             left += self._memory_of(blocks) if kind > self.whole else len(blocks) << kind
         self._seen = seen
         if idle or left >= WORTH:  # before: who is killed at it, or kept from some, leaves that to the next look
@@ -724,8 +725,8 @@ class Arena(Extents):
         self._punch_gaps()
         if idle:
             self.reclaim()
-            own = self._withdraw({start >> 20 for start, _, _ in idle})
-            self._take(own + [extent for extent in idle - set(own) if extent[0] >> 20 not in self._mine])
+            self._withdraw({start >> 20 for start, _, _ in idle}, busy=True)
+            self._take(list(idle))
 
     # ---- the dead ----
 

@@ -85,6 +85,7 @@ SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the de
 _PAGES = 16  # of a pipe, as Linux makes them by default
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
 _MARGIN = 1 << 20  # bytes of the log
@@ -422,8 +423,8 @@ class TokenPipe:
         offset = os.lseek(self._log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
         if offset - self._punched >= _PUNCH_STEP:
             start, self._punched = self._punched, offset
-            with mmap.mmap(self._log, offset - start, prot=mmap.PROT_WRITE, offset=start) as read:
-                read.madvise(mmap.MADV_REMOVE)
+            # Not by a mapping: a process may have no addresses left, or lock all that it maps. Refused, it costs memory.
+            _libc().fallocate(self._log, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(offset - start))
 
     # ---- lifetime ----
 

@@ -1,6 +1,7 @@
 """Tokens through a pipe and its spill log: order, exactly once, who has them after a kill."""
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import random
@@ -8,7 +9,7 @@ import signal
 import time
 
 import pytest
-from crash_points import LIMIT, in_child, reap
+from crash_points import LIMIT, in_child, reap, told_by_child
 
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.segment import Segment
@@ -142,6 +143,18 @@ def test_who_takes_past_bells_takes_first_what_stands_behind_them(words):
 
 
 def test_the_logs_memory_is_given_back_as_it_is_read(words):
+    the_logs_memory_is_given_back(words)
+
+
+def test_the_logs_memory_is_given_back_by_a_process_that_locks_its_own(words):
+    def locks():
+        assert ctypes.CDLL(None).mlockall(2 | 4) == 0  # MCL_FUTURE, MCL_ONFAULT
+        the_logs_memory_is_given_back(words)
+
+    assert told_by_child(locks) == "None"
+
+
+def the_logs_memory_is_given_back(words):
     pipe = TokenPipe.create(None)
     for i in range(64):
         words.values[FIRST + i] = 5
