@@ -27,6 +27,8 @@ carries its row's lock, belongs to memory/rows.py.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -69,6 +71,7 @@ CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2
 _HEAD = struct.Struct("=3Q")
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -177,8 +180,16 @@ class Segment:
             try:
                 self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
             except OSError:  # the process locks all its memory (mlockall)
-                return False
+                return self._punch_file(start, stop)
         return True
+
+    def _punch_file(self, start: int, stop: int) -> bool:
+        """Give back whole pages by the file, of which it does not matter how it is mapped. Whether that was done."""
+        with contextlib.suppress(OSError):
+            if identity_of(self.descriptor) == self.identity:
+                span = ctypes.c_long(start), ctypes.c_long(stop - start)
+                return bool(ctypes.CDLL(None).fallocate(self.descriptor, _PUNCH_HOLE, *span) == 0)
+        return False
 
     def reserve(self, start: int, stop: int) -> bool:
         """Have pages for [start, stop) before they are written. False: the machine has none."""

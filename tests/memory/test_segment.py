@@ -181,6 +181,21 @@ def test_punched_pages_cost_nothing_and_read_as_zeros(page, monkeypatch):
     assert segment.octets[ends].tolist() == [0, 0, 7, 7]
 
 
+def test_a_process_that_locks_what_it_maps_gives_pages_back_and_never_those_of_another_file(tmp_path):
+    def punch():
+        assert ctypes.CDLL(None).mlockall(2 | 4) == 0  # MCL_FUTURE, MCL_ONFAULT
+        segment = Segment.create(MINIMUM_SIZE)
+        segment.octets[PAGE : 64 * PAGE] = 7
+        before = segment.resident()
+        given = segment.punch(PAGE, 33 * PAGE), (before - segment.resident()) // PAGE, int(segment.octets[PAGE])
+        (tmp_path / "file").write_bytes(bytes([1]) * 64 * PAGE)
+        with open(tmp_path / "file", "rb+") as file:
+            os.dup2(file.fileno(), segment.descriptor)
+        return *given, segment.punch(33 * PAGE, 64 * PAGE), (tmp_path / "file").read_bytes().count(1) // PAGE
+
+    assert told_by_child(punch) == "(True, 32, 0, False, 64)"
+
+
 def test_it_is_kept_out_of_core_files():
     segment = Segment.create(MINIMUM_SIZE)
     with open("/proc/self/smaps", encoding="utf-8") as smaps:
