@@ -21,7 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import kind_of
-from tensorpipe_ipc.memory.segment import PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.transport.survey import survey
 
 MIB = 1 << 20
@@ -825,3 +825,30 @@ def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
         assert (there.get(), len(there.get(copy=True))) == (0, 25 * PART)
         with pytest.raises(queue.Empty):
             there.get_nowait()
+
+
+def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
+    """It looks at all that there are; that there are more of them meanwhile is no error."""
+    with tp.Consumer("grown") as consumer:
+        undertaker = consumer._link.spares._queues[0].undertaker
+        ends, done = next(iter(undertaker.queues.values())), threading.Event()
+        numbers = range(1 << 40, (1 << 40) + 3000)
+
+        def make() -> None:
+            while not done.is_set():
+                for number in numbers:
+                    undertaker.queues[number] = ends
+                for number in numbers:
+                    del undertaker.queues[number]
+
+        making, interval = in_thread(make), sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                undertaker.words[GROWN] = 1
+                undertaker.rest()
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+            making()

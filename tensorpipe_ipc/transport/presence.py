@@ -148,8 +148,9 @@ class Presence:
     def file_of(self, token: int) -> OwnedFd | None:
         """Open the file of another end in the same folder, if it is there."""
         with contextlib.suppress(OSError):  # it was removed, or no descriptor is left: its last words are not heard
-            if self._folder is not None and _name_of(token) in os.listdir(self._folder.fileno()):
-                return self._opened(token, _READ_ONLY | os.O_NONBLOCK)
+            with no_fork():  # listing duplicates the descriptor, and a child would keep the lock by that
+                is_there = self._folder is not None and _name_of(token) in os.listdir(self._folder.fileno())
+            return self._opened(token, _READ_ONLY | os.O_NONBLOCK) if is_there else None
         return None
 
     def _opened(self, token: int, flags: int) -> OwnedFd:

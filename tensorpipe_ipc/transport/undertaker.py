@@ -487,7 +487,10 @@ class Undertaker:
 
     def rest(self) -> None:
         """Give back what lies idle, now and when tensors are let go of, if no queue is taken: nobody minds it then."""
-        if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in list(self.queues.values())):
+        here = [
+            ends for ref in self.queues.valuerefs() if (ends := ref()) is not None
+        ]  # at once: other threads add some
+        if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in here):
             self.leases.gives_back = True
             self.trim()
 

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from crash_points import in_child
+from crash_points import in_child, reap
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
@@ -231,3 +232,34 @@ class _StopsInUnlink:
     def _unlink(*arguments: Any, **options: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         os.unlink(*arguments, **options)
+
+
+def test_a_child_forked_while_another_thread_looks_for_a_peer_keeps_no_lock(folder: Path) -> None:
+    """Listing the folder duplicates its descriptor for a moment. A child that had that would keep its killed parent present."""
+    with tp.Consumer("looks") as consumer:
+        for number in range(500):
+            (folder / f"other{number}").touch()
+        own, done = consumer._link.presence, threading.Event()
+        assert own is not None
+
+        def look() -> None:
+            while not done.is_set():
+                own.file_of(1)
+
+        def see() -> None:
+            here = [os.fstat(descriptor).st_ino for descriptor in range(3, 200) if _is_open(descriptor)]
+            assert folder.stat().st_ino not in here
+
+        looking = in_thread(look)
+        try:
+            assert [reap(in_child(see)) for _ in range(5)] == [0] * 5
+        finally:
+            done.set()
+            looking()
+
+
+def _is_open(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(descriptor)
+        return True
+    return False
