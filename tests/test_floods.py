@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from pathlib import Path
@@ -138,6 +139,28 @@ def test_who_is_another_by_each_greeting_or_has_said_goodbye_is_hung_up_on(said:
         raw.say(*said)
         wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
         assert raw.is_hung_up_on()
+
+
+def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_goes_on() -> None:
+    """Also one to the same port of another host: a stranger who leaves in time had it hung up on."""
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, contextlib.ExitStack() as stack:
+        port = int(consumer.endpoint.rpartition(":")[2])
+        elsewhere = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        before = set(os.listdir("/proc/self/fd"))
+        with RawLine(consumer.endpoint) as stranger:
+            stranger.say(b"garbage", b"more")
+            wait_until(consumer._link.socket.has_incoming)
+            taken = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
+        wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
+        own: list[socket.socket] = []
+        while not taken <= {each.fileno() for each in own}:
+            assert len(own) < 30
+            own.append(stack.enter_context(socket.create_connection(elsewhere.getsockname())))
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 1)
+        for each in own:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):  # it has not ended
+                each.recv(1)
 
 
 def test_a_peer_may_send_again_what_is_in_flight() -> None:

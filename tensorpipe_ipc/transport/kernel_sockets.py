@@ -31,6 +31,7 @@ import struct
 from contextlib import closing, suppress
 from functools import partial
 from itertools import starmap
+from typing import Any
 
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.transport.addresses import Address
@@ -146,21 +147,25 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
 
 
 def hang_up(fd: int, address: Address) -> None:
-    """End a connection. Whoever is at its other end may connect anew.
+    """End a connection to a binder. Whoever is at its other end may connect anew.
 
     Args:
-        fd: its descriptor, as above.
-        address: of one of its two ends.
+        fd: its descriptor, as above. It may be a connection of the user's own program by now, to another host's same port.
+        address: the binder's.
     """
     with suppress(OSError):
         with closing(_duplicate(fd)) as connection:
-            if _is_at(connection, address):
+            connection.getpeername()  # raises, of one that listens
+            if _is_among(address, connection.getsockname()):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _is_at(connection: socket.SocketType, address: Address) -> bool:
     """Return whether an address is that of one of a connection's two ends."""
-    ends = connection.getsockname(), connection.getpeername()
+    return _is_among(address, connection.getsockname(), connection.getpeername())
+
+
+def _is_among(address: Address, *ends: Any) -> bool:
     if address.path:
         return address.path in ends
     return int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple))
