@@ -100,6 +100,7 @@ _IDLE_AGAIN = 1.0  # seconds
 _STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _ANSWER_AGAIN = 0.1  # seconds
 _MAX_REJECTION = 2000  # bytes of text
+_MAX_ROLE = 16  # of one that is none
 PEER_TIMEOUT = 60.0  # seconds
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
@@ -650,8 +651,8 @@ class Link(Meeting):
             return not sight.is_out_of_sight and not sight.is_gone()
 
     def _admit(self, routing: bytes, hello: Hello) -> Peer:
-        if hello.role == self.role:
-            raise ProtocolError(f"a WELCOME from another {self.role}")
+        if {hello.role, self.role} != {"producer", "consumer"}:
+            raise ProtocolError(f"a WELCOME from a {cut(hello.role, _MAX_ROLE)} to a {self.role}")
         peer = self.peers.get(routing)
         if peer is not None and self.is_old_answer(peer, hello):
             return peer

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread
-from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of
+from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
@@ -790,3 +790,16 @@ def test_a_type_that_is_not_registered_here() -> None:
         assert consumer.get(PATIENCE) == "next"
         child.result()
         child.call(children.flush)
+
+
+@pytest.mark.parametrize("role", ["consumer", "x" * 3000])
+def test_a_connector_does_not_take_who_is_no_producer_for_one(role: str) -> None:
+    """The texts of errors would repeat what it says of itself."""
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw, tp.Consumer(raw.endpoint, bind=False) as consumer:
+        wait_in_vain(consumer, lambda: not raw.is_quiet(0))
+        raw.hear()
+        raw.say(hello(role, Kind.WELCOME))
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected)
+        said = consumer.statistics()
+        assert said.peers == ()
+        assert len(said.last_rejection) < 100
