@@ -2,7 +2,8 @@
 
 ``python -m tests.campaign --endpoints --kills 300 --closes 1000 --seed 7``. A few programs (``endpoint_program``), each with
 several ends, and streams between them: one to one, three to one, one to three; over ipc and tcp, through shared memory and in
-frames, directly or by a bad line (``proxy``), in each other's sight or out of it. The supervisor ends ends: it has them close
+frames, with keys and without, directly or by a bad line (``proxy``), in each other's sight or out of it. Some consumers wait on
+their descriptor, and programs fork children that outlive them for a while. The supervisor ends ends: it has them close
 or leave by an exception, or kills their program; often while a peer's program is stopped, or the line silent or cut. A
 program that was not killed lives on, and new ends are opened in it, or in another, in the place of those that are gone.
 
@@ -39,6 +40,8 @@ from typing import NamedTuple
 import numpy as np
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.security import write_key_pair
+from tensorpipe_ipc.transport.curve import key_pair
 from tests.campaign import BROKEN, NUMBERS, Figures, Forked, around, broken, journal, nothing_left
 from tests.endpoint_program import (
     BEGUN,
@@ -88,6 +91,7 @@ class Kind(NamedTuple):
     line: bool = False
     far: bool = False  # the side that connects is in another runtime folder
     maxsize: int = 16
+    has_keys: bool = False
     counts: bool = False  # the consumer is told how many producers make a stream
 
 
@@ -103,6 +107,26 @@ KINDS_OF_STREAMS = (
     Kind("line", scheme="tcp", shares=False, line=True),
     Kind("line_to_a_producer_that_binds", scheme="tcp", consumer_binds=False, shares=False, line=True),
     Kind("line_out_of_sight", scheme="tcp", shares=False, line=True, far=True),
+    Kind("keyed", has_keys=True),
+    Kind("keyed_pair_of_a_producer_that_binds", has_keys=True, consumer_binds=False),
+    Kind("keyed_frames", has_keys=True, shares=False, maxsize=4),
+    Kind("keyed_tcp", has_keys=True, scheme="tcp"),
+    Kind("keyed_tcp_fan_in", has_keys=True, scheme="tcp", producers=3, shares=False),
+    Kind("keyed_tcp_fan_out", has_keys=True, scheme="tcp", consumers=3, consumer_binds=False),
+    Kind("keyed_line", scheme="tcp", shares=False, line=True, has_keys=True),
+    Kind(
+        "keyed_line_to_a_producer_that_binds",
+        scheme="tcp",
+        shares=False,
+        line=True,
+        has_keys=True,
+        consumer_binds=False,
+    ),
+    Kind("tcp_fan_out", scheme="tcp", consumers=3, consumer_binds=False, shares=False),
+    Kind("fan_out_frames", consumers=3, consumer_binds=False, shares=False),
+    Kind("fan_in_frames", producers=3, shares=False),
+    Kind("shared_line", scheme="tcp", line=True, has_keys=True),
+    Kind("shared_line_to_a_producer_that_binds", scheme="tcp", line=True, has_keys=True, consumer_binds=False),
     Kind("line_out_of_sight_to_a_producer", scheme="tcp", consumer_binds=False, shares=False, line=True, far=True),
 )
 
@@ -218,6 +242,8 @@ class End:
             kind.producers if kind.counts else "auto",
             PEER_TIMEOUT,
             self.waits,
+            str(campaign.keys) if kind.has_keys else "",
+            role == "got" and not self.waits and who % 5 < 2,
         )
         self.journal = journal(campaign.folder / f"got{who}", JOURNAL_WORDS) if role == "got" else memoryview(b"")
         self.began, self.gone_at = time.monotonic(), 0.0  # gone: it has closed, or is dead
@@ -590,6 +616,10 @@ class Campaign:
         self._who = 0
         for name in ("near", "far"):
             (folder / name).mkdir(0o700)
+        self.keys = folder / "keys"
+        self.keys.mkdir(0o700)
+        for name in ("binder", "friend"):
+            write_key_pair(str(self.keys / name), *key_pair())
         self.hosts = [Host(folder, far, by_command=False) for far in [False] * NEAR + [True]]
         self.streams = [Stream(kind, self) for kind in kinds]
 

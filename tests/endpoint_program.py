@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import sys
 import threading
@@ -44,7 +45,8 @@ LINGER = 40.0  # seconds: more than anything may take
 
 
 class Spec(NamedTuple):
-    """The options of an end. If ``waits``, another thread closes the end while the end's own thread waits."""
+    """The options of an end. If ``waits``, another thread closes the end while the end's own thread waits;
+    if ``polls``, it waits on its descriptor. ``keys``: the folder that they are in; "": it has none."""
 
     who: int
     role: str
@@ -55,6 +57,8 @@ class Spec(NamedTuple):
     producers: int | str
     peer_timeout: float
     waits: bool
+    keys: str
+    polls: bool
 
 
 class Deliberate(Exception):
@@ -115,12 +119,14 @@ class Program:
             linger=LINGER,
             shared_memory=spec.shared_memory,  # type: ignore[arg-type]
             peer_timeout=spec.peer_timeout,
+            security=security(spec),
         )
         try:
             with producer:
                 self.open[spec.who] = producer
                 mine[STATE] = OPEN
                 while not mine[FATE]:
+                    fork_now_and_then(choose)
                     for _ in range(choose.randrange(1, 40)):
                         self.said(spec, put(producer, spec, mine))
                     time.sleep(choose.random() * 0.01)
@@ -148,12 +154,20 @@ class Program:
             shared_memory=spec.shared_memory,  # type: ignore[arg-type]
             producers=spec.producers,  # type: ignore[arg-type]
             peer_timeout=spec.peer_timeout,
+            security=security(spec),
         )
         with contextlib.suppress(Deliberate, tp.Closed), consumer:
             self.open[spec.who] = consumer
             mine[STATE] = OPEN
+            choose = random.Random(spec.who)
             while not mine[FATE]:
-                message = get(consumer, None if spec.waits else TIMEOUTS[spec.who % 3], words)
+                fork_now_and_then(choose)
+                if spec.polls:
+                    if not select.select([consumer.fileno()], [], [], 0.25)[0]:
+                        continue
+                    message = get(consumer, 0, words)
+                else:
+                    message = get(consumer, None if spec.waits else TIMEOUTS[spec.who % 3], words)
                 if isinstance(message, Exception):
                     self.said(spec, message)
                 elif message[2].numel() >= LARGE:
@@ -167,6 +181,24 @@ class Program:
         self.open.pop(spec.who, None)
         while held:
             check_again(held.popleft(), words)
+
+
+def fork_now_and_then(choose: random.Random) -> None:
+    """Fork a child that has copies of all descriptors, and does nothing, for some seconds."""
+    if choose.random() < 0.02:
+        seconds = choose.random() * 4
+        if os.fork() == 0:
+            time.sleep(seconds)
+            os._exit(0)
+
+
+def security(spec: Spec) -> tp.Curve | None:
+    """Return the keys of an end, if it has any."""
+    if not spec.keys:
+        return None
+    if spec.bind:
+        return tp.Curve(f"{spec.keys}/binder.key_secret", clients=[f"{spec.keys}/friend.key"])
+    return tp.Curve(f"{spec.keys}/friend.key_secret", server=f"{spec.keys}/binder.key")
 
 
 def put(producer: tp.Producer, spec: Spec, mine: memoryview) -> object:
@@ -236,6 +268,7 @@ def prepare() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.alarm(LIFE)
     faulthandler.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to reap those that it forks
     faulthandler.register(signal.SIGUSR1)  # the campaign asks where everybody is, when somebody does not go on
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # an end that fails warns of what it lost
