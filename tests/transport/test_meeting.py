@@ -379,6 +379,7 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         child.call(children.put_numbers, 0, 3)
         wait_in_vain(consumer, lambda: consumer.statistics().rejected)
         assert consumer.statistics().rejected == 1
+        wait_until(lambda: not child.call(children.producer_statistics).peers)  # the refusal is there
         with pytest.raises(tp.Refused, match="0 peers are attached"):
             child.call(children.put, "more")
         assert child.call(children.producer_statistics).lost == 3
