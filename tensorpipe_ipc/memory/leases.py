@@ -386,6 +386,8 @@ class _Anchor(weakref.ref[Any]):
 
 
 def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    if not hasattr(anchor, "forks"):  # an exception of a signal's handler came while it was made: nobody knows it yet
+        return
     leases, word, held = anchor.leases, anchor.word, anchor.held
     if anchor.process != leases.process:  # a forked child's copy: the block is the parent's
         leases._let_go_in_child(anchor)

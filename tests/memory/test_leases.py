@@ -207,3 +207,16 @@ def test_what_gives_its_memory_back_is_free_whatever_ends_that(held, monkeypatch
     assert held.step == FREE
     monkeypatch.undo()
     held.tensor()  # what was cut short keeps the arena until the next one goes
+
+
+def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held, monkeypatch):
+    """As a signal's handler may raise there; its array dies without a word on stderr."""
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(held.arena.rows, "reserve_witness", interrupt)
+    held.arena.rows.spare = None
+    with pytest.raises(KeyboardInterrupt):
+        held.leases.lease(held.block, held.block + 64, NBYTES)
+    assert not held.leases.live
