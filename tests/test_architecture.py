@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "owned_fd": 0,
     "process": 0,
+    "forks": 0,
     "limits": 0,
     "parent": 0,
     "reader": 0,

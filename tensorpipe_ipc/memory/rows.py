@@ -54,6 +54,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.forks import call_all, no_fork, watch
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.row import (
     BATCH,
@@ -107,7 +108,7 @@ class Rows:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
-        self.no_fork = _forking
+        self.no_fork = no_fork()
         self._forget()
         # By the object whose methods they are: they go when it goes.
         self._before_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
@@ -143,10 +144,11 @@ class Rows:
         Raises:
             SharedMemoryError: all rows are taken, or no descriptor is left.
         """
-        with _forking, self._mutex:
+        with self.no_fork, self._mutex:
             if self.index >= 0:
                 return
-            _register(self)
+            _attached.add(self)
+            watch(_after_fork_in_child, before=_before_fork, in_parent=_after_fork_in_parent)
             try:
                 owned = reopened(self.segment.descriptor, os.O_RDWR)
             except OSError as failed:
@@ -285,7 +287,7 @@ class Rows:
 
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
-        with _forking, self._mutex:
+        with self.no_fork, self._mutex:
             self._close()
             self._forget()
 
@@ -363,7 +365,7 @@ class Rows:
             yield False
             return
         try:
-            with _forking, contextlib.suppress(OSError):  # a child that did not know it would keep the lock
+            with self.no_fork, contextlib.suppress(OSError):  # a child that did not know it would keep the lock
                 self._other = reopened(self.segment.descriptor, os.O_RDWR)
             yield self._other is not None and ofd_locks.lock(self._other.fileno(), byte, 1)
         finally:
@@ -447,32 +449,16 @@ class Rows:
             yield record_of(row, number)
 
 
-_forking = threading.RLock()  # see "A fork waits"
 _attached: weakref.WeakSet[Rows] = weakref.WeakSet()
-_hooked: list[bool] = []
 _told = 0  # the process that was told that it is a fork
 
 
-def _register(rows: Rows) -> None:
-    _attached.add(rows)
-    if not _hooked:
-        _hooked.append(True)
-        for _ in range(
-            2
-        ):  # the second time for what an exception of a signal's handler ended: a fork cannot be refused
-            os.register_at_fork(
-                before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-            )
-        # Around these, and in C, where no such exception comes in between. The child's thread has it, too.
-        os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
-
-
 def _before_fork() -> None:
-    _call_all([rows._leave_witness for rows in list(_attached)])
+    call_all([rows._leave_witness for rows in list(_attached)])
 
 
 def _after_fork_in_parent() -> None:
-    _call_all([rows._close_witness for rows in list(_attached)])
+    call_all([rows._close_witness for rows in list(_attached)])
 
 
 def _after_fork_in_child() -> None:
@@ -484,15 +470,5 @@ def _after_fork_in_child() -> None:
     for rows in attached:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
     hooks += [rows._keep_witness for rows in attached]
-    _call_all(hooks)
+    call_all(hooks)
     _told = os.getpid()
-
-
-def _call_all(hooks: list[Callable[[], None]]) -> None:
-    """Call each, whatever one of them raises. Python writes the first such error to stderr."""
-    for index, hook in enumerate(hooks):
-        try:
-            hook()
-        except BaseException:
-            _call_all(hooks[index + 1 :])
-            raise

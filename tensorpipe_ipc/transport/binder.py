@@ -22,13 +22,13 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.forks import no_fork, watch
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.transport.address_claim import claim, unclaim
 from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.transport.frame_reader import NamedFrameReader
 from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, process_behind
-from tensorpipe_ipc.transport.presence import no_fork
 from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, router
 from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
 
@@ -80,7 +80,7 @@ class Binder(FrameSocket):
 
     def _bind(self) -> None:
         address = self.address
-        _watch_forks()
+        watch(_drop_listeners)
         _binders.add(self)
         if address.scheme == "tcp":
             self._bind_to_port()
@@ -252,13 +252,6 @@ class Binder(FrameSocket):
 
 
 _binders: weakref.WeakSet[Binder] = weakref.WeakSet()
-_hooked: list[bool] = []
-
-
-def _watch_forks() -> None:
-    if not _hooked:
-        _hooked.append(True)
-        os.register_at_fork(after_in_child=_drop_listeners)
 
 
 def _drop_listeners() -> None:

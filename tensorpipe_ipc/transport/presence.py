@@ -35,19 +35,19 @@ import functools
 import hashlib
 import os
 import re
-import threading
 import weakref
 
 import msgspec
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.forks import no_fork, watch
 from tensorpipe_ipc.memory.ofd_locks import is_locked, read_lock, unlock
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.transport.addresses import FILE_MODE, check_folder, runtime_folder
 from tensorpipe_ipc.wire.header import Ending
 
-__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "is_binders", "no_fork", "sweep"]
+__all__ = ["SUFFIX", "LastWords", "Presence", "Sight", "is_binders", "sweep"]
 
 SUFFIX = ".end"
 _NAME = re.compile(r"([0-9a-f]{16})\.end")
@@ -111,6 +111,7 @@ class Presence:
 
     def _lock(self, folder: str) -> None:
         check_folder(os.path.join(folder, SUFFIX))
+        watch(_drop_all)
         with no_fork():
             _open_here.add(self)
             self._folder = owned(os.open, folder, _FOLDER)
@@ -258,21 +259,7 @@ def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-# A fork must not fall between the moments when a descriptor is opened and when it is known here: the child would keep
-# the lock. So forks wait while an end opens the folder.
-_forking = threading.RLock()
 _open_here: weakref.WeakSet[Presence] = weakref.WeakSet()
-_hooked: list[bool] = []
-
-
-def no_fork() -> threading.RLock:
-    """Return a lock while which no thread of this process forks. For a moment: whoever forks waits."""
-    if not _hooked:
-        _hooked.append(True)
-        # In C: an exception of a signal's handler within would keep all other threads from forking for good.
-        os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
-        os.register_at_fork(after_in_child=_drop_all)
-    return _forking
 
 
 def _drop_all() -> None:
