@@ -573,7 +573,7 @@ class Link(Meeting):
             self.greet()
             return
         hello = unpack_control(header, Hello)
-        if self.has_left(hello):
+        if self.has_left(hello) or self._is_said_before(routing, hello):
             _remember(self._over, routing, 0)
             return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
@@ -596,6 +596,16 @@ class Link(Meeting):
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
         self.answered(peer)
+
+    def _is_said_before(self, routing: bytes, hello: Hello) -> bool:
+        """Return whether an end said so by the connection before the one that it is known by.
+
+        ZeroMQ hands out what came by each in no order. By each new connection a connector counts its ``round`` up.
+        """
+        return any(
+            hello.end and peer.routing != routing and peer.is_still(hello) and hello.round < peer.hello.round
+            for peer in self.peers.values()
+        )
 
     def _find_again(self, routing: bytes, hello: Hello) -> None:
         """Know an end again that comes by a new connection. Nobody but its binders has heard a connector's token."""

@@ -14,7 +14,7 @@ import exchange
 import msgspec
 import pytest
 import torch
-from children import PATIENCE, Child, in_thread
+from children import PATIENCE, Child, in_thread, wait_until
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -466,6 +466,25 @@ def test_an_end_that_comes_by_another_connection(address: str) -> None:
             assert two.hear_header().kind == Kind.WELCOME
             assert len(consumer.statistics().peers) == 1
             assert consumer.statistics().vanished == 0
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_what_an_end_said_by_its_last_connection_is_read_after_what_it_says_by_this_one(role: str) -> None:
+    """Who was busy while a line broke finds a HELLO of each connection, in any order: the last is the one that stands."""
+    binder = tp.Consumer("tcp://127.0.0.1:0") if role == "producer" else tp.Producer("tcp://127.0.0.1:0", bind=True)
+    with binder, _present() as present, RawEnd(binder.endpoint) as last, RawEnd(binder.endpoint) as this:
+        for raw, number in ((this, 2), (last, 1)):
+            raw.say(hello(role, round=number, **present))
+            wait_until(binder._link.socket.has_incoming)
+            with contextlib.suppress(tp.Empty):
+                binder.get(0) if isinstance(binder, tp.Consumer) else binder.statistics()
+        if isinstance(binder, tp.Consumer):
+            this.say(*exchange.sent("next", sequence=1))
+            assert binder.get(PATIENCE) == "next"
+        else:
+            binder.put("next", PATIENCE)
+            this.say(pack(Kind.CREDIT, this.hear_of(Kind.DATA).sequence))
+            binder.flush(PATIENCE)
 
 
 def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
