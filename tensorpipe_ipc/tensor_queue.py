@@ -453,7 +453,7 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
 
     What a process had taken and not done when it ended counts as done: nobody will do it, and ``join`` must not wait for the
     dead. But not once some process has called ``task_done`` more often than it took objects: then it does so for others, who
-    may have ended, and ``join`` waits for it, as multiprocessing's does.
+    may have ended, and ``join`` waits for all that was put, as multiprocessing's does.
     """
 
     _has_tasks = True

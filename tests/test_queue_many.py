@@ -693,6 +693,27 @@ def test_join_waits_for_who_does_the_tasks_of_workers_that_end() -> None:
         assert not waiter.is_alive()
 
 
+def test_tasks_of_workers_that_ended_long_ago_can_be_done() -> None:
+    """All workers have ended, and that is known, before the program calls task_done for what they took."""
+    tasks, results = JoinableQueue(), Queue()
+    tasks.put_many(range(4))
+    for _ in range(2):
+        assert reap(in_child(lambda: results.put(tasks.get(timeout=LIMIT)))) == 0
+        Queue()  # who makes one looks who has ended
+    for _ in range(2):
+        results.get(timeout=LIMIT)
+        tasks.task_done()
+    waiter = threading.Thread(target=tasks.join, daemon=True)
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    work(tasks, 2)
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+    with pytest.raises(ValueError, match="too many times"):
+        tasks.task_done()
+
+
 @pytest.mark.parametrize("put", [Queue.put_nowait, lambda there, obj: there.put_many([obj], 0)])
 def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: Callable[[Queue, Any], None]) -> None:
     """The killed process had taken the object, and not given its place back: the queue is empty, and was full for ever."""

@@ -52,6 +52,7 @@ __all__ = [
     "ALLOCATING",
     "HAZARDS",
     "RESERVED",
+    "SETTLED",
     "WALKING",
     "Operation",
     "Record",
@@ -87,7 +88,7 @@ ALLOCATING, WALKING = SINGLES + BATCHES, SINGLES + BATCHES + 1  # hazards that b
 HAZARDS = WALKING + 1
 MESSAGES, BYTES, WAITS, MICROSECONDS = range(4)  # the counters of an operation
 
-PUT, GET, DONE = 1, 2, 3  # the low byte of a purpose; the queue's number stands above it
+PUT, GET, DONE, SETTLED = 1, 2, 3, 4  # the low byte of a purpose; the queue's number stands above it
 
 
 class Operation:

@@ -107,7 +107,7 @@ class QueueEnd:
         self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
         self._operations: list[Operation] = []  # all of them
         self._left: list[Operation | Aside] = []  # what exceptions ended
-        self.tasks = Tasks(self.rows, self.number, self._operations)
+        self.tasks = Tasks(self.rows, self.record, self._operations)
 
     def _renew(self) -> None:
         self.tickets.renew()

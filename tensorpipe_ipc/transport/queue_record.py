@@ -5,7 +5,7 @@
     the record, a KEPT block of the arena
     word 8        9           10          11       12          13        14       15        16
     ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ┼─ laps[maxsize] ─ the last lap in
-    one writer:     anybody                            creator            creator  its lock  which each slot's credit was taken
+    one writer:     anybody                            anybody            creator  its lock  which each slot's credit was taken
 
     the queue's number    55 ──────── 32 31 ───────── 0
                           │ generation  │ block >> 9  │
@@ -13,9 +13,10 @@
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
 puts (TOLD: and all who wait have been told); ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used
-(transport/token_pipe.py), or bells stand in the pipe for another reason; ``tasks``: the queue can be joined; ``pair``: it lies
-between two endpoints (for onlookers); ``claimed``: a connector has taken one that was there for whoever comes, for which it has
-the lock of the record's second byte. That of the third is the turn of those who take from the spill log.
+(transport/token_pipe.py), or bells stand in the pipe for another reason; ``tasks``: the queue can be joined (OF_OTHERS: and
+some process finishes what others took, transport/tasks.py); ``pair``: it lies between two endpoints (for onlookers);
+``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second byte.
+That of the third is the turn of those who take from the spill log.
 
 **The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
 So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds
@@ -52,11 +53,23 @@ from tensorpipe_ipc.memory.ofd_locks import read_lock
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
-__all__ = ["FACTS", "SLOTS", "SLOT_BITS", "TOLD", "Life", "QueueRecord", "RowLife", "facts_of", "number_of"]
+__all__ = [
+    "FACTS",
+    "OF_OTHERS",
+    "SLOTS",
+    "SLOT_BITS",
+    "TOLD",
+    "Life",
+    "QueueRecord",
+    "RowLife",
+    "facts_of",
+    "number_of",
+]
 
 SLOT_BITS = 24  # of a credit, which is (slot, lap)
 SLOTS = (1 << SLOT_BITS) - 1
 TOLD = 2  # of the word ``shut``
+OF_OTHERS = 2  # of the word ``tasks``
 _MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = 8, 9, 10, 11, 12, 13, 14, 15, 16
 FACTS = 8 * _LAPS
 
@@ -134,7 +147,7 @@ class QueueRecord:
         maxsize: how many messages may be in the queue; 0: any number.
         has_tasks: whether the queue can be joined.
         turn: the byte whose lock is the turn of those who take from the spill log.
-        watch, spilled, shut, dropped, pair, claimed, laps: indexes of these words.
+        watch, spilled, shut, dropped, tasks, pair, claimed, laps: indexes of these words.
     """
 
     def __init__(self, arena: Arena, number: int) -> None:
@@ -142,7 +155,8 @@ class QueueRecord:
         self.block = (number & 0xFFFFFFFF) << SMALLEST
         word = self.block >> 3
         self.maxsize = self.words[word + _MAXSIZE]
-        self.has_tasks = bool(self.words[word + _TASKS])
+        self.tasks = word + _TASKS
+        self.has_tasks = bool(self.words[self.tasks])
         self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
         self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
         self.claimed, self.turn = word + _CLAIMED, self.block + 2

@@ -20,18 +20,20 @@ the moment between.
 **After a death** nothing is counted twice or not at all. Put: the low bit is set only while T is; the undertaker finds
 out whether the ticket was given, clears the bit if so and takes back J1 if not, and then clears T. Get: with T set, the
 low bit says whether J3 was; if not, the undertaker does it, and then what follows. At last it counts what the dead had
-taken and not finished as done, in one store (``settle_dead``): nobody else will.
+taken and not finished as *settled*, in one store (``settle_dead``): nobody else will finish it.
 
-Where any process has done more tasks than it took, it does those of others, as a program does that takes results from its
-workers and calls ``task_done`` itself. Then what a dead one took says nothing of what is left, and nothing is settled."""
+But a process that does more tasks than it took does those of others, as a program does that takes results from its workers
+and calls ``task_done`` itself. Then what a dead one took says nothing of what is left. So it notes that in the queue's record
+(OF_OTHERS), before it counts the first of these, and from then on nobody looks at what was settled."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from tensorpipe_ipc.memory.row import DONE, GET, PUT, Operation
+from tensorpipe_ipc.memory.row import DONE, GET, PUT, SETTLED, Operation
 from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.transport.queue_record import OF_OTHERS, QueueRecord
 
 __all__ = ["Tasks", "count_put", "count_taken", "settle_dead", "settle_put"]
 
@@ -57,7 +59,7 @@ def count_taken(words: memoryview, tally: int) -> None:
 
 
 def settle_dead(rows: Rows, row: int) -> None:
-    """Count what a dead row's process took, and did not finish, as done. The caller has the row's lock."""
+    """Count what a dead row's process took, and did not finish, as settled. The caller has the row's lock."""
     words, left = rows.words, dict[int, int]()
     records = list(rows.records(row))
     for record in records:
@@ -66,29 +68,18 @@ def settle_dead(rows: Rows, row: int) -> None:
             if direction != PUT:
                 left[queue] = left.get(queue, 0) + (words[record.tally] >> 1) * (1 if direction == GET else -1)
     for queue, count in left.items():
-        if count > 0 and not any(_does_others(rows, each, queue) for each in rows.used()):
-            record = next(rows.records(row, queue, DONE), None) or rows.unused_record(row)
-            words[record.purpose_word] = queue << 8 | DONE
+        if count > 0:
+            record = next(rows.records(row, queue, SETTLED), None) or rows.unused_record(row)
+            words[record.purpose_word] = queue << 8 | SETTLED
             words[record.tally] += count << 1
-
-
-def _does_others(rows: Rows, row: int, queue: int) -> bool:
-    """Return whether a row's process has done more tasks than it took."""
-    done = _tallied(rows, row, queue, DONE)  # first: the living may take and do meanwhile
-    return done > _tallied(rows, row, queue, GET)
-
-
-def _tallied(rows: Rows, row: int, queue: int, direction: int) -> int:
-    records = rows.records(row, queue, direction)
-    return sum(rows.words[record.tally] >> 1 for record in records if record.size == 1)
 
 
 class Tasks:
     """The tasks of one queue, as one process sees them."""
 
-    def __init__(self, rows: Rows, number: int, own: list[Operation]) -> None:
+    def __init__(self, rows: Rows, record: QueueRecord, own: list[Operation]) -> None:
         """``own``: this process's operations on the queue, that put and get. The list may grow."""
-        self._rows, self._words, self._number, self._own = rows, rows.words, number, own
+        self._rows, self._words, self._record, self._own = rows, rows.words, record, own
         self.operations: list[Operation] = []
 
     def done(self) -> None:
@@ -97,8 +88,11 @@ class Tasks:
         Raises:
             ValueError: more than were put.
         """
-        if not self._has_taken() and self.unfinished() <= 0:
-            raise ValueError("task_done() called too many times")
+        if not self._has_taken():
+            done = self._sum(DONE)
+            if self._sum(PUT) <= done:
+                raise ValueError("task_done() called too many times")
+            self._words[self._record.tasks] = OF_OTHERS
         tally = self.tally()
         self._words[tally] += (
             2  # with no call: no other thread comes in between, and no exception of a signal's handler
@@ -107,7 +101,7 @@ class Tasks:
     def tally(self) -> int:
         """Return the index of the word in which this process counts what is done: 2 is to be added for each task."""
         if not self.operations:
-            self.operations += (self._rows.operation(self._number, DONE),)
+            self.operations += (self._rows.operation(self._record.number, DONE),)
         return self.operations[0].tally
 
     def _has_taken(self) -> bool:
@@ -118,8 +112,10 @@ class Tasks:
 
     def unfinished(self) -> int:
         """Tasks put and not done."""
-        done = self._sum(DONE)
-        return self._sum(PUT) - done
+        done, settled = self._sum(DONE), self._sum(SETTLED)
+        if self._words[self._record.tasks] == OF_OTHERS:
+            settled = 0
+        return self._sum(PUT) - done - settled
 
     def wait(self, idle: Callable[[], object]) -> None:
         """Wait until nothing is left. Nobody wakes us: a look takes some 10 us a process, at most 100 times a second.
@@ -135,4 +131,10 @@ class Tasks:
                 idle()
 
     def _sum(self, direction: int) -> int:
-        return sum(_tallied(self._rows, row, self._number, direction) for row in self._rows.used())
+        rows, words = self._rows, self._words
+        return sum(
+            words[record.tally] >> 1
+            for row in rows.used()
+            for record in rows.records(row, self._record.number, direction)
+            if record.size == 1
+        )

@@ -124,7 +124,7 @@ from tensorpipe_ipc.memory.arena import (
 from tensorpipe_ipc.memory.extents import IN_DOUBT
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
-from tensorpipe_ipc.memory.row import DONE, GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
+from tensorpipe_ipc.memory.row import GET, LOST, PUT, WALKING, Operation, Record, hazard_word, row_word
 from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
 from tensorpipe_ipc.transport import tasks
 from tensorpipe_ipc.transport.queue_record import SLOT_BITS, SLOTS, TOLD, QueueRecord, number_of
@@ -293,7 +293,7 @@ class Undertaker:
             return
         ends = self.queues.get(queue)
         if ends is not None:
-            if direction != DONE:
+            if direction in (PUT, GET):
                 finish = self.finish_put if direction == PUT else self.finish_get
                 for each in record.each():
                     finish(ends, queue, row, each)
