@@ -24,9 +24,12 @@ _RCVMORE = int(zmq.RCVMORE)
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # messages of those who were hung up on
-_GIVE_BACK_AFTER = 200_000  # of them, while more come; and when all are dropped, after so many:
+_GIVE_BACK_AFTER = 200_000  # of them, or frames, while more come; and when all are dropped, after so many:
 _GIVE_BACK_AT_LAST = (
     1000  # libzmq held short ones in 64 bytes each, and one of 34 bytes or more that came alone in some KB
+)
+_GIVE_BACK_RARELY = (
+    20  # times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces
 )
 
 
@@ -47,6 +50,8 @@ class FrameReader:
         self._came = 0  # bytes of the message in hand
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
+        self._owed = 0  # frames that were dropped since memory was last given back
+        self._gives_back_from = 0.0
 
     def read(self, *, wait: bool) -> bool:
         """Have the next message in hand, if there is one; the same one again until ``received`` is called.
@@ -70,6 +75,7 @@ class FrameReader:
                     self._receive_frame(_DO_NOT_WAIT)  # libzmq has the whole message
             except zmq.Again:
                 self._is_torn = False
+                self._give_back(_GIVE_BACK_AT_LAST)
                 return False
             self._is_torn = False
         return not self._has_surplus or self._drop_surplus()
@@ -107,7 +113,7 @@ class FrameReader:
             return False
         self.surplus = f"a message of {self._came} bytes in over {len(self.frames) - 1} frames"
         self._has_surplus = False
-        _give_back_memory()
+        self._give_back(_GIVE_BACK_AT_LAST)
         return True
 
     def _drop_frames(self) -> bool:
@@ -116,7 +122,22 @@ class FrameReader:
             if not self._socket.getsockopt(_RCVMORE):
                 return True
             self._socket.recv(_DO_NOT_WAIT[0], copy=False)
+            self._owed += 1
         return False
+
+    def _give_back(self, least: int) -> None:
+        """Have malloc give back what libzmq held many frames in: it would keep it for more of them.
+
+        malloc goes through all that lies free in the process, so that has a part of the time only.
+        """
+        if self._owed < least or (began := time.monotonic()) < self._gives_back_from:
+            return
+        self._owed = 0
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+        if trim is not None:
+            trim(0)
+        now = time.monotonic()
+        self._gives_back_from = now + _GIVE_BACK_RARELY * (now - began)
 
 
 class NamedFrameReader(FrameReader):
@@ -130,7 +151,7 @@ class NamedFrameReader(FrameReader):
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         super().__init__(socket)
         self.hung_up: dict[bytes, None] = {}
-        self.dropped = self._given_back = 0
+        self.dropped = 0
 
     def _is_whole(self) -> bool:
         return len(self.frames) > 1 and not self.frames[-1].more
@@ -139,29 +160,14 @@ class NamedFrameReader(FrameReader):
         """Receive who sent the next message, and its first frame. Drop, as fast as can be, what comes before it of those who
         were hung up on. Return whether there is one, after no more of that than takes a millisecond."""
         frames = self.frames
-        try:
-            for _ in range(_DROPPED_AT_ONCE):
-                self.frames.extend(map(self._socket.recv, flags))
-                flags = _DO_NOT_WAIT
-                self._receive_frame(flags)
-                if frames[0] not in self.hung_up or frames[1].more:
-                    return True
-                self.dropped += 1
-                frames.clear()
-                self._give_back(_GIVE_BACK_AFTER)
-        except zmq.Again:
-            self._give_back(_GIVE_BACK_AT_LAST)
-            raise
+        for _ in range(_DROPPED_AT_ONCE):
+            self.frames.extend(map(self._socket.recv, flags))
+            flags = _DO_NOT_WAIT
+            self._receive_frame(flags)
+            if frames[0] not in self.hung_up or frames[1].more:
+                return True
+            self.dropped += 1
+            self._owed += 1
+            frames.clear()
+            self._give_back(_GIVE_BACK_AFTER)
         return False
-
-    def _give_back(self, least: int) -> None:
-        if self.dropped - self._given_back >= least:
-            self._given_back = self.dropped
-            _give_back_memory()
-
-
-def _give_back_memory() -> None:
-    """Have malloc give back what libzmq held many frames in: it would keep it for more of them."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
-    if trim is not None:
-        trim(0)

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import children
@@ -21,7 +22,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
-from tensorpipe_ipc.transport import link, meeting
+from tensorpipe_ipc.transport import frame_reader, link, meeting
 from tensorpipe_ipc.transport.presence import LastWords, Presence
 from tensorpipe_ipc.wire.header import (
     MAX_CONTROL,
@@ -797,6 +798,25 @@ def test_memory_of_a_flood_is_given_back_when_it_is_over() -> None:
                 time.sleep(0)  # libzmq's thread reads this one alone
             after = child.call(_listen_to_flood, 5000)
         assert after - before < 12 << 20, "the last 999 may stay, at 8 KB each, and 5,000 took 40 MB"
+
+
+def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 0.2 s in a program whose heap is large: twenty messages of many frames a second took all its time."""
+    given_back = []
+
+    def trim(_: int) -> None:
+        given_back.append(time.monotonic())
+        time.sleep(0.1)
+
+    monkeypatch.setattr(frame_reader, "ctypes", SimpleNamespace(CDLL=lambda _: SimpleNamespace(malloc_trim=trim)))
+    with tp.Consumer("tcp://127.0.0.1:0", producers=None) as consumer:
+        for number in range(5):
+            with RawEnd(consumer.endpoint) as raw:
+                raw.say(*[b""] * 2000, b"x")
+                _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
+        assert len(given_back) == 1
+        monkeypatch.setattr(consumer._link.socket._reader, "_gives_back_from", 0.0)
+        _listen(consumer, lambda: len(given_back) == 2)
 
 
 def test_a_type_that_is_not_registered_here() -> None:
