@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.transport import link
+from tensorpipe_ipc.transport import kernel_sockets, link
 from tensorpipe_ipc.wire.header import Kind, pack
 
 MIB = 1 << 20
@@ -161,6 +162,23 @@ def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_g
             each.setblocking(False)
             with pytest.raises(BlockingIOError):  # it has not ended
                 each.recv(1)
+
+
+def test_who_cannot_be_hung_up_on_for_want_of_a_descriptor_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a friend, who came in a crowd: neither heard nor hung up on, it would wait for ever."""
+
+    def none_left(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_sockets, "_duplicate", none_left)
+            raw.say(b"garbage")
+            raw.say(b"more")
+            wait_in_vain(consumer, lambda: consumer.statistics().rejected >= 2)
+        time.sleep(link._ANSWER_AGAIN)
+        raw.say(hello("producer"))
+        raw.until_answered(consumer)
 
 
 def test_a_peer_may_send_again_what_is_in_flight() -> None:

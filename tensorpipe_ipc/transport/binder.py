@@ -171,11 +171,12 @@ class Binder(FrameSocket):
         connection's by now: then that is made anew, and over tcp nothing is lost by it.
         """
         frames, hung_up = self._reader.frames, self._reader.hung_up
+        with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
+            if not hang_up(frames[-1].get(zmq.SRCFD), self.address):
+                return  # until it says something again: else it would wait for ever, and not be heard
         hung_up[frames[0]] = None
         while len(hung_up) > _HUNG_UP:
             del hung_up[next(iter(hung_up))]
-        with suppress(zmq.ZMQError):
-            hang_up(frames[-1].get(zmq.SRCFD), self.address)
 
     def process_behind(self) -> int:
         """See FrameSocket."""

@@ -146,18 +146,23 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def hang_up(fd: int, address: Address) -> None:
+def hang_up(fd: int, address: Address) -> bool:
     """End a connection to a binder. Whoever is at its other end may connect anew.
+
+    False if no descriptor is left to do it with.
 
     Args:
         fd: its descriptor, as above. It may be a connection of the user's own program by now, to another host's same port.
         address: the binder's.
     """
-    with suppress(OSError):
+    try:
         with closing(_duplicate(fd)) as connection:
             connection.getpeername()  # raises, of one that listens
             if _is_among(address, connection.getsockname()):
                 connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return True
 
 
 def _is_at(connection: socket.SocketType, address: Address) -> bool:
