@@ -485,6 +485,81 @@ def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
     assert resident(there) == before
 
 
+def fill_and_empty(there):
+    """Put whatever there is memory for, and get it."""
+    with contextlib.suppress(Full):
+        while True:
+            there.put(octets(20_000), timeout=0)
+    for _ in range(there.qsize()):
+        there.get(copy=True)
+
+
+@pytest.mark.parametrize("nbytes", [3000, 5000])
+def test_a_put_that_may_not_wait_finds_what_lies_free_beside_the_little_that_is_its_own(ctx, nbytes):
+    there, other = ctx.Queue(), ctx.Queue()
+    burst(there, 3000, 100)
+    there.put(octets(10))
+    with Helper(lambda: fill_and_empty(other)):
+        assert resident(there) > 31 * PART
+        for _ in range(60):
+            there.put(octets(nbytes), timeout=0)
+
+
+@pytest.mark.parametrize("state", ["alive", "dead"])
+def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ctx, state):
+    """It needs a block of its own."""
+    there, other = ctx.Queue(), ctx.Queue()
+
+    for _ in range(40):
+        there.put(octets(300, 7))
+    with Helper(lambda: fill_and_empty(other)) as helper:
+        assert resident(there) > 31 * PART
+        if state == "dead":
+            os.kill(helper.pid, signal.SIGKILL)
+        assert all((lease == 7).all() for lease in [there.get(copy=False) for _ in range(40)])
+
+
+def few_addresses(ctx, units):
+    """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
+    arena = ctx.tensorpipe_undertaker().arena
+    arena._units = arena._first_unit + units
+
+
+def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_found(ctx):
+    there, other = ctx.Queue(), ctx.Queue()
+    few_addresses(ctx, 2)
+
+    def action():
+        burst(other, 100_000, 3)
+        other.put(octets(100_000, 77))
+
+    with Helper(action):
+        for number in range(5):
+            there.put(octets(100_000, number), timeout=1)
+        with pytest.raises(Full, match="no 5064 bytes free, and of 2 MiB of addresses no 1 MiB in a row"):
+            there.put(octets(5000), timeout=0)
+        for queue_, values in ((there, range(5)), (other, [77])):
+            assert [(int(x[0]), int(x[-1])) for x in drained(queue_)] == [(value, value) for value in values]
+
+
+def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_found(ctx):
+    """It lies between messages that wait, and all of it is needed."""
+    there, other, waiting = ctx.Queue(), ctx.Queue(), ctx.Queue()
+    few_addresses(ctx, 11)
+    there.put(octets(500_000))
+
+    def action():
+        for number in range(72):
+            (other if number % 8 else waiting).put(octets(100_000, number), timeout=0)
+        for _ in range(other.qsize()):
+            other.get(copy=True)
+
+    with Helper(action):
+        assert resident(there) > 30 * PART
+        there.put(octets(500_000, 1), timeout=0)
+        assert [int(x[-1]) for x in drained(waiting)] == list(range(0, 72, 8))
+
+
 def test_few_addresses_do_for_all_sizes_in_turn(tmp_path):
     done = ran_in_fork("-c", ADDRESSES, folder=tmp_path)
     assert (done.status, done.out) == (0, "True\ndone\n"), done.err

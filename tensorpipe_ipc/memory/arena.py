@@ -388,8 +388,7 @@ class Arena(Extents):
 
     def _has(self, start: int, kind: int, units: int) -> None:
         """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
-        spared = self.segment.page if kind <= self.whole else 0  # a hole: extents.py, "Walking"
-        count = units * UNIT - spared >> kind
+        count = self._blocks_in(kind, units)
         mine = _Mine(kind, count)
         every = start + (np.arange(count) << kind)
         blocks, states = self.states(start, kind, units)
@@ -400,6 +399,10 @@ class Arena(Extents):
         self._old[kind] += busy
         self.free[kind][:0] = free
         self._fresh[kind][:0] = fresh
+
+    def _blocks_in(self, kind: int, units: int) -> int:
+        spared = self.segment.page if kind <= self.whole else 0  # a hole: extents.py, "Walking"
+        return units * UNIT - spared >> kind
 
     def _forget_dropped(self, unit: int) -> None:
         """See whether all blocks are out of the lists, of an extent which another process has taken."""
@@ -621,40 +624,54 @@ class Arena(Extents):
         Returns:
             The units of further ones.
         """
-        kind, growth = kind_of(nbytes), self._growth(nbytes)
-        units = max(1, (1 << kind) >> 20)
+        # A fresh block's state, and the two words of its extent, may each make a page before there is a look at the room.
+        kind, beside = kind_of(nbytes), 3 * self.segment.page
+        growth = self._growth(nbytes) + beside
         self.reclaim()
-        short, no_addresses = self._short_of(growth), self._gap(self._first_unit, units) + units > self._units
+        short, no_addresses = self._short_of(growth), not self._next(kind) and self._lacks_addresses(kind)
         if short <= 0 and not no_addresses:
             return set()
         self._punch_gaps()
         short = self._short_of(growth)
         chosen = self._withdraw()
-        found = [
-            (
-                row != self.rows.index and self.rows.is_alive(row),
-                *self._free_memory(start, kind_, *self.states(start, kind_, units_)),
-                (start, kind_, units_),
-            )
-            for start, kind_, units_, row, _ in self._words_of_extents()
-            if start >> 20 not in missed
-        ]
         mine = set(chosen)
-        own = sum(free for _, free, _, extent in found if extent in mine)
-        others = [each for each in found if each[3] not in mine and (each[1] or each[2])]
+        found, same = list[tuple[bool, int, bool, Extent]](), list[tuple[int, Extent]]()
+        for start, kind_, units_, row, _ in self._words_of_extents():
+            if start >> 20 not in missed:
+                extent, (blocks, states) = (start, kind_, units_), self.states(start, kind_, units_)
+                is_anothers = row != self.rows.index and self.rows.is_alive(row)
+                found.append((is_anothers, *self._free_memory(start, kind_, blocks, states), extent))
+                if kind_ == kind:
+                    same.append((int(np.count_nonzero(states & np.uint64(HOLDER))), extent))
         more = list[Extent]()
         if no_addresses:
-            more += [extent for _, _, whole, extent in others if whole]
-        elif own < short <= sum(free for _, free, _, _ in found):
-            short -= own
+            more += [extent for _, _, whole, extent in found if whole and extent not in mine]
+            # And one whose free blocks are of the right size: what is free as a whole may not lie in a row, or there is none.
+            more += [extent for busy, extent in sorted(same)[:1] if 0 < busy < self._blocks_in(kind, extent[2])]
+        mine |= set(more)
+        short -= sum(free for _, free, _, extent in found if extent in mine)
+        others = [each for each in found if each[1] and each[3] not in mine]
+        if 0 < short <= sum(free for _, free, _, _ in others) + beside:
             for _, free, _, extent in sorted(others, key=lambda each: (each[0], not each[2], -each[1])):
-                if short > 0 and free:
+                if short > 0:
                     more.append(extent)
                     short -= free
         self._withdraw({start >> 20 for start, _, _ in more}, busy=True)
         refused = self._take(chosen + more)
         self._trim(growth)
         return refused
+
+    def _lacks_addresses(self, kind: int) -> bool:
+        units = max(1, (1 << kind) >> 20)
+        return self._gap(self._first_unit, units) + units > self._units
+
+    def why_no_room(self, nbytes: int) -> str:
+        """Return what there is no room for, for people."""
+        kind, text = kind_of(nbytes), f"no {nbytes} bytes free"
+        if not self._lacks_addresses(kind):
+            return text
+        addresses, row = self._units - self._first_unit, 1 << max(0, kind - 20)
+        return f"{text}, and of {addresses} MiB of addresses no {row} MiB in a row (raise the limit: ulimit -v)"
 
     def _free_memory(self, start: int, kind: int, blocks: Places, states: Words) -> tuple[int, bool]:
         """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""

@@ -29,7 +29,7 @@ from tensorpipe_ipc.memory.arena import (
     QUEUED,
     SMALLEST,
 )
-from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.memory.leases import LEAST, Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.transport import tasks
@@ -437,7 +437,7 @@ class GetEnd(QueueEnd):
     def _read(self, block: int, metadata: bytes, start: int, nbytes: int, decode: Decode, lease_from: int) -> Any:
         if nbytes < LEASE_FROM and nbytes < lease_from:
             return decode(metadata, bytearray(self._view[start : start + nbytes]))
-        array = self._lease(block, start, nbytes) if nbytes >= lease_from else None
+        array = self._lease(block, start, nbytes, must=lease_from == LEASE) if nbytes >= lease_from else None
         if array is None and lease_from == LEASE:
             raise _NoLease(
                 errno.ENOSPC,
@@ -446,12 +446,15 @@ class GetEnd(QueueEnd):
             )
         return decode(metadata, self.leases.octets[start : start + nbytes].copy() if array is None else array)
 
-    def _lease(self, block: int, start: int, nbytes: int) -> Octets | None:
+    def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes)
-        if array is None and self.arena.is_overfull():  # the dead may have what is too much
+        if array is None and must:  # a small message needs another block, and what is free may lie with somebody
+            self.undertaker.make_room(LEAST)
+        elif array is None and self.arena.is_overfull():  # the dead may have what is too much
             self.undertaker.look()
-            array = self.leases.lease(block, start, nbytes)
-        return array
+        else:
+            return array
+        return self.leases.lease(block, start, nbytes)
 
     def _let_go(self, word: int) -> None:
         """The block is HELD if the message lies on it, else FREE."""

@@ -428,12 +428,12 @@ class PutEnd(QueueEnd):
                     return block
                 if not self.qsize():
                     if not was_in_use and not self.arena.is_in_use():
-                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds no {nbytes} bytes free"))
+                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
                         return 0
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
-                    raise Full(self._why_full(f"finds no {nbytes} bytes free"))
+                    raise Full(self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                 time.sleep(min(max(pause, min(2 * looked, 10 * SLICE)), remaining))
                 pause = min(2 * pause, SLICE)
         finally:

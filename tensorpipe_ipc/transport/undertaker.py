@@ -254,7 +254,7 @@ class Undertaker:
             self.make_room(nbytes)
             block = self.arena.allocate(nbytes, taker=taker, collected=True)
         if not block:
-            raise SharedMemoryError(errno.ENOSPC, f"no {nbytes} bytes free; {self.describe_holders()}")
+            raise SharedMemoryError(errno.ENOSPC, f"{self.arena.why_no_room(nbytes)}; {self.describe_holders()}")
         return block
 
     def describe_holders(self) -> str:
