@@ -52,13 +52,11 @@ class Reader:
             OSError: the queue is closed here.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._queue.empty():
+        while self._queue.empty() and not self._queue.is_shut:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
             if connection.wait([self], left) and self._queue.empty():  # type: ignore[list-item]
-                if self._queue.is_shut:
-                    return True
                 time.sleep(
                     _PAUSE if left is None else min(_PAUSE, left)
                 )  # what only wakes others, until a get takes it

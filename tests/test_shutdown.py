@@ -342,6 +342,15 @@ def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:
     assert there._queue.tickets.unread() <= before + 2 * 64 * 2  # a batch's words are told of, too
 
 
+def test_who_polls_is_told_of_a_shutdown() -> None:
+    """``poll`` says that ``recv`` would not wait, also where it is not to wait itself."""
+    there = Queue()
+    assert not there._reader.poll()
+    there.shutdown()
+    assert there._reader.poll()
+    refused(there, lambda there: there._reader.recv())
+
+
 def test_an_immediate_shutdown_drops_what_was_to_be_got_again() -> None:
     """An object that did not come in the form that was asked for is dropped, too: get and join end."""
     there = JoinableQueue()
