@@ -602,10 +602,9 @@ class Link(Meeting):
 
         ZeroMQ hands out what came by each in no order. By each new connection a connector counts its ``round`` up.
         """
-        return any(
-            hello.end and peer.routing != routing and peer.is_still(hello) and hello.round < peer.hello.round
-            for peer in self.peers.values()
-        )
+        if routing in self.peers or not hello.end:
+            return False
+        return any(peer.is_still(hello) and hello.round < peer.hello.round for peer in self.peers.values())
 
     def _find_again(self, routing: bytes, hello: Hello) -> None:
         """Know an end again that comes by a new connection. Nobody but its binders has heard a connector's token."""

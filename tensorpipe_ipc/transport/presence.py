@@ -202,9 +202,10 @@ class Sight:
             why_not: why it is out of sight, if it is.
         """
         self._own, self._token = own, token
-        self._is_gone = False
+        self._is_gone = own is not None and not own.sees(token)
         self.why_not = why_not if own is None else ""
-        self._words = own.file_of(token) if own is not None else None
+        # For one that is not open the folder is not listed: with many ends in it that takes long, and strangers ask, too.
+        self._words = own.file_of(token) if own is not None and not self._is_gone else None
 
     @property
     def is_out_of_sight(self) -> bool:
