@@ -27,6 +27,7 @@ import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from proxy import Proxy
+from raw_ends import wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.transport.addresses import parse, runtime_folder
@@ -1342,6 +1343,26 @@ def test_another_program_has_the_port() -> None:
         with tp.Producer(f"tcp://127.0.0.1:{server.getsockname()[1]}") as producer:
             with pytest.raises(tp.Full, match="another program may have the address"):
                 producer.put(1, 0.5)
+
+
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_refusal_ends_with_the_binder_that_said_it(endpoint: str, free_port: int) -> None:
+    """Nobody refuses once it is gone; and the next one is asked."""
+    endpoint = endpoint.removesuffix(":0") + f":{free_port}" * endpoint.endswith(":0")
+    with Child() as child:
+        with tp.Consumer(endpoint, shared_memory="off") as consumer:
+            child.call(children.open_producer, endpoint, shared_memory="require")
+            child.begin(children.put, "refused")
+            wait_in_vain(consumer, lambda: consumer.statistics().rejected)
+            with pytest.raises(tp.Refused, match="it is off at the consumer"):
+                child.result()
+        with pytest.raises(tp.Full, match="no consumer has come"):
+            child.call(children.put, "nobody is there", timeout=0.1)
+        with tp.Consumer(endpoint) as consumer:
+            child.begin(children.put, "taken")
+            assert consumer.get(PATIENCE) == "taken"
+            child.result()
+            child.call(children.close)
 
 
 def test_those_who_were_turned_away(keys: Path) -> None:

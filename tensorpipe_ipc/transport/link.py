@@ -870,7 +870,7 @@ class Link(Meeting):
         return peer.may_return(self.peer_timeout if self.keeps or peer.by_file else 0.0)
 
     def raise_refusal(self) -> None:
-        """Raise what the binder refused this end with, if it did. It is asked again, as the binder may be another by now.
+        """Raise what the binder refused this end with, if it did, and is still there. It is asked again.
 
         Raises:
             Refused: the binder does not take this end in.
@@ -879,6 +879,9 @@ class Link(Meeting):
         if self._refusal is not None:
             self.greet()
             self.drain()
+        if self._refusal is not None and not self.socket.reaches(self._greeted_on):
+            self._refusal = None  # who said so is gone: the next one may let this end in
+            self._post()
         if self._refusal is not None:
             raise self._refusal
 

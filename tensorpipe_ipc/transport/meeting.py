@@ -116,6 +116,7 @@ class Meeting(Role):
         if not is_news and now - self._greeted < self._greets_after:
             return
         if is_news:
+            self._refusal = None  # which came by the last connection
             self.reconnected()
         if self.socket.send_small(self.socket.routing, pack_control(Kind.HELLO, self.own_hello(self.binder()))):
             self._greets_after = REPEAT if is_news or not self._greeted else min(2 * self._greets_after, _RARELY)
