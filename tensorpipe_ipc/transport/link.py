@@ -387,6 +387,8 @@ class Link(Meeting):
 
         A peer that keeps the rules says such things where a line is cut: all that was in flight comes once or twice again.
         """
+        if not peer.settled and _is_seen(peer):  # it asks until there is a queue for it
+            return False
         if now - peer.idle_from > _IDLE_AGAIN:
             peer.idle, peer.idle_from = 0, now
         peer.idle += 1

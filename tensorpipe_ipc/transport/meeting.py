@@ -225,8 +225,7 @@ class Meeting(Role):
     def take_spare(self, peer: Peer) -> None:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
         self._greeted = 0.0  # what becomes of it, the binder is to know at once
-        is_known = self.has_keys or self.socket.address.scheme != "tcp"
-        found = rendezvous_file.find(self.socket.address, peer.hello.end, self.socket.key, anywhere=is_known)
+        found = self._file_of(peer)
         why_not = f"the binder's rendezvous file is not to be seen in {runtime_folder()} here"
         try:
             queue = None if found is None else self._claimed(found)
@@ -236,11 +235,18 @@ class Meeting(Role):
             if found is not None:
                 return
         except SharedMemoryError as failed:
+            if self._file_of(peer) != found:  # meanwhile others had what it offered
+                return
             why_not = failed.strerror or str(failed)
         # A binder that is just dying, or closing, has none either: then it does not answer once more, or says goodbye.
         if peer.missed and not peer.sight.is_gone():
             peer.why_not = why_not
         peer.missed = True
+
+    def _file_of(self, peer: Peer) -> rendezvous_file.Rendezvous | None:
+        """Read the rendezvous file of a binder that has said WELCOME."""
+        is_known = self.has_keys or self.socket.address.scheme != "tcp"
+        return rendezvous_file.find(self.socket.address, peer.hello.end, self.socket.key, anywhere=is_known)
 
     def _claimed(self, found: rendezvous_file.Rendezvous) -> PairQueue | None:
         """A queue of those that a binder offers, taken; None if others have taken all.
@@ -253,7 +259,7 @@ class Meeting(Role):
             try:
                 queue = rendezvous.reach(found.hello.identity, offer, offer.maxsize)
             except SharedMemoryError as error:
-                if error.errno != errno.EBUSY:  # else another end of this process has taken it
+                if error.errno != errno.EBUSY:  # else another end has taken it
                     failed = error
             else:
                 if queue.claim(min(self.window, offer.maxsize)):

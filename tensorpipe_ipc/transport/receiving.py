@@ -430,8 +430,8 @@ class ReceiveLink(Link):
     def parted(self, peer: Peer) -> None:
         """See Role."""
         assert peer.left is not None
-        if self.socket.binds and peer.left is How.LOST and not peer.settled:
-            return  # it said HELLO to the consumer that was here before, or was not answered: it put nothing here
+        if peer.left is How.LOST and not peer.settled and (self.socket.binds or not peer.sight.is_gone()):
+            return  # it said HELLO to the consumer before this one, or was not answered; or it is there: they meet again
         # One that sent nothing pushes out none that did.
         is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
         if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:

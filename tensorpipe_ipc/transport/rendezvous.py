@@ -245,6 +245,8 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
     record, life = QueueRecord.reach(undertaker.arena, offer.number)
     if undertaker.arena.words[record.pair] != offer.token:
         raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
+    if undertaker.arena.words[record.claimed]:  # and who has it may have made it smaller
+        raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
     if not record.maxsize == offer.maxsize == maxsize:
         raise SharedMemoryError(
             errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"

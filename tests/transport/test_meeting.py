@@ -552,3 +552,78 @@ def test_another_end_of_the_process_has_just_taken_what_is_offered(
             producer.put("in shared memory", PATIENCE)
             assert child.result() == ["in shared memory"]
             assert producer.statistics().transport == "shared memory"
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_who_asks_for_a_queue_again_and_again(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As others of a crowd take what is offered before it. It is no flood; and who is hung up on all the same lost nothing."""
+    reach, busy = rendezvous.reach, iter(range(100))
+
+    def reach_later(*arguments: Any) -> Any:
+        for _ in busy:
+            raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
+        return reach(*arguments)
+
+    with Child() as child:
+        at = child.call(children.open_producer, "tcp://127.0.0.1:0", bind=True)
+        if not is_seen:
+            child.call(_see_strangers)
+        child.begin(children.put, "in shared memory")
+        monkeypatch.setattr(rendezvous, "reach", reach_later)
+        with tp.Consumer(at, bind=False, maxsize=1, shared_memory="require") as consumer:
+            assert consumer.get(PATIENCE) == "in shared memory"
+            child.result()
+            assert (child.call(children.producer_statistics).rejected > 0) is not is_seen
+
+
+def _see_strangers(ends: children.Ends) -> None:
+    link._is_seen = lambda _: False
+
+
+def _claim_smaller(ends: children.Ends, endpoint: str) -> None:
+    """Take all that is offered, for one message at a time, as ends of another process do that said no HELLO yet."""
+    found = rendezvous_file.read(parse(endpoint))
+    assert found is not None
+    queues = [rendezvous.reach(found.hello.identity, offer, offer.maxsize) for offer in found.offers]
+    ends.held = [*ends.held, *queues]
+    assert all(queue.claim(1) for queue in queues)
+
+
+def _come_and_leave(ends: children.Ends, endpoint: str) -> None:
+    """Take what is offered, and have the binder let go of it."""
+    with tp.Producer(endpoint, shared_memory="require") as producer:
+        producer.wait_for(1, PATIENCE)
+
+
+@pytest.mark.parametrize("taken_by", [_claim_smaller, _come_and_leave])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_is_offered_has_another_end_by_now(endpoint: str, taken_by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes in a crowd waits for the next, also one that takes nothing but shared memory."""
+    reach, busy = rendezvous.reach, iter(range(6))
+
+    def reach_later(binder: Any, offer: Any, maxsize: int) -> Any:
+        tickets = Path(f"/proc/{binder.pid}/fd/{offer.tickets[0]}")
+        for _ in busy:
+            other.call(taken_by, at)
+            wait_until(lambda: taken_by is _claim_smaller or not _is_there(tickets, offer.tickets[1]))
+            break
+        return reach(binder, offer, maxsize)
+
+    with Child() as child, Child() as other:
+        at = child.call(children.open_consumer, endpoint, producers=None)
+        child.begin(children.take, 1)
+        monkeypatch.setattr(rendezvous, "reach", reach_later)
+        with tp.Producer(at, shared_memory="require") as producer:
+            producer.put("in shared memory", PATIENCE)
+            assert child.result() == ["in shared memory"]
+        other.call(_let_go)
+
+
+def _is_there(path: Path, inode: int) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino == inode
+    return False
+
+
+def _let_go(ends: children.Ends) -> None:
+    ends.held = []
