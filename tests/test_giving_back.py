@@ -21,6 +21,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import kind_of
+from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.transport.survey import survey
 
@@ -450,6 +451,18 @@ def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx):
             there.put(octets(MIB), timeout=0)
         costs.append(time.thread_time() - began)
     assert min(costs) < 0.08 * filling
+
+
+def test_a_large_message_after_many_small_ones_looks_at_what_the_machine_leaves_a_few_times(medium_ctx, monkeypatch):
+    """That takes longer than to give a block back."""
+    there, looks = medium_ctx.Queue(), []
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: looks.append(1) or headroom())
+    for _ in range(500):
+        there.put(octets(20_000))
+    drained(there)
+    del looks[:]
+    there.put(octets(8 * MIB), timeout=0)
+    assert 0 < len(looks) < 20
 
 
 ADDRESSES = """

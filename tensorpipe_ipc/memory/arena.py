@@ -574,36 +574,38 @@ class Arena(Extents):
     def _trim(self, nbytes: int) -> bool:
         """Give back memory of own free blocks, largest and coldest first, until there is room. Whether any was free."""
         self._purse = self._machine = 0
-        tried = False
+        tried, short = False, 0
         for kind in sorted((kind for kind in list(self.free) if kind > self.whole), reverse=True):
             blocks = self.free[kind]
             for _ in range(len(blocks)):
-                if tried and self._short_of(nbytes) <= 0:
+                # Not for each block: a look costs several times what it does to give one back.
+                if short <= 0 and (short := self._short_of(nbytes)) <= 0 and tried:
                     return True
                 tried = True
-                self._punch_out(blocks, kind)
+                short -= self._punch_out(blocks, kind)
         return tried
 
-    def _punch_out(self, blocks: list[int], kind: int) -> None:
-        """Give back all of the first of some free blocks but the page with its state."""
+    def _punch_out(self, blocks: list[int], kind: int) -> int:
+        """Give back all of the first of some free blocks but the page with its state. Bytes."""
         taker = Taker()
         try:
             block = self._start(blocks, kind, taker, at=0)
-            if block:
-                self.shrink(block)
+            return self.shrink(block) if block else 0
         finally:
             if taker.block:
                 self.words[taker.block >> 3] &= ~HOLDER
                 self._fresh[kind] += (taker.block,)
 
-    def shrink(self, block: int) -> None:
-        """Give back all of a block that this process has but the page with its state. Its content nobody may need."""
+    def shrink(self, block: int) -> int:
+        """Give back all of a block that this process has but the page with its state. Bytes. Its content nobody may need."""
         page, written = self.segment.page, (block >> 3) + WRITTEN
         size, before = 1 << (self.words[self.table + (block >> 20)] >> 16 & KIND), self.words[written]
         if size > page:
             self.words[written] = min(before, page)  # first: killed after it, pages are counted twice
-            if not self.segment.punch(block + page, block + size):
-                self.words[written] = before  # else what is there would have to find room once more
+            if self.segment.punch(block + page, block + size):
+                return max(0, before - page)
+            self.words[written] = before  # else what is there would have to find room once more
+        return 0
 
     def collect(self, nbytes: int) -> None:
         """Have room for so many bytes, if there is free memory, whoever's, that makes it.
