@@ -471,7 +471,7 @@ def test_an_end_that_comes_by_another_connection(address: str) -> None:
 
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_what_an_end_said_by_its_last_connection_is_read_after_what_it_says_by_this_one(role: str) -> None:
-    """An end that was busy while a line broke finds a HELLO of each connection, in any order: the last is the one that stands."""
+    """An end finds after a cut a HELLO of each connection, in any order: the last is the one that stands."""
     binder = tp.Consumer("tcp://127.0.0.1:0") if role == "producer" else tp.Producer("tcp://127.0.0.1:0", bind=True)
     with binder, _present() as present, RawEnd(binder.endpoint) as last, RawEnd(binder.endpoint) as this:
         for raw, number in ((this, 2), (last, 1)):
