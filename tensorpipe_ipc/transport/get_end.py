@@ -423,6 +423,8 @@ class GetEnd(QueueEnd):
         return word
 
     def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        if decode is _drop:  # what nobody reads is not copied
+            return None
         words, block = self.words, word << 3
         nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
         start = block + HEADER
