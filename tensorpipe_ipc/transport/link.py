@@ -378,8 +378,7 @@ class Link(Meeting):
             header = unpack(frames[0])
             if header.kind == Kind.HELLO:
                 hello = unpack_control(header, Hello)
-                terms = hello.shared_memory
-                return terms is not None and self.spares.is_claimed(terms.attached) or self._is_in_sight(hello)
+                return self.has_claimed(hello) or self._is_in_sight(hello)
         return False
 
     def _is_idle_too_long(self, peer: Peer, now: float) -> bool:
@@ -577,6 +576,10 @@ class Link(Meeting):
         hello = unpack_control(header, Hello)
         if self.has_left(hello) or self._is_said_before(routing, hello):
             _remember(self._over, routing, 0)
+            return
+        if self._is_leaving and not self.has_claimed(
+            hello
+        ):  # there is no queue for it any more: it meets the next binder
             return
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)

@@ -81,6 +81,7 @@ class Meeting(Role):
         self._greets_after = REPEAT  # how long after
         self._looked_for_file = 0.0
         self._came = 1  # messages, whosever
+        self._is_leaving = False
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         raise NotImplementedError
@@ -317,6 +318,10 @@ class Meeting(Role):
             self._post()  # which makes more, if they are taken
             peer.why_not = self.spares.trouble
 
+    def has_claimed(self, hello: Hello) -> bool:
+        """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
+        return hello.shared_memory is not None and self.spares.is_claimed(hello.shared_memory.attached)
+
     def refuse_spare(self, hello: Hello) -> None:
         """Drop what a connector has claimed that is not let in."""
         if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:
@@ -324,6 +329,7 @@ class Meeting(Role):
 
     def hear_claimants(self) -> None:
         """Before closing: offer no queue any more, and hear who has claimed one, so that he is told goodbye."""
+        self._is_leaving = True
         self.spares.withdraw()
         deadline = time.monotonic() + _AGAIN
         while self.spares.any_claimed and self.socket.has_incoming() and time.monotonic() < deadline:

@@ -595,6 +595,20 @@ def _come_and_leave(ends: children.Ends, endpoint: str) -> None:
         producer.wait_for(1, PATIENCE)
 
 
+def test_a_binder_that_closes_while_others_ask_for_a_queue() -> None:
+    """It refuses nobody: there is none any more, and who asks meets the next binder."""
+    with Child() as other, Child() as child:
+        with tp.Producer("busy", bind=True) as producer:
+            other.call(_claim_smaller, "busy")
+            child.call(children.open_consumer, "busy", bind=False, shared_memory="require")
+            child.begin(children.take, 1)
+            wait_until(producer._link.socket.has_incoming)
+        with tp.Producer("busy", bind=True) as producer:
+            producer.put("next", PATIENCE)
+            assert child.result() == ["next"]
+        other.call(_let_go)
+
+
 @pytest.mark.parametrize("taken_by", [_claim_smaller, _come_and_leave])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_what_is_offered_has_another_end_by_now(endpoint: str, taken_by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
