@@ -16,6 +16,7 @@ from multiprocessing import context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import numpy as np
 import torch
 
 from tensorpipe_ipc.collate import CollateMap, collate
@@ -95,7 +96,7 @@ class _WithOurQueues(context.BaseContext):
         Raises:
             SharedMemoryError: there is no room. The text says who holds what.
         """
-        spec = TensorSpec((shape,) if isinstance(shape, int) else shape, dtype)
+        spec = TensorSpec((shape,) if isinstance(shape, (int, np.integer)) else shape, dtype)
         undertaker = self.tensorpipe_undertaker()
         (tensor,) = made([spec], undertaker.leases, undertaker.allocate)
         return tensor

@@ -38,34 +38,39 @@ def check_maxsize(value: Any) -> int:
 
 
 def check_count(value: int, name: str) -> int:
-    """``value``, a whole number of at least 1.
+    """``value``, a whole number of at least 1, of any kind but bool.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: it is no whole number.
         ValueError: it is less than 1, or more than 2,147,483,647.
     """
-    if not isinstance(value, int) or isinstance(value, bool):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number of at least 1")
-    if not 1 <= value <= MOST:
-        raise ValueError(f"{name}={value}: give a whole number of 1 to {MOST:,}")
-    return value
+    count = operator.index(value)
+    if not 1 <= count <= MOST:
+        raise ValueError(f"{name}={count}: give a whole number of 1 to {MOST:,}")
+    return count
 
 
-def check_timeout(value: float, name: str = "timeout") -> float:
+def check_timeout(value: float, name: str = "timeout", forever: str = "None to wait for ever") -> float:
     """``value``, a number of seconds of at least 0.
+
+    Args:
+        forever: what stands for no end of it, for the error's text; "" where nothing does.
 
     Raises:
         TypeError: it is no number.
         ValueError: it is negative, not a number, or an int beyond all floats.
     """
+    also = f", or {forever}" if forever else ""
     if not isinstance(value, (int, float)):
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds, or None to wait for ever")
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds{also}")
     if not value >= 0:
-        raise ValueError(f"{name}={value}: give at least 0 seconds (0 does not wait), or None to wait for ever")
+        raise ValueError(f"{name}={value}: give at least 0 seconds{also}")
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is an int beyond all floats; give seconds, or None to wait for ever") from None
+        raise ValueError(f"{name} is an int beyond all floats; give seconds{also}") from None
 
 
 def check_seconds(value: float, name: str) -> float:

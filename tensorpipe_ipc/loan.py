@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tensorpipe_ipc.memory.loans import TensorSpec, build, specs_of
@@ -32,8 +33,8 @@ class Loan:
             dtype: with a shape.
             timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
         """
-        shape = (tensors,) if type(tensors) is int else tensors
-        if isinstance(shape, (tuple, list)) and all(type(size) is int for size in shape):
+        shape = (tensors,) if isinstance(tensors, (int, np.integer)) else tensors
+        if isinstance(shape, (tuple, list)) and all(isinstance(size, (int, np.integer)) for size in shape):
             tensors = TensorSpec(tuple(shape), dtype)
         self._lender, self._specs, self._timeout = lender, tensors, timeout
         self._tree: Any = None

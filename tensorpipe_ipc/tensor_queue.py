@@ -16,7 +16,7 @@ import torch
 from tensorpipe_ipc import moving
 from tensorpipe_ipc.codec import Apart, Codec, Payload
 from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
-from tensorpipe_ipc.limits import check_maxsize, check_timeout
+from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.row import BATCH
@@ -283,14 +283,14 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             At least one, in the order in which they were put. They belong to the caller.
 
         Raises:
+            TypeError: ``max_items`` is no whole number.
             ValueError: ``max_items`` is not positive.
             Exception: as ``get`` does, for the first of them. Where another one is at fault those before it are returned, and
                 the error is the next get's.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        if max_items < 1:
-            raise ValueError(f"max_items must be at least 1, not {max_items}")
+        max_items = check_count(max_items, "max_items")
         decode = self._codec.decode_as(restore, as_numpy, device)
         self._raise_undeliverable()
         found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))

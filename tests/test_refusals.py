@@ -23,6 +23,33 @@ def test_a_maxsize_that_is_no_whole_number(maxsize: Any) -> None:
     assert queue.full()
 
 
+def test_sizes_and_counts_are_whole_numbers_of_any_kind() -> None:
+    """NumPy's ints are taken as torch takes them; what is no whole number is named."""
+    queue, context = tp.Queue(), tp.get_context("spawn")
+    queue.put_many([1, 2, 3])
+    assert queue.get_many(np.int64(2)) == [1, 2]
+    assert context.empty((np.int64(2), 3)).shape == (2, 3)
+    assert context.empty(np.int32(5)).shape == (5,)
+    with queue.loan((np.int64(2), 3)) as lent:
+        assert lent.shape == (2, 3)
+    with pytest.raises(TypeError, match=r"max_items=2\.5 is a float; give a whole number"):
+        queue.get_many(2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_items=0: give a whole number of 1 to"):
+        queue.get_many(0)
+    with pytest.raises(TypeError, match=r"a shape of \(2\.5, 3\): give a tuple of whole numbers"):
+        context.empty((2.5, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="sizes are not negative"):
+        context.empty((-1, 3))
+
+
+def test_a_peer_timeout_without_an_end_is_inf() -> None:
+    """Its errors offer what it takes, and not the None of other timeouts."""
+    for wrong in (-1, None, float("nan")):
+        with pytest.raises((TypeError, ValueError), match=rf"peer_timeout={wrong}.*seconds, or math\.inf for ever"):
+            tp.Consumer("unused", peer_timeout=wrong)  # type: ignore[arg-type]
+    tp.Consumer("unused", peer_timeout=float("inf")).close()
+
+
 @pytest.mark.parametrize("timeout", ["x", [], 1j])
 def test_a_timeout_that_is_no_number(timeout: Any) -> None:
     """It is named, by every call that has one; nothing is put or taken."""

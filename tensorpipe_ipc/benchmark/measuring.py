@@ -134,8 +134,8 @@ def plan_of(
         consumers,
         method,
         bool(pin),
-        check_timeout(seconds, "seconds"),
-        check_timeout(patience, "patience"),
+        check_timeout(seconds, "seconds", ""),
+        check_timeout(patience, "patience", ""),
         tell or _tell_nobody,
         round_trip,
     )

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.once:
         raise Failure("--json goes with --once")
     try:
-        interval = max(0.05, check_timeout(arguments.interval, "--interval"))
+        interval = max(0.05, check_timeout(arguments.interval, "--interval", ""))
     except ValueError as error:
         raise Failure(str(error)) from None
     before, at = survey(), time.monotonic()

@@ -13,6 +13,7 @@ they lie. What a message's metadata needs beyond the room goes behind the tensor
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +37,12 @@ class TensorSpec:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
-        if any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError(f"a shape of {shape}: sizes are integers, and not negative")
+        try:
+            shape = tuple(map(operator.index, self.shape))
+        except TypeError:
+            raise TypeError(f"a shape of {self.shape!r}: give a tuple of whole numbers") from None
+        if any(size < 0 for size in shape):
+            raise ValueError(f"a shape of {shape}: sizes are not negative")
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(
                 f"dtype={self.dtype!r} is a {type(self.dtype).__name__}; give a torch.dtype, as torch.float32"

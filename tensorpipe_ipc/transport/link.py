@@ -136,7 +136,10 @@ class Opening(NamedTuple):
         Raises:
             TypeError, ValueError: ``bind`` is no bool, ``maxsize`` no count, or ``peer_timeout`` no number of seconds.
         """
-        window, patience = check_count(maxsize, "maxsize"), check_timeout(peer_timeout, "peer_timeout")
+        window, patience = (
+            check_count(maxsize, "maxsize"),
+            check_timeout(peer_timeout, "peer_timeout", "math.inf for ever"),
+        )
         return cls(endpoint, check_bool(bind, "bind"), window, shared_memory, security, patience)
 
 

@@ -132,7 +132,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "consumers": arguments.consumers,
         "method": method,
         "pin": arguments.pin,
-        "seconds": check_timeout(arguments.seconds, "--seconds"),
+        "seconds": check_timeout(arguments.seconds, "--seconds", ""),
     }
 
 
