@@ -334,7 +334,7 @@ class Link(Meeting):
         says more than one thing at a time.
         """
         if routing in self._over:
-            self._pass_over(routing)
+            self._pass_over(routing, len(frames[-1]))
             return None
         peer, now = self.peers.get(routing), time.monotonic()
         if peer is None:
@@ -365,9 +365,12 @@ class Link(Meeting):
             self._strangers_from = min(due, now + _STRANGERS_AT_ONCE)  # peers among them are heard all the same
         return data
 
-    def _pass_over(self, routing: bytes) -> None:
-        """Drop what comes by a connection whose end has no more to say by it: a few times what may have been on its way."""
-        self._over[routing] += 1
+    def _pass_over(self, routing: bytes, nbytes: int) -> None:
+        """Drop what comes by a connection whose end has no more to say by it: a few times what may have been on its way.
+
+        Of a large message's pieces, that is any number. It may have ended, and its descriptor be that of the end's next one.
+        """
+        self._over[routing] += nbytes < BULK
         if self._over[routing] > _IDLE + 4 * self.window:
             self.reject(_IDLES)
             self.socket.hang_up()

@@ -37,6 +37,7 @@ from tensorpipe_ipc.wire.header import (
     pack,
     pack_piece,
 )
+from tensorpipe_ipc.wire.layout import BULK
 
 pytestmark = pytest.mark.limit(20)
 
@@ -486,6 +487,24 @@ def test_what_an_end_said_by_its_last_connection_is_read_after_what_it_says_by_t
             binder.put("next", PATIENCE)
             this.say(pack(Kind.CREDIT, this.hear_of(Kind.DATA).sequence))
             binder.flush(PATIENCE)
+
+
+def test_pieces_that_came_by_the_line_before_are_no_flood() -> None:
+    """Many may wait unread. The line was hung up on for them, or the next one, which had its descriptor's number."""
+    count = 100
+    address = "tcp://127.0.0.1:0"
+    with tp.Consumer(address, maxsize=1) as consumer, _present() as present, RawLine(consumer.endpoint) as this:
+        with RawEnd(consumer.endpoint) as last:
+            last.say(hello("producer", round=1, **present))
+            wait_in_vain(consumer, lambda: consumer.statistics().peers)
+            this.say(hello("producer", round=2, **present))
+            wait_in_vain(consumer, lambda: consumer._link._over)
+            for number in range(count):
+                last.say(pack_piece(1, Piece(number * BULK, count * BULK)), bytes(BULK))
+        wait_in_vain(consumer, lambda: consumer._link._came > count or consumer.statistics().rejected)
+        this.say(exchange.sent("next", sequence=1)[0])
+        assert consumer.get(PATIENCE) == "next"
+        assert consumer.statistics().rejected == 0
 
 
 def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
