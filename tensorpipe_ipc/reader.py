@@ -49,7 +49,7 @@ class Reader:
             timeout: seconds to wait for that; None: for ever.
 
         Raises:
-            OSError: the queue is closed here.
+            OSError: the queue is closed here, and its ``empty`` raises that, too.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._queue.empty() and not self._queue.is_shut:

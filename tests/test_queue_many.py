@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crash_points import in_child, reap
+from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS
@@ -664,6 +664,34 @@ def test_join_does_not_wait_for_what_a_killed_worker_had_taken() -> None:
     waiter.join(0.3)
     assert waiter.is_alive()
     work(tasks, 1)
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+
+
+def test_threads_that_do_their_own_tasks_do_not_do_those_of_others() -> None:
+    """At each moment within a task_done another thread may take an object and finish it. Join does not wait for a killed worker
+    even so: no more was done here than was taken."""
+    queues: list[JoinableQueue] = []
+    left = 0
+    while left <= 0:
+        tasks = JoinableQueue()
+        tasks.put_many(range(3))
+        tasks.get()
+        queues += (tasks,)
+        between = functools.partial(work, tasks, 1)
+        left = run_traced(tasks.task_done, len(queues), between, SIGNAL_CHECKS, before=False)
+    queues[-1].get()  # the last had no such moment
+    queues[-1].task_done()
+
+    def die() -> None:
+        for each in queues:
+            each.get(timeout=LIMIT)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert len(queues) > 5
+    assert reap(in_child(die)) == -signal.SIGKILL
+    waiter = threading.Thread(target=lambda: [each.join() for each in queues], daemon=True)
+    waiter.start()
     waiter.join(LIMIT)
     assert not waiter.is_alive()
 

@@ -106,9 +106,10 @@ class Tasks:
 
     def _has_taken(self) -> bool:
         """Return whether this process took more than it finished: the usual case, which needs no look at other rows."""
-        words, got = self._words, [each for each in self._own if each.size == 1]
-        taken = sum(words[each.tally] - each.tally_before for each in got if words[each.purpose] & 0xFF == GET)
-        return taken > sum(words[each.tally] - each.tally_before for each in self.operations)
+        # The done first: other threads take and finish some meanwhile, and what is in hand is not to be overlooked.
+        words, done = self._words, sum(self._words[each.tally] - each.tally_before for each in self.operations)
+        got = [each for each in self._own if each.size == 1 and self._words[each.purpose] & 0xFF == GET]
+        return sum(words[each.tally] - each.tally_before for each in got) > done
 
     def unfinished(self) -> int:
         """Tasks put and not done."""
