@@ -237,6 +237,7 @@ class Producer:
                 except Full:  # who keeps the memory may have died, and its death is seen to here
                     if left < SLICE:
                         raise
+                self._guard.check()
                 self._link.look_around()
         return made(specs)
 
@@ -404,6 +405,7 @@ class Producer:
                     break
             except NotHandedOver:
                 message, held = self._copied(tree), None
+            self._guard.check()  # it may have waited for memory
         self._messages += 1
         self._bytes += message.nbytes
         if link.needs_credit():  # now that the message is on its way

@@ -30,6 +30,8 @@ from proxy import Proxy
 from raw_ends import wait_in_vain
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory.segment import CAPACITY
+from tensorpipe_ipc.transport import unacknowledged
 from tensorpipe_ipc.transport.addresses import parse, runtime_folder
 from tensorpipe_ipc.transport.binder import Binder
 from tensorpipe_ipc.transport.line import Line
@@ -1114,6 +1116,35 @@ def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
             waiting()
         assert time.monotonic() - started < 2 * NOTICED + MARGIN
         assert end.statistics().messages == (0 if waits == "get" else 2)
+
+
+@pytest.mark.parametrize("waits", ["put", "loan", "put over tcp"])
+def test_another_thread_closes_a_producer_that_waits_for_memory(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a consumer with room, and waits for that one to take what fills the memory."""
+    monkeypatch.setattr(unacknowledged, "KEPT_AT_MOST", 1 << 20)
+    endpoint, way = ("tcp://127.0.0.1:0", "off") if waits == "put over tcp" else ("memory", "require")
+    with (
+        tp.Producer(endpoint, bind=True, linger=0, shared_memory=way) as producer,
+        tp.Consumer(producer.endpoint, bind=False) as consumer,
+    ):
+        _met(producer, consumer)
+        queue = producer._link.any_queue()
+        if queue is not None:
+            queue.arena.words[CAPACITY] = 1 << 20
+        message = torch.ones(1 << 19, dtype=torch.uint8)
+        with contextlib.suppress(tp.Full):
+            for _ in range(16):
+                producer.put(message, 0.1)
+        waiting = in_thread(
+            producer.loan((1 << 19,), torch.uint8).__enter__ if waits == "loan" else lambda: producer.put(message)
+        )
+        wait_until(lambda: _is_busy(producer))
+        started = time.monotonic()
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            producer.close()
+        with pytest.raises(tp.Closed, match="is closed"):
+            waiting()
+        assert time.monotonic() - started < 2 * NOTICED + MARGIN
 
 
 def test_another_thread_closes_what_a_with_block_waits_in() -> None:
