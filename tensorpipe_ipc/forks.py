@@ -2,7 +2,7 @@
 
 A child gets a copy of every descriptor. Of one that another thread is just opening, the child knows nothing: it would keep the
 file, and its locks, for as long as it lives. So ``no_fork`` is held from the opening until the descriptor is noted down. A fork
-waits for it, for microseconds; nothing that is done under it waits for anybody.
+waits for it, for microseconds. Only where a port is bound that is in use, it waits up to 0.1 s.
 """
 
 from __future__ import annotations

@@ -583,10 +583,8 @@ class Link(Meeting):
         if self.has_left(hello) or self._is_said_before(routing, hello):
             _remember(self._over, routing, 0)
             return
-        if self._is_leaving and not self.has_claimed(
-            hello
-        ):  # there is no queue for it any more: it meets the next binder
-            return
+        if self._is_leaving and not self.has_claimed(hello):
+            return  # there is no queue for it any more: it meets the next binder
         reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
