@@ -20,7 +20,7 @@ from wholeness import strides
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import kind_of
+from tensorpipe_ipc.memory.arena import Arena, kind_of
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.transport.survey import survey
@@ -482,6 +482,22 @@ for round in range(2):  # the first takes most of the addresses there are
             queue.get(copy=True)
 print("done")
 """
+
+
+def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask_for_each_block(large_ctx, monkeypatch):
+    """It took seconds after a million messages."""
+    there, number, asked = large_ctx.Queue(), 64 * 100, []
+    for _ in range(100):
+        there.put_many([1] * 64)
+    while number:
+        number -= len(there.get_many(64))
+    start = Arena._start
+    monkeypatch.setattr(Arena, "_start", lambda *a, **k: asked.append(1) or start(*a, **k))
+    with Helper(large_ctx.trim):
+        for value in range(100):
+            there.put(value, timeout=0)
+        assert drained(there) == list(range(100))
+    assert 32 < len(asked) < 400
 
 
 def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):

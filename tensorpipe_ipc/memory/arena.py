@@ -246,6 +246,7 @@ class Arena(Extents):
         taker = Taker() if taker is None else taker
         if kind > QUICK:
             self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
+        lost = 0
         while True:
             source = self._next(kind)
             if not source:
@@ -266,6 +267,10 @@ class Arena(Extents):
             if not done:
                 return 0
             if not block:
+                lost += 1
+                # Others may have taken extents of millions of blocks, and one by one takes three times as long.
+                if lost == YOUNG and len(self._lost(kind)) > len(self._mine) // 2:
+                    self._drop_lost(kind)
                 continue
             self.young[kind].append(block)
             if source is self._fresh[kind] and kind <= self.whole:
@@ -418,14 +423,18 @@ class Arena(Extents):
                 self._forget_dropped(each)
         return not any(each in self._mine for each in range(unit, unit + units))
 
-    def _drop_lost(self, kind: int) -> None:
-        """Drop all blocks of a kind that are of extents which others have taken."""
+    def _lost(self, kind: int) -> set[int]:
+        """Return the units of extents of a kind which others have taken, and of which blocks are in the lists."""
         own = self.own[kind]
-        lost = {
+        return {
             unit
             for unit in list(self._mine)  # not its items: to make their tuples may collect garbage, and that may put
             if (mine := self._mine.get(unit)) and mine.kind == kind and self.words[self.table + unit] != own
         }
+
+    def _drop_lost(self, kind: int) -> None:
+        """Drop all blocks of a kind that are of extents which others have taken."""
+        lost = self._lost(kind)
         for blocks in self._lists(kind):
             removed = _removed(blocks, lost)
             try:
