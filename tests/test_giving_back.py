@@ -548,6 +548,18 @@ def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ct
         assert all((lease == 7).all() for lease in [there.get(copy=False) for _ in range(40)])
 
 
+@pytest.mark.parametrize("nbytes", [300, 5000])
+def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkeypatch):
+    """It took milliseconds where there was much: too long for a program that gets a copy then."""
+    there, undertaker = ctx.Queue(), ctx.tensorpipe_undertaker()
+    there.put(octets(nbytes, 7))
+    monkeypatch.setattr(undertaker.leases, "_room", 4000)
+    monkeypatch.setattr(undertaker, "make_room", None)
+    with pytest.raises(SharedMemoryError, match="no lease"):
+        there.get(copy=False)
+    assert int(there.get(copy=True)[0]) == 7
+
+
 def few_addresses(ctx, units):
     """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
     arena = ctx.tensorpipe_undertaker().arena

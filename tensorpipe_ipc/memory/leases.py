@@ -151,12 +151,19 @@ class Leases:
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
-        is_small = start - block + nbytes <= PAGE >> 1  # as blocks are allocated, others lie on its page
+        is_small = self._is_small(block, start, nbytes)
         if self._room < (PAGE if is_small else nbytes) or self.arena.is_overfull():
             return None
         if is_small:
             return self._lease_of_copy(start, nbytes)
         return self._anchored(block, start, nbytes, nbytes)
+
+    def needs_block(self, block: int, start: int, nbytes: int) -> bool:
+        """Return whether a lease of these bytes takes another block, and the budget allows it."""
+        return self._is_small(block, start, nbytes) and self._room >= PAGE
+
+    def _is_small(self, block: int, start: int, nbytes: int) -> bool:
+        return start - block + nbytes <= PAGE >> 1  # as blocks are allocated, others lie on its page
 
     def _lease_of_copy(self, start: int, nbytes: int) -> Octets | None:
         with self.taking() as taker:

@@ -450,8 +450,8 @@ class GetEnd(QueueEnd):
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes)
-        if array is None and must:  # a small message needs another block, and what is free may lie with somebody
-            self.undertaker.make_room(LEAST)
+        if array is None and must and self.leases.needs_block(block, start, nbytes):
+            self.undertaker.make_room(LEAST)  # what is free may lie with somebody
         elif array is None and self.arena.is_overfull():  # the dead may have what is too much
             self.undertaker.look()
         else:
