@@ -16,12 +16,11 @@ from multiprocessing import context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
 import torch
 
 from tensorpipe_ipc.collate import CollateMap, collate
 from tensorpipe_ipc.memory.arena import Arena
-from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.loans import TensorSpec, made, shape_of
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.simple_queue import SimpleQueue
 from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
@@ -96,7 +95,7 @@ class _WithOurQueues(context.BaseContext):
         Raises:
             SharedMemoryError: there is no room. The text says who holds what.
         """
-        spec = TensorSpec((shape,) if isinstance(shape, (int, np.integer)) else shape, dtype)
+        spec = TensorSpec(shape_of(shape), dtype)
         undertaker = self.tensorpipe_undertaker()
         (tensor,) = made([spec], undertaker.leases, undertaker.allocate)
         return tensor

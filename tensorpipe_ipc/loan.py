@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from tensorpipe_ipc.memory.loans import TensorSpec, build, specs_of
+from tensorpipe_ipc.memory.loans import TensorSpec, build, is_size, shape_of, specs_of
 
 __all__ = ["Lender", "Loan"]
 
@@ -33,8 +32,8 @@ class Loan:
             dtype: with a shape.
             timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
         """
-        shape = (tensors,) if isinstance(tensors, (int, np.integer)) else tensors
-        if isinstance(shape, (tuple, list)) and all(isinstance(size, (int, np.integer)) for size in shape):
+        shape = shape_of(tensors)
+        if isinstance(shape, (tuple, list)) and all(map(is_size, shape)):
             tensors = TensorSpec(tuple(shape), dtype)
         self._lender, self._specs, self._timeout = lender, tensors, timeout
         self._tree: Any = None

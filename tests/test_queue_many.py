@@ -621,6 +621,18 @@ class BreaksOnce:
         return "made"
 
 
+@contextlib.contextmanager
+def joined_after(tasks: JoinableQueue) -> Iterator[None]:
+    """Join waits, and returns once the block has done the rest of the tasks."""
+    waiter = threading.Thread(target=tasks.join, daemon=True)
+    waiter.start()
+    waiter.join(0.3)
+    assert waiter.is_alive()
+    yield
+    waiter.join(LIMIT)
+    assert not waiter.is_alive()
+
+
 def work(tasks: JoinableQueue, count: int) -> None:
     """Deal with some."""
     for _ in range(count):
@@ -659,13 +671,8 @@ def test_join_does_not_wait_for_what_a_killed_worker_had_taken() -> None:
 
     tasks.put_many(range(4))
     assert reap(in_child(die)) == -signal.SIGKILL
-    waiter = threading.Thread(target=tasks.join, daemon=True)
-    waiter.start()
-    waiter.join(0.3)
-    assert waiter.is_alive()
-    work(tasks, 1)
-    waiter.join(LIMIT)
-    assert not waiter.is_alive()
+    with joined_after(tasks):
+        work(tasks, 1)
 
 
 def test_threads_that_do_their_own_tasks_do_not_do_those_of_others() -> None:
@@ -710,15 +717,10 @@ def test_join_waits_for_who_does_the_tasks_of_workers_that_end() -> None:
         results.get(timeout=LIMIT)
         tasks.task_done()
         assert reap(child) == 0
-        waiter = threading.Thread(target=tasks.join, daemon=True)
-        waiter.start()
-        waiter.join(0.1)
-        assert waiter.is_alive()
-        for _ in range(2):
-            results.get(timeout=LIMIT)
-            tasks.task_done()
-        waiter.join(LIMIT)
-        assert not waiter.is_alive()
+        with joined_after(tasks):
+            for _ in range(2):
+                results.get(timeout=LIMIT)
+                tasks.task_done()
 
 
 def test_tasks_of_workers_that_ended_long_ago_can_be_done() -> None:
@@ -731,13 +733,8 @@ def test_tasks_of_workers_that_ended_long_ago_can_be_done() -> None:
     for _ in range(2):
         results.get(timeout=LIMIT)
         tasks.task_done()
-    waiter = threading.Thread(target=tasks.join, daemon=True)
-    waiter.start()
-    waiter.join(0.1)
-    assert waiter.is_alive()
-    work(tasks, 2)
-    waiter.join(LIMIT)
-    assert not waiter.is_alive()
+    with joined_after(tasks):
+        work(tasks, 2)
     with pytest.raises(ValueError, match="too many times"):
         tasks.task_done()
 

@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Iterable
 
+from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.memory.segment import Segment, identity_of
 
 __all__ = ["set_apart", "set_together"]
@@ -81,7 +82,7 @@ def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @functools.cache
 def _mmap() -> ctypes._NamedFuncPointer:
-    function = ctypes.CDLL(None, use_errno=True).mmap
+    function = libc().mmap
     function.restype = ctypes.c_void_p
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     return function

@@ -14,10 +14,10 @@ something else or sleeps has been through the scheduler, which is a barrier. Who
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import platform
 import time
+
+from tensorpipe_ipc.libc import libc
 
 __all__ = ["join", "quick", "slow"]
 
@@ -47,9 +47,4 @@ def slow() -> None:
 
 def _call(command: int) -> int:
     number = _NUMBERS.get(platform.machine().lower())
-    return -1 if number is None else int(_libc().syscall(number, command, 0, 0))
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    return -1 if number is None else int(libc().syscall(number, command, 0, 0))

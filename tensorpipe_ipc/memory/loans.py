@@ -18,15 +18,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
-__all__ = ["TensorSpec", "build", "made", "specs_of"]
+__all__ = ["TensorSpec", "build", "is_size", "made", "shape_of", "specs_of"]
 
 ROOM = 1024 - HEADER
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value is the size of a dimension."""
+    return isinstance(value, (int, np.integer))
+
+
+def shape_of(given: Any) -> Any:
+    """Return a shape, of which a single size is one, too; and anything else as it is."""
+    return (given,) if is_size(given) else given
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ carries its row's lock, belongs to memory/rows.py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -42,6 +41,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.libc import punch_hole
 from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
@@ -71,7 +71,6 @@ CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2
 _HEAD = struct.Struct("=3Q")
-_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -187,8 +186,7 @@ class Segment:
         """Give back whole pages by the file, of which it does not matter how it is mapped. Whether that was done."""
         with contextlib.suppress(OSError):
             if identity_of(self.descriptor) == self.identity:
-                span = ctypes.c_long(start), ctypes.c_long(stop - start)
-                return bool(ctypes.CDLL(None).fallocate(self.descriptor, _PUNCH_HOLE, *span) == 0)
+                return punch_hole(self.descriptor, start, stop)
         return False
 
     def reserve(self, start: int, stop: int) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 from contextlib import suppress
 
+from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
 
 __all__ = ["Alarm"]
@@ -25,8 +25,7 @@ class Alarm:
     def __init__(self) -> None:
         self.fd = -1
         with suppress(AttributeError, OSError):
-            self._libc = ctypes.CDLL(None, use_errno=True)
-            self._owned = owned(self._libc.timerfd_create, _MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+            self._owned = owned(libc().timerfd_create, _MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
             self.fd = self._owned.fileno()
 
     def set(self, seconds: float) -> None:
@@ -34,7 +33,7 @@ class Alarm:
         if self.fd >= 0:
             whole, part = divmod(seconds, 1)
             setting = _SETTING.pack(0, 0, int(whole), int(part * 1e9))
-            self._libc.timerfd_settime(self.fd, 0, setting, None)
+            libc().timerfd_settime(self.fd, 0, setting, None)
 
     def close(self) -> None:
         """Close it."""

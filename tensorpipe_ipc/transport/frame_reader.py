@@ -6,12 +6,12 @@ inside pyzmq's own ``recv`` does: pyzmq looks for signals when it has the frame.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from typing import Any
 
 import zmq
 
+from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameReader", "NamedFrameReader"]
@@ -24,13 +24,11 @@ _RCVMORE = int(zmq.RCVMORE)
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # messages of those who were hung up on
-_GIVE_BACK_AFTER = 200_000  # of them, or frames, while more come; and when all are dropped, after so many:
-_GIVE_BACK_AT_LAST = (
-    1000  # libzmq held short ones in 64 bytes each, and one of 34 bytes or more that came alone in some KB
-)
-_GIVE_BACK_RARELY = (
-    20  # times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces
-)
+# Of them, or frames, while more come; and when all are dropped. libzmq held short ones in 64 bytes each, and one of 34 bytes or
+# more that came alone in some KB.
+_GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 200_000, 1000
+# Times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces.
+_GIVE_BACK_RARELY = 20
 
 
 class FrameReader:
@@ -133,7 +131,7 @@ class FrameReader:
         if self._owed < least or (began := time.monotonic()) < self._gives_back_from:
             return
         self._owed = 0
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's only
+        trim = getattr(libc(), "malloc_trim", None)  # glibc's only
         if trim is not None:
             trim(0)
         now = time.monotonic()

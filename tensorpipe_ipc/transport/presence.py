@@ -204,7 +204,7 @@ class Sight:
         self._own, self._token = own, token
         self._is_gone = own is not None and not own.sees(token)
         self.why_not = why_not if own is None else ""
-        # For one that is not open the folder is not listed: with many ends in it that takes long, and strangers ask, too.
+        # Of one that is not open nothing is looked for: to list a folder with many ends takes long, and strangers ask, too.
         self._words = own.file_of(token) if own is not None and not self._is_gone else None
 
     @property

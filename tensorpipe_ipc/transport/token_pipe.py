@@ -57,7 +57,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import resource
@@ -72,6 +71,7 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
 __all__ = ["BELL", "BELLS", "CAPACITY", "DROP", "LAST_BELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
@@ -85,7 +85,6 @@ SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the de
 _PAGES = 16  # of a pipe, as Linux makes them by default
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
-_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
 _MARGIN = 1 << 20  # bytes of the log
@@ -424,7 +423,7 @@ class TokenPipe:
         if offset - self._punched >= _PUNCH_STEP:
             start, self._punched = self._punched, offset
             # Not by a mapping: a process may have no addresses left, or lock all that it maps. Refused, it costs memory.
-            _libc().fallocate(self._log, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(offset - start))
+            punch_hole(self._log, start, offset)
 
     # ---- lifetime ----
 
@@ -504,15 +503,10 @@ _epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary
 
 def _tee(source: int, target: int, size: int) -> int:
     """Bytes copied; 0 for an empty pipe."""
-    copied: int = _libc().tee(source, target, ctypes.c_size_t(size), _SPLICE_F_NONBLOCK)
+    copied: int = libc().tee(source, target, ctypes.c_size_t(size), _SPLICE_F_NONBLOCK)
     if copied >= 0:
         return copied
     number = ctypes.get_errno()
     if number != errno.EAGAIN:
         raise OSError(number, os.strerror(number))
     return 0
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

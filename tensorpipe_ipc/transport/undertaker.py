@@ -487,9 +487,8 @@ class Undertaker:
 
     def rest(self) -> None:
         """Give back what lies idle, now and when tensors are let go of, if no queue is taken: nobody minds it then."""
-        here = [
-            ends for ref in self.queues.valuerefs() if (ends := ref()) is not None
-        ]  # at once: other threads add some
+        refs = self.queues.valuerefs()  # at once: other threads add some
+        here = [ends for ref in refs if (ends := ref()) is not None]
         if self.words[GROWN] and not any(self.words[ends.record.claimed] for ends in here):
             self.leases.gives_back = True
             self.trim()

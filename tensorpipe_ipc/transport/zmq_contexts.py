@@ -18,6 +18,7 @@ import zmq
 from zmq.utils import garbage
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
 __all__ = ["acquire", "has_descriptors", "hold_reaper", "release", "router"]
@@ -66,7 +67,7 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     A connection may choose a name of its own, and libzmq ends the process where that is the next one's number. It takes the
     first of them from C's rand, which nobody else may have seeded: then it is the same in every process.
     """
-    library = ctypes.CDLL(None)
+    library = libc()
     program = library.rand()
     library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
     try:

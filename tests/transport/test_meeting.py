@@ -532,21 +532,26 @@ def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert offered() == 1
 
 
+def _others_take(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have others take what is offered, so many times, before this process reaches it."""
+    reach, busy = rendezvous.reach, iter(range(count))
+
+    def reach_later(*arguments: Any) -> Any:
+        for _ in busy:
+            raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
+        return reach(*arguments)
+
+    monkeypatch.setattr(rendezvous, "reach", reach_later)
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_another_end_of_the_process_has_just_taken_what_is_offered(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for another, as if any other process had taken it; also one that takes nothing but shared memory."""
-    reach, busy = rendezvous.reach, iter(range(8))
-
-    def reach_later(*arguments: Any) -> Any:
-        for _ in busy:
-            raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
-        return reach(*arguments)
-
     with Child() as child:
         at = child.call(children.open_consumer, endpoint)
-        monkeypatch.setattr(rendezvous, "reach", reach_later)
+        _others_take(8, monkeypatch)
         with tp.Producer(at, shared_memory="require") as producer:
             child.begin(children.take, 1)
             producer.put("in shared memory", PATIENCE)
@@ -557,19 +562,12 @@ def test_another_end_of_the_process_has_just_taken_what_is_offered(
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_who_asks_for_a_queue_again_and_again(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As others of a crowd take what is offered before it. It is no flood; and who is hung up on all the same lost nothing."""
-    reach, busy = rendezvous.reach, iter(range(100))
-
-    def reach_later(*arguments: Any) -> Any:
-        for _ in busy:
-            raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
-        return reach(*arguments)
-
     with Child() as child:
         at = child.call(children.open_producer, "tcp://127.0.0.1:0", bind=True)
         if not is_seen:
             child.call(_see_strangers)
         child.begin(children.put, "in shared memory")
-        monkeypatch.setattr(rendezvous, "reach", reach_later)
+        _others_take(100, monkeypatch)
         with tp.Consumer(at, bind=False, maxsize=1, shared_memory="require") as consumer:
             assert consumer.get(PATIENCE) == "in shared memory"
             child.result()
