@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import wait_until
 from crash_points import in_child, reap
 from programs import ran_in_fork
 
@@ -361,7 +362,8 @@ def test_shared_memory_that_was_received_may_be_sent_on() -> None:
         assert shared[0] == number
         counts.append(len(os.listdir("/proc/self/fd")))
     assert reap(child) == 0
-    assert counts[-1] <= counts[1]
+    # Threads of torch's own close their connections when they come round.
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= min(counts[1:5]))
 
 
 def test_of_many_messages_those_of_a_dead_sender_are_lost_and_others_come() -> None:
