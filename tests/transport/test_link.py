@@ -827,7 +827,7 @@ def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPat
         given_back.append(time.monotonic())
         time.sleep(0.1)
 
-    monkeypatch.setattr(frame_reader, "ctypes", SimpleNamespace(CDLL=lambda _: SimpleNamespace(malloc_trim=trim)))
+    monkeypatch.setattr(frame_reader, "libc", lambda: SimpleNamespace(malloc_trim=trim))
     with tp.Consumer("tcp://127.0.0.1:0", producers=None) as consumer:
         for number in range(5):
             with RawEnd(consumer.endpoint) as raw:
