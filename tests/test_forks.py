@@ -632,7 +632,8 @@ def test_a_fork_in_a_signals_handler_in_the_middle_of_a_move_has_no_part_of_it(c
         if left > 0:
             break
         point += 11
-    assert outcomes == {0, SIZE}
+    # 3.10 has a trace function see each frame's arguments in a dict, which is an alias: all of it is copied.
+    assert outcomes == ({0, SIZE} if sys.version_info >= (3, 11) else {SIZE})
 
 
 def forked_in_a_move(ctx: Any, there: Any, point: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import os
 import random
 import select
 import signal
+import sys
 import threading
 import time
 
@@ -485,7 +486,10 @@ def test_a_signal_handler_that_raises_again_and_again_loses_nothing(undertaker, 
             with contextlib.suppress(Empty):
                 while len(got) < 2:
                     interrupted(lambda: got.append(queue.get(0)))  # noqa: B023
-            assert [int.from_bytes(message.payload, "little") for message in got] in ([[i]] if done else [[], [i]])
+            # 3.10 lets a handler run between the end of get and its return.
+            is_sure = done and sys.version_info >= (3, 11)
+            values = [int.from_bytes(message.payload, "little") for message in got]
+            assert values in ([[i]] if is_sure else [[], [i]])
             got.clear()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
