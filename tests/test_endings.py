@@ -1347,10 +1347,10 @@ def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
         with pytest.raises(
             tp.Full, match="no consumer has come to .*: (nobody listens there; .* bind=True|no end of this)"
         ):
-            producer.put(1, 0.4)
+            producer.put(1, 0.8)
         with tp.Consumer(endpoint, bind=False) as other:
             with pytest.raises(tp.Empty, match="(nobody listens there; .* bind=True|no end of this)"):
-                other.get(0.4)
+                other.get(0.8)
         with tp.Consumer(endpoint):
             with pytest.raises(
                 tp.Full, match=rf"the consumer of this very process, made at {__file__}:\d+, has to be in use"
@@ -1406,17 +1406,22 @@ def test_those_who_were_turned_away(keys: Path) -> None:
                 consumer.get(0.5)
 
 
-def test_ends_that_garbage_collection_closes_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for nothing that this thread holds at that moment."""
-    for name in ("tensorpipe_ipc.transport.address_claim.check_socket_file", "zmq.Context"):
-        producer: Any = tp.Producer("cycle", bind=True)
-        consumer: Any = tp.Consumer("inproc://cycle")
-        producer.itself, consumer.itself = producer, consumer
-        del producer, consumer
-        with monkeypatch.context() as patch:
-            _collect_in(patch, name)
-            with tp.Consumer("made"):
-                pass
+@pytest.mark.parametrize("name", ["tensorpipe_ipc.transport.address_claim.check_socket_file", "zmq.Context"])
+def test_ends_that_garbage_collection_closes_while_another_is_made(
+    name: str, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for nothing that this thread holds at that moment, and are closed when it is done."""
+    producer: Any = tp.Producer("cycle", bind=True)
+    consumer: Any = tp.Consumer("inproc://cycle")
+    producer.itself, consumer.itself = producer, consumer
+    del producer, consumer
+    own_context: dict[str, Any] = {"security": secured.binders(keys)} if name == "zmq.Context" else {}
+    with monkeypatch.context() as patch:
+        _collect_in(patch, name)
+        started = time.monotonic()
+        with tp.Consumer("made", **own_context):
+            assert time.monotonic() - started < 2 * MARGIN
+    assert "cycle.sock" not in os.listdir(runtime_folder())
 
 
 def _collect_in(patch: pytest.MonkeyPatch, name: str) -> None:
