@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import time
 from typing import Any
@@ -53,7 +54,7 @@ def check_count(value: int, name: str) -> int:
 
 
 def check_timeout(value: float, name: str = "timeout", forever: str = "None to wait for ever") -> float:
-    """``value``, a number of seconds of at least 0.
+    """``value``, a number of seconds of at least 0, of any real kind.
 
     Args:
         forever: what stands for no end of it, for the error's text; "" where nothing does.
@@ -63,7 +64,7 @@ def check_timeout(value: float, name: str = "timeout", forever: str = "None to w
         ValueError: it is negative, not a number, or an int beyond all floats.
     """
     also = f", or {forever}" if forever else ""
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float, numbers.Real)):  # NumPy's are Real
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds{also}")
     if not value >= 0:
         raise ValueError(f"{name}={value}: give at least 0 seconds{also}")
@@ -74,13 +75,13 @@ def check_timeout(value: float, name: str = "timeout", forever: str = "None to w
 
 
 def check_seconds(value: float, name: str) -> float:
-    """``value``, a number of seconds that ZeroMQ can count in milliseconds: 0 to 2,147,483. No bool.
+    """``value``, a number of seconds of any real kind that ZeroMQ can count in milliseconds: 0 to 2,147,483. No bool.
 
     Raises:
         TypeError: it is no number.
         ValueError: it is out of range.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
     if not 0 <= value <= MOST // 1000:
         raise ValueError(f"{name}={value}: give 0 to {MOST // 1000:,} seconds")

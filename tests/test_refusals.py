@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,26 @@ def test_a_peer_timeout_without_an_end_is_inf() -> None:
         with pytest.raises((TypeError, ValueError), match=rf"peer_timeout={wrong}.*seconds, or math\.inf for ever"):
             tp.Consumer("unused", peer_timeout=wrong)  # type: ignore[arg-type]
     tp.Consumer("unused", peer_timeout=float("inf")).close()
+
+
+@pytest.mark.parametrize("timeout", [np.int64(1), np.float32(0.5), Fraction(1, 2)])
+def test_a_timeout_is_a_number_of_any_real_kind(timeout: Any) -> None:
+    """Seconds that a program computed by NumPy are taken, as multiprocessing takes them, by queues and by ends."""
+    queue = tp.Queue(3)
+    queue.put(1, timeout=timeout)
+    queue.put_many([2], timeout=timeout)
+    with queue.loan(3, torch.float32, timeout=timeout) as lent:
+        lent.fill_(3)
+    assert queue.get(timeout=timeout) == 1
+    assert queue.get_many(1, timeout) == [2]
+    assert queue.get(timeout=timeout).tolist() == [3, 3, 3]
+    began = time.monotonic()
+    with pytest.raises(tp.Empty):
+        queue.get(timeout=timeout)
+    assert time.monotonic() - began >= float(timeout)
+    with tp.Consumer("unused", peer_timeout=timeout) as consumer, pytest.raises(tp.Empty):
+        consumer.get(timeout=timeout)
+    tp.Producer("unused", linger=timeout).close()
 
 
 @pytest.mark.parametrize("timeout", ["x", [], 1j])
