@@ -23,6 +23,7 @@ from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import Arena, kind_of
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.transport.put_end import PutEnd
 from tensorpipe_ipc.transport.survey import survey
 
 MIB = 1 << 20
@@ -498,6 +499,28 @@ def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask
             there.put(value, timeout=0)
         assert drained(there) == list(range(100))
     assert 32 < len(asked) < 400
+
+
+def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_ctx, monkeypatch):
+    """It took 0.8 s after 500,000, also with no timeout left. The order stays, and so does what others put."""
+    there, number, looks = large_ctx.Queue(), 64 * 400, []
+    for first in range(0, number, 64):
+        there.put_many(range(first, first + 64))  # more than a pipe holds
+    got = [value for _ in range(number // 64) for value in there.get_many(64)]
+    got += drained(there)
+    assert got == list(range(number))
+    waits = PutEnd._waits
+    monkeypatch.setattr(PutEnd, "_waits", lambda *a: looks.append(1) or waits(*a))
+    there.put(0, timeout=0)
+    assert 0 < len(looks) <= 4096
+    for value in range(1, 100):
+        there.put(value, timeout=0)
+    assert drained(there) == list(range(100))
+    looks.clear()
+    there.put(1, timeout=0)
+    there.put(2, timeout=0)
+    assert drained(there) == [1, 2]
+    assert len(looks) < 200  # it is over: what was a burst costs later puts nothing
 
 
 def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):

@@ -43,6 +43,8 @@ from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
+_LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
+
 
 class Payload(Protocol):
     """The bytes of a message, as put takes them."""
@@ -449,7 +451,10 @@ class PutEnd(QueueEnd):
     def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
         """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""
         backlog = self._backlog
-        while backlog and not self._waits(backlog[0]):
+        # There may be a million. What is left is looked at by later puts, which spill until then: that is never wrong.
+        for _ in range(_LOOKS):
+            if not backlog or self._waits(backlog[0]):
+                break
             backlog.popleft()
         if not backlog:
             try:
