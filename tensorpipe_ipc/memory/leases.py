@@ -393,9 +393,15 @@ class _Anchor(weakref.ref[Any]):
 
 
 def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if not hasattr(anchor, "forks"):  # an exception of a signal's handler came while it was made: nobody knows it yet
+    """Let go of a block whose last alias is gone.
+
+    Python drops an exception that a signal's handler raises in here. So nothing is called where it need not be: without
+    a call, CPython looks for signals on entering only.
+    """
+    try:
+        leases, word, held, forked = anchor.leases, anchor.word, anchor.held, anchor.forks
+    except AttributeError:  # an exception of a signal's handler came while it was made: nobody knows it yet
         return
-    leases, word, held = anchor.leases, anchor.word, anchor.held
     if anchor.process != leases.process:  # a forked child's copy: the block is the parent's
         leases._let_go_in_child(anchor)
         return
@@ -412,8 +418,8 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         leases._room += anchor.nbytes
         forks = leases.arena.rows.forks
         if words[word] == held:
-            if anchor.forks != forks:
-                leases.kept[word] = held, anchor.forks + 1, forks
+            if forked != forks:
+                leases.kept[word] = held, forked + 1, forks
             elif not leases.gives_back:
                 words[word] = held & ~HOLDER
             else:
@@ -422,7 +428,9 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
                 finally:
                     if anchor.process == leases.process:  # not a child that was forked meanwhile
                         words[word] = held & ~HOLDER
-    leases.offered.discard(word)
+    if word in leases.offered:
+        leases.offered.discard(word)
     if leases.kept and not is_finalizing():  # else modules are half gone, and the children outlast this process
         leases.settle(at_once=False)
-    _let_go(leases)
+    if not live:
+        _let_go(leases)

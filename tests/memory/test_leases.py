@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from crash_points import interrupted_at
 
 from tensorpipe_ipc.memory.arena import FREE, HELD
 from tensorpipe_ipc.memory.leases import Leases
@@ -220,3 +221,16 @@ def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held, monkeypa
     with pytest.raises(KeyboardInterrupt):
         held.leases.lease(held.block, held.block + 64, NBYTES)
     assert not held.leases.live
+
+
+def test_a_tensor_that_is_let_go_of_drops_a_signals_exception_at_one_moment_at_most(held, monkeypatch):
+    """Python drops what is raised in a finalizer, and a worker that missed its Ctrl-C waits for ever."""
+    dropped = []
+    monkeypatch.setattr("sys.unraisablehook", lambda _: dropped.append(1))
+    other = held.arena.allocate(NBYTES)
+    another = held.leases.lease(other, other + 64, NBYTES)  # as a loop has, whose next message is there already
+    for point in range(1, 20):
+        tensors = [held.tensor()]
+        interrupted_at(point, tensors.pop)
+    assert len(dropped) <= 1
+    del another
