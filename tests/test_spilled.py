@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import connection
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.transport.put_end import PutEnd
 
 LIMIT = 20  # seconds
 MANY = 10_000  # more than a pipe holds
@@ -79,6 +81,31 @@ def test_the_descriptor_tells_of_every_message(maxsize: int, collect: Callable[[
     assert len(got) == MANY
     assert not select.select([there], [], [], 0)[0]
     assert there.empty()
+
+
+@pytest.mark.parametrize("put", [lambda there, obj: there.put(obj), lambda there, obj: there.put_many([obj])])
+def test_after_a_burst_threads_put_at_once(
+    put: Callable[[Queue, str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look at what was spilled. What the one has dropped the other does not drop again: put raised IndexError."""
+    there, got, waits, others = Queue(), list[object](), PutEnd._waits, list[threading.Thread]()
+    for number in range(MANY):
+        there.put(number)
+    all_there(there, got)
+
+    def another_comes_first(*arguments: Any) -> bool:
+        if not others:
+            others.append(threading.Thread(target=there.put, args=("another's",)))
+            others[0].start()
+            others[0].join(LIMIT)
+        return waits(*arguments)
+
+    monkeypatch.setattr(PutEnd, "_waits", another_comes_first)
+    put(there, "first")
+    put(there, "second")
+    assert len(others) == 1
+    all_there(there, got)
+    assert got == [*range(MANY), "another's", "first", "second"]
 
 
 def switches(pid: int) -> int:

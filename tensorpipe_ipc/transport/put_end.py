@@ -453,9 +453,14 @@ class PutEnd(QueueEnd):
         backlog = self._backlog
         # There may be a million. What is left is looked at by later puts, which spill until then: that is never wrong.
         for _ in range(_LOOKS):
-            if not backlog or self._waits(backlog[0]):
+            try:
+                first = backlog[0]
+            except IndexError:
                 break
-            backlog.popleft()
+            if self._waits(first):
+                break
+            if backlog and backlog[0] == first:  # else another thread, or a handler, dropped it meanwhile
+                del backlog[0]  # with no call since the look
         if not backlog:
             try:
                 os.writev(self._tickets_fd, buffers)  # P6
