@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import os
 
-__all__ = ["libc", "punch_hole"]
+__all__ = ["MAP_NORESERVE", "libc", "map_over", "punch_hole"]
 
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
+_FAILED = ctypes.c_void_p(-1).value
 
 
 @functools.cache
@@ -19,3 +23,26 @@ def libc() -> ctypes.CDLL:
 def punch_hole(descriptor: int, start: int, stop: int) -> bool:
     """Give back the memory of a file's bytes in [start, stop), which then read as zeros. Return whether that was done."""
     return int(libc().fallocate(descriptor, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(stop - start))) == 0
+
+
+def map_over(address: int, nbytes: int, descriptor: int, offset: int, flags: int) -> None:
+    """Map a file's bytes from ``offset`` on, to read and to write, in the place of the whole pages at an address.
+
+    Args:
+        flags: ``mmap.MAP_SHARED`` or ``mmap.MAP_PRIVATE``.
+
+    Raises:
+        OSError: the kernel refused, and all is as it was.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap()(address, nbytes, access, flags | _MAP_FIXED | MAP_NORESERVE, descriptor, offset) == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@functools.cache
+def _mmap() -> ctypes._NamedFuncPointer:
+    function = libc().mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    return function

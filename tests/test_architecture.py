@@ -58,7 +58,7 @@ DOORS = {
         for file in ("zmq_sockets", "zmq_contexts", "frame_reader", "binder", "connector", "line", "curve")
     },
     "psutil": {"process.py", "tracking.py"},
-    "mmap": {"memory/segment.py", "memory/apart.py", "transport/token_pipe.py"},
+    "mmap": {"libc.py", "memory/segment.py", "memory/apart.py", "transport/token_pipe.py"},
     "rich": {"cli/"},
     "sklearn": set(),  # the demo alone, which is an example
     "PIL": set(),

@@ -8,20 +8,14 @@ the child lies there any more, the pages are the segment's again.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import mmap
-import os
 import warnings
 from collections.abc import Iterable
 
-from tensorpipe_ipc.libc import libc
+from tensorpipe_ipc.libc import map_over
 from tensorpipe_ipc.memory.segment import Segment, identity_of
 
 __all__ = ["set_apart", "set_together"]
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
-_FAILED = ctypes.c_void_p(-1).value
 
 
 def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int = -1) -> bool:
@@ -35,17 +29,17 @@ def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int
         Whether any was mapped, and all were.
     """
     pages = _pages(runs)
-    base, refused = segment.octets.ctypes.data, 0
+    base, refused = segment.octets.ctypes.data, ""
     by = descriptor if descriptor >= 0 else segment.descriptor
-    own = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     for start, stop in pages:
-        made = _mmap()(base + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, own, by, start)
-        if made == _FAILED:
-            refused = ctypes.get_errno()
+        try:
+            map_over(base + start, stop - start, by, start, mmap.MAP_PRIVATE)
+        except OSError as failed:
+            refused = str(failed.strerror)
     if refused:
         warnings.warn(
             "this forked process has no pages of its own for some tensors in shared memory that its parent received or made, "
-            f"so what it writes there may reach its parent: {os.strerror(refused)} (raise vm.max_map_count, or fork with fewer "
+            f"so what it writes there may reach its parent: {refused} (raise vm.max_map_count, or fork with fewer "
             "of them alive)",
             RuntimeWarning,
             stacklevel=2,
@@ -63,9 +57,7 @@ def set_together(segment: Segment, start: int, nbytes: int, identity: tuple[int,
     with contextlib.suppress(OSError):
         if identity_of(segment.descriptor) == identity:
             ((first, stop),) = _pages([(start, nbytes)])
-            shared = mmap.MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE
-            address, access = segment.octets.ctypes.data + first, mmap.PROT_READ | mmap.PROT_WRITE
-            _mmap()(address, stop - first, access, shared, segment.descriptor, first)
+            map_over(segment.octets.ctypes.data + first, stop - first, segment.descriptor, first, mmap.MAP_SHARED)
 
 
 def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -78,11 +70,3 @@ def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((first, stop))
     return found
-
-
-@functools.cache
-def _mmap() -> ctypes._NamedFuncPointer:
-    function = libc().mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    return function

@@ -21,8 +21,7 @@ pull the memory from under another one: reading a page past the end of a file is
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 
 Two kinds of open file description matter, and are kept apart. The *shared* one (``Segment.descriptor``) is inherited by
-children and never carries a lock; Python's ``mmap`` keeps a duplicate of it. An attached process's *own* one, which
-carries its row's lock, belongs to memory/rows.py.
+children and never carries a lock. An attached process's *own* one, which carries its row's lock, belongs to memory/rows.py.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.libc import punch_hole
+from tensorpipe_ipc.libc import MAP_NORESERVE, map_over, punch_hole
 from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
@@ -256,7 +255,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     _verify(descriptor, size)
     try:
         _refuse_if_filled()
-        memory = mmap.mmap(descriptor, size)
+        memory = _mapping(descriptor, size)
     except OSError as failed:
         raise _refused("could not be mapped", size, failed) from failed
     memory.madvise(mmap.MADV_DONTDUMP)  # a core file of a terabyte helps nobody
@@ -265,6 +264,20 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
         raise SharedMemoryError(
             errno.EINVAL, f"no segment of version {VERSION} and {size} bytes: magic, version, size are {found}"
         )
+    return memory
+
+
+def _mapping(descriptor: int, size: int) -> mmap.mmap:
+    """Map the file, so that the mapping needs no descriptor: before 3.13 Python's ``mmap`` keeps one of the file it maps.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | MAP_NORESERVE)
+    except OSError:  # it counts all addresses as memory (vm.overcommit_memory=2), but not those of a file
+        return mmap.mmap(descriptor, size)
+    map_over(np.frombuffer(memory, np.uint8).ctypes.data, size, descriptor, 0, mmap.MAP_SHARED)
     return memory
 
 

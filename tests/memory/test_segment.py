@@ -204,6 +204,19 @@ def test_it_is_kept_out_of_core_files():
     assert segment.memory.madvise  # still mapped
 
 
+def test_it_holds_one_descriptor_also_where_addresses_count_as_memory(monkeypatch):
+    """As with vm.overcommit_memory=2: there it may hold a second one, and works."""
+    before = len(os.listdir("/proc/self/fd"))
+    segment = Segment.create(MINIMUM_SIZE)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    monkeypatch.setattr(
+        "tensorpipe_ipc.memory.segment.MAP_NORESERVE", mmap.MAP_SHARED | 1 << 19
+    )  # the kernel refuses that
+    again = Segment.attach(segment.descriptor)
+    again.words[1000] = 41
+    assert segment.words[1000] == 41
+
+
 def test_it_is_pickled_only_while_spawning():
     with pytest.raises(RuntimeError, match="inheritance"):
         pickle.dumps(Segment.create(MINIMUM_SIZE))
