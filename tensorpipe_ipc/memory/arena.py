@@ -399,7 +399,9 @@ class Arena(Extents):
         blocks, states = self.states(start, kind, units)
         held = (states & np.uint64(HOLDER)) != FREE
         busy, free = blocks[held].tolist(), blocks[~held & (states != 0)].tolist()
-        fresh = np.setdiff1d(every, blocks[states != 0])[::-1].tolist()
+        written = np.zeros(units * UNIT >> kind, np.bool_)
+        written[(blocks[states != 0] - start) >> kind] = True
+        fresh = every[~written[:count]][::-1].tolist()
         self._mine[start >> 20] = mine  # from here on no call
         self._old[kind] += busy
         self.free[kind][:0] = free
