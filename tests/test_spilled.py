@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -106,6 +107,34 @@ def test_after_a_burst_threads_put_at_once(
     assert len(others) == 1
     all_there(there, got)
     assert got == [*range(MANY), "another's", "first", "second"]
+
+
+def test_one_that_is_stopped_while_it_takes_what_was_spilled_keeps_others_waiting_once() -> None:
+    """They go on without what it has for itself. Each get, and each object that a shutdown dropped, waited 10 ms for it."""
+    there, number = Queue(), 4000
+    fcntl.fcntl(there.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    for each in range(number):
+        there.put(each)
+
+    def stops() -> None:
+        tickets = there._queue.tickets
+        tickets._take_spilled = lambda _: os.kill(os.getpid(), signal.SIGSTOP) or 0  # type: ignore[method-assign, func-returns-value]
+        got: list[object] = []
+        all_there(there, got)
+
+    pid = in_child(stops)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        left, until = there.qsize(), time.monotonic() + LIMIT / 2
+        assert left > number - 600
+        for _ in range(left):
+            there.get_nowait()
+            assert time.monotonic() < until
+        with pytest.raises(Empty):
+            there.get_nowait()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def switches(pid: int) -> int:

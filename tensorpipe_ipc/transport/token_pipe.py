@@ -33,7 +33,8 @@ and leaves that offset alone: one descriptor does both. Order per giver is kept 
 Rule 3 is needed: one shared offset "read after the pipe is empty" alone lets a taker that is stopped between the two
 looks overtake a pipe filled meanwhile. But a taker that ends with an early token loses it. So takers exclude each other
 between the looks, by a lock that the kernel drops when they die (``turn``): who has it gets the head that it saw.
-Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early.
+Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early. For
+``_NO_TURN`` it then does not wait for the turn again: there may be a million tokens.
 
 A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
 ``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Undertaker.shut``). So a taker without a
@@ -57,6 +58,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import resource
@@ -87,6 +89,7 @@ _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.1
 _SPLICE_F_NONBLOCK = 2
 _AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
+_NO_TURN = 0.1  # seconds
 _MARGIN = 1 << 20  # bytes of the log
 _PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memory back
 
@@ -119,7 +122,7 @@ class TokenPipe:
         self.fd, self._log, self.read_end = (-1 if each is None else each.fileno() for each in self._owned)
         self.spills = log is not None
         self.turn: Turn | None = None
-        self._punched = 0
+        self._punched, self._turn_missed = 0, -math.inf
         self._epolls: _Epolls | None = None
 
     @classmethod
@@ -215,6 +218,8 @@ class TokenPipe:
             now = time.monotonic()
             until = until or now + _TURN
             if now > until:
+                self._turn_missed = now
+            if now < self._turn_missed + _NO_TURN:
                 return False
             time.sleep(0)  # which lets other threads run, as sched_yield does not
         return True
