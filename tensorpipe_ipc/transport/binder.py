@@ -29,7 +29,7 @@ from tensorpipe_ipc.transport.addresses import Address
 from tensorpipe_ipc.transport.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.transport.frame_reader import NamedFrameReader
 from tensorpipe_ipc.transport.kernel_sockets import hang_up, listener, process_behind
-from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, router
+from tensorpipe_ipc.transport.zmq_contexts import acquire, forget_bound, has_descriptors, note_bound, router
 from tensorpipe_ipc.transport.zmq_sockets import FrameSocket
 
 __all__ = ["Binder"]
@@ -87,6 +87,7 @@ class Binder(FrameSocket):
             return
         if not address.path:
             self._bind_to_address()
+            note_bound(self, address.text)
             return
         try:
             made = listener(address.path, _BACKLOG)
@@ -230,6 +231,8 @@ class Binder(FrameSocket):
         with ExitStack() as steps:
             for made in self._made:
                 steps.callback(unclaim, self.address.path, made)  # libzmq leaves the file
+            if self.address.scheme == "inproc":
+                steps.callback(forget_bound, self, self.address.text)
             if self.address.scheme == "tcp" and self._socket is not None:
                 steps.callback(self._give_port_back, linger)
 

@@ -23,7 +23,7 @@ from tensorpipe_ipc.transport.addresses import Address, check_folder, check_sock
 from tensorpipe_ipc.transport.alarm import Alarm
 from tensorpipe_ipc.transport.curve import read_keys, use_keys
 from tensorpipe_ipc.transport.line import Line
-from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors
+from tensorpipe_ipc.transport.zmq_contexts import acquire, has_descriptors, is_bound_here
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, FrameSocket, Unreachable
 
 __all__ = ["Connector"]
@@ -73,7 +73,14 @@ class Connector(FrameSocket):
         if self._security is not None:
             self._keys = read_keys(self._security, bind=False)  # once: put is not to fail by a file that was moved
             self.key = self._keys[int(zmq.CURVE_SERVERKEY)].decode()
-        self._try()
+        if self._may_be_there():
+            self._try()
+        else:
+            self._pace()
+
+    def _may_be_there(self) -> bool:
+        """Return whether a try can succeed, as far as that is known: within one process it is."""
+        return self.address.scheme != "inproc" or is_bound_here(self.address.text)
 
     def _try(self) -> None:
         """Try to get the binder."""
@@ -144,7 +151,12 @@ class Connector(FrameSocket):
         self._pause = min(2 * self._pause, _LONGEST if self._alarm is None else _RARELY)
 
     def _try_if_due(self) -> None:
-        if time.monotonic() < self._due:
+        is_within, may_be_there = self.address.scheme == "inproc", self._may_be_there()
+        if time.monotonic() < self._due and not (is_within and may_be_there):
+            return
+        if not may_be_there:
+            self._pace()
+            self._settle()
             return
         self._is_short = not has_descriptors()  # where libzmq finds none, it ends the process
         if self._is_short:

@@ -4,8 +4,8 @@ Each has a DEALER of its own, which connects once. So what comes by a connection
 said to a binder ever reaches the next: libzmq, left to connect again by itself, would go on with the same socket.
 
 When a connection stands, the two ends agree on a mechanism and, with keys, prove that they have them. How that ends libzmq
-tells a monitor. Over inproc there is none: there a line is up from the start, though its binder comes later, and has ended when
-nothing can be sent any more.
+tells a monitor. Over inproc there is none: there a line is up from the start, as none is tried before its binder is there,
+and has ended when nothing can be sent any more.
 
 Over ipc, whoever may write to the folder may have put a socket there. So the kernel is asked who listens before a line counts
 as up; until then nothing is sent by it, and nothing read. One of another user's has ended at once. So has one that is gone

@@ -21,7 +21,16 @@ from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
-__all__ = ["acquire", "has_descriptors", "hold_reaper", "release", "router"]
+__all__ = [
+    "acquire",
+    "forget_bound",
+    "has_descriptors",
+    "hold_reaper",
+    "is_bound_here",
+    "note_bound",
+    "release",
+    "router",
+]
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
@@ -32,6 +41,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.contexts: dict[zmq.Context[Any], set[int]] = {}  # and which ends use each, by id
         self.common: zmq.Context[Any] | None = None
+        self.bound: dict[str, int] = {}  # addresses within this process, and which end has each, by id
 
 
 _shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's contexts nor its lock
@@ -59,6 +69,27 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         if not own:
             shared.common = context
         return context
+
+
+def note_bound(end: object, address: str) -> None:
+    """Note that an end has bound an address within this process."""
+    _shared[os.getpid()].bound[address] = id(end)
+
+
+def forget_bound(end: object, address: str) -> None:
+    """Forget that, before the end closes. Of an address that is another's, or was forgotten: nothing."""
+    bound = _shared.setdefault(os.getpid(), _Shared()).bound
+    if bound.get(address) == id(end):
+        del bound[address]
+
+
+def is_bound_here(address: str) -> bool:
+    """Return whether an end has bound an address within this process.
+
+    Where none has, libzmq keeps what a connector says, and its socket, for the next binder, though the connector has closed.
+    """
+    shared = _shared.get(os.getpid())
+    return shared is not None and address in shared.bound
 
 
 def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:

@@ -65,7 +65,6 @@ class FrameSocket:
         binds: whether this end has the address.
         key: the public key of the end that binds, in Z85; "" without keys.
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
-            Over inproc it is there before its binder is.
         routing: the routing id of that connection; b"" while there is none.
         reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
