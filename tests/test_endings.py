@@ -415,6 +415,34 @@ def _leave_four(consumer: tp.Consumer) -> None:
         first.close()
 
 
+@pytest.mark.parametrize("endpoint", ["early", "inproc://early"])
+def test_one_that_closes_before_its_binder_comes_was_never_there(endpoint: str) -> None:
+    """Another end is open meanwhile, so that ZeroMQ goes on in this process."""
+    with tp.Consumer("inproc://meanwhile"):
+        for _ in range(2):
+            before = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(tp.Full), tp.Producer(endpoint) as producer:
+                producer.put("nobody gets it", timeout=0.02)
+            wait_until(lambda most=before: len(os.listdir("/proc/self/fd")) <= most)
+        with tp.Consumer(endpoint, producers=1) as consumer:
+            with pytest.raises(tp.Empty):
+                consumer.get(timeout=0.02)
+            producing = in_thread(lambda: _produce(endpoint, 2))
+            assert list(consumer) == [0, 1]
+            producing()
+            assert consumer.statistics().failed == 0
+        with tp.Consumer(endpoint, bind=False) as consumer, pytest.raises(tp.Empty):
+            consumer.get(timeout=0.02)
+        with tp.Producer(endpoint, bind=True) as producer, pytest.raises(tp.Full, match="no consumer has come"):
+            producer.put("nobody gets it", timeout=0.2)
+
+
+def _produce(endpoint: str, count: int) -> None:
+    with tp.Producer(endpoint) as producer:
+        for number in range(count):
+            producer.put(number, PATIENCE)
+
+
 def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_puts() -> None:
     """Over inproc, too, the consumer gets all of the first, is told how that ended, and then gets all of the next."""
     with tp.Consumer("inproc://next", bind=False) as consumer:
@@ -887,7 +915,7 @@ def test_a_stream_of_so_many_producers() -> None:
             in_thread(lambda: children.put_and_leave("counted", "first"))
             assert consumer.get(PATIENCE) == "first"
             wait_until(lambda: not _peers_after_a_look(consumer))
-            with pytest.raises(tp.Empty):
+            with pytest.raises(tp.Empty, match="1 of 2 producers have left"):
                 consumer.get(0.05)
             in_thread(lambda: children.put_and_leave("counted", "second"))
             assert list(consumer) == ["second"]

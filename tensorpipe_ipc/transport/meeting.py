@@ -322,6 +322,11 @@ class Meeting(Role):
         """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
         return hello.shared_memory is not None and self.spares.is_claimed(hello.shared_memory.attached)
 
+    def unheard(self) -> str:
+        """Return who has claimed a queue and was not heard of yet, to be added to a sentence; "" if nobody has."""
+        pids = ", ".join(map(str, self.spares.claimants))
+        return f"; pid {pids} has come by the rendezvous file and has not said HELLO: is it stopped?" if pids else ""
+
     def refuse_spare(self, hello: Hello) -> None:
         """Drop what a connector has claimed that is not let in."""
         if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:

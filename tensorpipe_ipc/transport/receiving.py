@@ -157,7 +157,7 @@ class ReceiveLink(Link):
             if self._alarm.fd >= 0:
                 self.socket.watch(self._alarm.fd)
         now = time.monotonic()
-        is_to_look = bool(self.peers) or self.is_left_over()
+        is_to_look = bool(self.peers) or self.spares.any_claimed or self.is_left_over()
         if is_to_look and now >= self._due:
             self._due = now + _TICK
             self._alarm.set(_TICK)
@@ -472,7 +472,8 @@ class ReceiveLink(Link):
     def why_empty(self) -> str:
         """Return who is expected to send something."""
         if self.peers:
-            return self.named(map(str, self.peers.values()))
-        if self.last_left is not None:
-            return f"no producer is attached: {self.last_left}"
-        return self.why_alone()
+            why = self.named(map(str, self.peers.values()))
+        else:
+            why = self.why_alone() if self.last_left is None else f"no producer is attached: {self.last_left}"
+        left = f"; {self.ended} of {self.producers} producers have left" if self.producers and self.ended else ""
+        return f"{why}{left}{self.unheard()}"

@@ -358,8 +358,9 @@ class SendLink(Link):
                 f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()
             )
         if self.last_left is not None:
-            return f"no consumer is attached: {self.last_left}, with {self.lost} messages in flight lost so far"
-        return self.why_alone()
+            lost = f"with {self.lost} messages in flight lost so far"
+            return f"no consumer is attached: {self.last_left}, {lost}{self.unheard()}"
+        return self.why_alone() + self.unheard()
 
     def _room(self, peer: Peer) -> int:
         return min(self.window, peer.hello.window)

@@ -112,7 +112,12 @@ class Spares:
     @property
     def any_claimed(self) -> bool:
         """Return whether a connector has claimed one and was not heard of yet."""
-        return any(queue.claimant for queue in self._queues)
+        return bool(self.claimants)
+
+    @property
+    def claimants(self) -> list[int]:
+        """The processes of those."""
+        return [queue.claimant for queue in self._queues if queue.claimant]
 
     def is_claimed(self, token: int) -> bool:
         """Return whether a connector has claimed the one of that token, and was not heard of yet."""

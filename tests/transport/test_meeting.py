@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -177,12 +178,35 @@ def test_who_was_killed_before_its_hello_had_left() -> None:
         wait_until(lambda: rendezvous_file.read(parse("busy")).offers)  # type: ignore[union-attr]
         child.call(_put_silently, *range(5))
         other.close()
-        with pytest.raises(tp.Empty):
+        with pytest.raises(tp.Empty, match=f"pid {child.pid} has come by the rendezvous file"):
             consumer.get(0.7)
         child.kill()
         assert [consumer.get(PATIENCE) for _ in range(5)] == list(range(5))
         with pytest.raises(tp.PeerLost, match=f"pid {child.pid} "):
             consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_the_descriptor_tells_of_who_was_killed_before_its_hello_had_left(endpoint: str) -> None:
+    """A consumer that waits on its descriptor alone gets such a producer's message, and is told its end."""
+    with tp.Consumer(endpoint) as consumer, Child() as child:
+        got = _got_by_descriptor(consumer)
+        child.call(children.open_producer, consumer.endpoint)
+        child.call(_put_silently, "left behind")
+        child.kill()
+        assert next(got) == "left behind"
+        with pytest.raises(tp.PeerLost, match=f"pid {child.pid} "):
+            next(got)
+
+
+def _got_by_descriptor(consumer: tp.Consumer) -> Iterator[Any]:
+    """Take what comes, with a look only where the descriptor tells of something."""
+    descriptor = consumer.fileno()
+    while True:
+        try:
+            yield consumer.get_nowait()
+        except tp.Empty:
+            assert select.select([descriptor], [], [], PATIENCE)[0], "it tells of nothing"
 
 
 def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkeypatch: pytest.MonkeyPatch) -> None:
