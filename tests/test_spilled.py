@@ -304,3 +304,44 @@ def test_a_process_that_may_write_but_small_files_is_told_and_loses_nothing() ->
     all_there(there, got)
     assert len(got) > 1000
     assert got == list(range(1000, 1000 + len(got)))
+
+
+class OnlyIn:
+    """An object that other processes have no memory for."""
+
+    def __init__(self, process: int) -> None:
+        self.process = process
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        if os.getpid() != state["process"]:
+            raise MemoryError
+
+
+def test_what_one_process_took_and_keeps_does_not_pile_up_with_who_puts() -> None:
+    """It was first in a list of what had been spilled, which then grew with each message."""
+    there, got = Queue(), list[object]()
+    there.put_many(range(MANY))
+    for _ in range(MANY):
+        got.append(there.get())
+        if len(got) == MANY - 1:
+            there.put(OnlyIn(os.getpid()))  # into the log, as the last one before it waits there
+    told, tell = os.pipe()
+
+    def keep_one() -> None:
+        with contextlib.suppress(MemoryError):
+            there.get(timeout=LIMIT)
+        os.write(tell, b".")
+        signal.pause()
+
+    child = in_child(keep_one)
+    try:
+        assert os.read(told, 1) == b"."
+        for number in range(1000):
+            there.put(number)
+            assert there.get(timeout=LIMIT) == number
+        assert len(there._queue._backlog) < 10
+    finally:
+        os.kill(child, signal.SIGKILL)
+        reap(child)
+        os.close(told)
+        os.close(tell)

@@ -458,6 +458,7 @@ class PutEnd(QueueEnd):
             except IndexError:
                 break
             if self._waits(first):
+                backlog.rotate(-1)  # it may wait for long, with a process that is stopped; the next is looked at next
                 break
             if backlog and backlog[0] == first:  # else another thread, or a handler, dropped it meanwhile
                 del backlog[0]  # with no call since the look
