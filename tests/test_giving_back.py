@@ -835,6 +835,31 @@ def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between)
     assert [each.unique().tolist() for each in got] == [[0], [1]]
 
 
+@pytest.mark.parametrize("between", ["a queue's ends", "a context's", "endpoints"])
+def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_keeps_the_segment(between):
+    """A long-lived child, as of another pool, never uses it: each queue of its parent's past cost all that it ever had."""
+    if between == "endpoints":
+        first, last = tp.Consumer("last", shared_memory="require"), tp.Producer("last")
+        putting = in_thread(lambda: [last.put(octets(MIB, n), LIMIT) for n in range(12)])
+        got = [first.get(LIMIT) for _ in range(12)][:1]
+        putting()
+    else:
+        ctx = tp.get_context("fork").__class__() if "context" in between else None
+        first = last = tp.Queue(ctx=ctx)
+        first.put_many([octets(MIB, n) for n in range(12)])
+        got = [first.get() for _ in range(12)][:1]
+        ctx = None
+    segment = segment_at(got[0].data_ptr())
+    del got
+    with Helper(lambda: None):
+        assert segment.resident() > 11 * MIB
+        first.close()
+        last.close()
+        first = last = None
+        gc.collect()
+        assert segment.resident() < MIB
+
+
 def test_threads_put_while_others_take_their_memory_away(ctx):
     """Nothing is ever in two messages: each arrives as it was."""
     queues, failed = [ctx.Queue() for _ in range(3)], []

@@ -57,6 +57,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
@@ -137,6 +138,7 @@ class Arena(Extents):
         young: by kind, blocks that this process took last.
         own: by kind, what an extent's word is while it is this process's.
         whole: the largest kind that is no larger than a page.
+        maker: the process whose arena was the segment's first, where this is that one; else 0.
     """
 
     def __init__(self, segment: Segment, capacity: int | None = None) -> None:
@@ -146,7 +148,8 @@ class Arena(Extents):
                 first arena says counts for all.
         """
         super().__init__(segment, Rows(segment))
-        if not self.words[CAPACITY]:
+        self.maker = 0 if self.words[CAPACITY] else os.getpid()
+        if self.maker:
             self.words[CAPACITY] = headroom() // 2 if capacity is None else capacity
         self.whole = segment.page.bit_length() - 1
         self.rows.after_fork(self._forget)

@@ -70,9 +70,10 @@ class Leases:
     Attributes:
         budget: bytes under lease beyond which ``lease`` refuses.
         gives_back: what is let go of is given back at once, as nobody may come by who would find that it lies idle.
+        has_forked: there were children that have the segment, and may live.
     """
 
-    gives_back = False
+    gives_back = has_forked = False
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self.arena, self.words = arena, arena.words
@@ -90,6 +91,7 @@ class Leases:
         self._forget()
 
     def _before_fork(self) -> bool:
+        self.has_forked = True
         words, live = self.words, list(self.live.values())
         self._inherited = []
         for anchor in live:

@@ -99,6 +99,7 @@ something that a process may have taken with it is cut into slices, with ``look`
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 import weakref
@@ -475,14 +476,17 @@ class Undertaker:
         self._give_back_last()
 
     def _give_back_last(self) -> None:
-        """Give back what is free, now and when tensors are let go of, if nobody can put, get or trim here any more.
+        """Give back what is free, now and when tensors are let go of, if this process cannot put, get or trim here any more.
 
-        That is to be seen to by a process that has tensors here and no queue.
+        That is to be seen to by a process that has tensors here, where nobody has a queue. And by the one that made the
+        segment, where children have it: they keep all of it, and may never use it.
         """
-        if self.queues or self.lasts or not self.leases.live or self.rows.index < 0:
+        is_maker = self.arena.maker == os.getpid()
+        if self.queues or self.lasts or self.rows.index < 0 or not (self.leases.live or is_maker):
             return
         self.bury_all()
-        if not any(self._records()):
+        is_anybodys = any(self._records())
+        if is_maker and (is_anybodys or self.leases.has_forked) or self.leases.live and not is_anybodys:
             self.rest()
 
     def rest(self) -> None:
