@@ -24,13 +24,13 @@ from tensorpipe_ipc.errors import (
     UnsupportedLeaf,
 )
 from tensorpipe_ipc.guard import Guard, postponed, undisturbed
+from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.memory.staging import arrival_of
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport import on_device
-from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.peer import How, Peer, ending_by, lost_or_failed
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink

@@ -20,6 +20,7 @@ FLOORS = {
     "owned_fd": 0,
     "process": 0,
     "forks": 0,
+    "handlers": 0,
     "libc": 0,
     "limits": 0,
     "parent": 0,

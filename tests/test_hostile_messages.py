@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import signal
 import socket
 import struct
 import time
@@ -24,9 +25,10 @@ from raw_ends import RawEnd, hello
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.serializers import torch_save
 from tensorpipe_ipc.transport import link
 from tensorpipe_ipc.wire.header import Kind, pack
-from tensorpipe_ipc.wire.spec import Op
+from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered
 
 pytestmark = pytest.mark.limit(30)
 
@@ -290,6 +292,41 @@ def test_a_signal_is_heard_while_a_message_is_read(name: str) -> None:
             ended = time.process_time()
     moments = [began, *(moment for moment in heard if began < moment < ended), ended]
     assert max(after - before for before, after in itertools.pairwise(moments)) < 0.25
+
+
+@pytest.mark.parametrize("of", ["a tree", "torch.load", "zipfile"])
+def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_the_message(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An alarm raised TimeoutError, and get took it for a damaged message, and waited on."""
+
+    class Alarm(ValueError, OSError):
+        """One that what reads a message expects of a damaged one."""
+
+    def alarm(*_: Any) -> None:
+        raise Alarm
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    entry = Registered(Alarm, Op.CUSTOM, "interrupted", (), lambda _: torch.ones(3), interrupted)
+    monkeypatch.setitem(BY_NAME, entry.name, entry)
+    monkeypatch.setitem(BY_TYPE, Alarm, entry)
+    serializer = "raw" if of == "a tree" else "torch_save"
+    frames = exchange.sent(Alarm() if of == "a tree" else torch.ones(3), serializer, sequence=1)
+    if of == "torch.load":
+        monkeypatch.setattr(torch, "load", interrupted)
+    elif of == "zipfile":
+        monkeypatch.setattr(torch_save._Memory, "readinto", interrupted)
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with _talk(accept=["raw", serializer]) as (consumer, raw):
+            raw.say(*frames)
+            with pytest.raises(Alarm):
+                consumer.get(PATIENCE)
+            assert consumer.statistics().rejected == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import IO, Any
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_size, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
@@ -59,7 +61,7 @@ class TorchSave:
             ProtocolError: no ``torch.save`` file, one that asks for more than ``weights_only`` allows, or one that
                 holds something else than the meta says.
         """
-        file = io.BufferedReader(_Memory(payload))
+        file, before = io.BufferedReader(_Memory(payload)), sys.exc_info()[1]
         _check_archive(meta, file, len(payload))
         try:
             with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
@@ -67,6 +69,7 @@ class TorchSave:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
         # A damaged file can end anywhere inside torch's reader, and does so with any exception.
         except Exception as error:
+            raise_signals(error, before)
             raise ProtocolError(
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
             ) from None
@@ -103,11 +106,13 @@ def _check_archive(meta: TensorMeta, file: IO[bytes], size: int) -> None:
     """
     if meta.nbytes > size:
         raise ProtocolError(f"a torch.save file of {size} bytes for a tensor of {meta.nbytes} ({meta!r})")
+    before = sys.exc_info()[1]
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         file.seek(0)
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, struct.error) as error:
+        raise_signals(error, before)
         raise ProtocolError(f"the payload is no torch.save file: {error}") from None
     if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
         raise ProtocolError("a torch.save file that is compressed, which torch.save does not write")
@@ -124,9 +129,10 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def _save(tensor: torch.Tensor) -> bytes:
-    file = io.BytesIO()
+    file, before = io.BytesIO(), sys.exc_info()[1]
     try:
         torch.save(tensor, file)
     except (RuntimeError, NotImplementedError) as error:
+        raise_signals(error, before)
         raise UnsupportedLeaf(f"torch.save cannot write this tensor: {error}") from None
     return file.getvalue()  # which is not copied; a view would complain if the garbage collector met the file first

@@ -6,18 +6,16 @@ aside for the next get. After that it is lost, and counted, as if the process ha
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found, unused-ignore]
 import contextlib
 import errno
 import os
 import select
-import signal
 from collections.abc import Callable
 from time import monotonic
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     GENERATION_AT,
@@ -38,7 +36,7 @@ from tensorpipe_ipc.transport.queue_record import TOLD
 from tensorpipe_ipc.transport.token_pipe import LAST_BELL, Buffers
 from tensorpipe_ipc.transport.undertaker import NEXT_LAP, InDoubt
 
-__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "is_a_signals", "lease_from"]
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
 LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
@@ -574,7 +572,7 @@ class GetEnd(QueueEnd):
     def _is_to_be_dropped(self, aside: Aside) -> bool:
         """Return whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
         error = aside.cause
-        if error is None or isinstance(error, (_Again, _NoLease)) or _passed_a_handler(error.__traceback__):
+        if error is None or isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__):
             return False
         aside.tries += 1
         return aside.tries >= _TRIES or not _may_pass(error)
@@ -705,32 +703,6 @@ class _NoLease(SharedMemoryError):
 
 class _Again(Exception):
     """There was nothing to deliver, but it is not time to wait either."""
-
-
-def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
-    """Return whether an exception came from a signal's handler, and so says nothing about what it interrupted.
-
-    What is no ``Exception`` is taken for a handler's: those in C leave no frame.
-    """
-    return _passed_a_handler(trace) or not isinstance(error, Exception)
-
-
-def _passed_a_handler(trace: TracebackType | None) -> bool:
-    """Return whether an exception went through the code of a signal's handler.
-
-    A peer may cause one by each message, so it is asked for in C: signal.getsignal makes two enums, 0.5 ms for all signals.
-    """
-    handlers = {_code_of(handler) for handler in map(_signal.getsignal, range(1, signal.NSIG)) if callable(handler)}
-    while trace is not None:
-        if trace.tb_frame.f_code in handlers:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def _code_of(handler: Any) -> Any:
-    function = getattr(handler, "__func__", handler)  # of a method
-    return getattr(function, "__code__", None) or getattr(vars(type(handler)).get("__call__"), "__code__", None)
 
 
 def _drop(metadata: bytes, payload: bytearray | Octets) -> None:

@@ -56,6 +56,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
+from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
 from tensorpipe_ipc.process import identity, is_dead
 from tensorpipe_ipc.security import Curve
@@ -64,7 +65,6 @@ from tensorpipe_ipc.transport.addresses import parse
 from tensorpipe_ipc.transport.arrangement import Arrangement
 from tensorpipe_ipc.transport.binder import Binder
 from tensorpipe_ipc.transport.connector import Connector
-from tensorpipe_ipc.transport.get_end import is_a_signals
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed
 from tensorpipe_ipc.transport.peer import How, Peer

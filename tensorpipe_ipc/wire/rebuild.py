@@ -19,6 +19,7 @@ from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import overlaps
 from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
@@ -95,7 +96,7 @@ class Plan:
         try:
             return build(iter(leaves), iter(values))
         except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError, LookupError) as error:
-            if isinstance(error, (ProtocolError, UnsupportedLeaf)):
+            if isinstance(error, (ProtocolError, UnsupportedLeaf)) or passed_a_handler(error.__traceback__):
                 raise
             raise ProtocolError(
                 f"a leaf or value does not fit its place in the tree: {str(error)[:_MOST_SAID]}"
