@@ -27,7 +27,7 @@ from tensorpipe_ipc import serializers
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import torch_save
 from tensorpipe_ipc.transport import link
-from tensorpipe_ipc.wire.header import Kind, pack
+from tensorpipe_ipc.wire.header import Kind, pack, unpack
 from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered
 
 pytestmark = pytest.mark.limit(30)
@@ -327,6 +327,19 @@ def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_th
             assert consumer.statistics().rejected == 0
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_rejection_repeats_nothing_that_a_terminal_obeys() -> None:
+    """It stands in the text of Full and Empty, too, and whoever reaches the port can bring one about."""
+    body = msgspec.msgpack.decode(unpack(memoryview(hello("producer"))).schema) | {"\x1b[2J\nnext line": 1}
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(pack(Kind.HELLO, 0, msgspec.msgpack.encode(body)))
+        said = _rejected(consumer)
+        assert "?[2J?next line" in said
+        assert said.isprintable()
+        with pytest.raises(tp.Empty) as empty:
+            consumer.get(0)
+        assert str(empty.value).isprintable()
 
 
 def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:

@@ -82,6 +82,7 @@ from tensorpipe_ipc.wire.header import (
     pack_control,
     pack_goodbye,
     pack_refusal,
+    shown,
     unpack,
     unpack_control,
 )
@@ -480,9 +481,9 @@ class Link(Meeting):
         """Count a message that was dropped. Say whose it was, where that is known."""
         self.rejected += 1
         said = str(error) if isinstance(error, TensorPipeError) else f"{type(error).__name__}: {error}"
-        self.last_rejection = cut(
-            said if peer is None else f"{said} (from {peer.hello.role} {peer.identity})", _MAX_REJECTION
-        )
+        whose = "" if peer is None else f" (from {peer.hello.role} {peer.identity})"
+        # What reads a message may repeat of it what a terminal would obey.
+        self.last_rejection = cut(shown(said + whose), _MAX_REJECTION)
 
     def _hear(self, routing: bytes, frames: list[Any]) -> tuple[Peer, Header, list[Any]] | None:
         surplus = self.socket.surplus
