@@ -247,7 +247,14 @@ def test_a_full_queue_that_is_shut_down_says_shut_down_and_not_full() -> None:
     with pytest.raises(Full):
         there.put_nowait(1)
     there.shutdown()
-    refused(there, lambda there: there.put_nowait(1))
+    waits = there.statistics().waits
+    for put in (
+        lambda there: there.put_nowait(1),
+        lambda there: there.put(1),
+        lambda there: there.put_many([1], LIMIT),
+    ):
+        refused(there, put)
+    assert there.statistics().waits == waits  # it was refused at once
     assert there.get() == 0
     refused(there, lambda there: there.get_nowait())
     refused(there, lambda there: there.get(timeout=0.01))

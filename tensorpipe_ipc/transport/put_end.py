@@ -357,6 +357,7 @@ class PutEnd(QueueEnd):
                 return count
 
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
+        self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
         self.undertaker.look_in_turn(begins=True)
         try:
