@@ -22,6 +22,7 @@ from crash_points import in_child, reap
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.tensor_queue import Queue
 from tensorpipe_ipc.transport.put_end import PutEnd
+from tensorpipe_ipc.transport.token_pipe import TokenPipe
 
 LIMIT = 20  # seconds
 MANY = 10_000  # more than a pipe holds
@@ -135,6 +136,38 @@ def test_one_that_is_stopped_while_it_takes_what_was_spilled_keeps_others_waitin
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_what_an_interrupted_put_had_spilled_is_found_while_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands at the log's end. Taken for not put, its block was used again, and a get raised ProtocolError."""
+    there, number, got = Queue(), 600, list[object]()
+    fcntl.fcntl(there.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    for each in range(number):
+        there.put(each)
+    while len(got) < 550:
+        got.append(there.get_nowait())
+    ring, size, points = TokenPipe.ring, TokenPipe.spilled, ["judged", "spilled"]
+
+    def interrupted(*arguments: Any) -> bool:
+        if points[-1:] == ["spilled"]:
+            points.pop()
+            raise KeyboardInterrupt
+        return ring(*arguments)
+
+    def one_is_taken(pipe: TokenPipe) -> int:
+        if points == ["judged"]:
+            points.pop()
+            got.append(there.get_nowait())
+        return size(pipe)
+
+    monkeypatch.setattr(TokenPipe, "ring", interrupted)
+    monkeypatch.setattr(TokenPipe, "spilled", one_is_taken)
+    with pytest.raises(KeyboardInterrupt):
+        there.put("interrupted")
+    assert not points
+    there.put("later")
+    all_there(there, got)
+    assert got == [*range(number), "interrupted", "later"]
 
 
 def switches(pid: int) -> int:

@@ -419,8 +419,9 @@ class TokenPipe:
     def _spilled_content(self) -> bytes:
         if not self.spills:
             return b""
+        # One look at where takers are: they go on meanwhile, and what was given last stands at the end.
         start = os.lseek(self._log, 0, os.SEEK_CUR)
-        return os.pread(self._log, self.spilled() << 3, start)
+        return os.pread(self._log, max(0, os.fstat(self._log).st_size - start) & -8, start)
 
     def _punch(self) -> None:
         """Give back the memory of what everybody has read of the log, once in a while."""
