@@ -1059,6 +1059,36 @@ def test_how_many_producers(wrong: Any) -> None:
         tp.Consumer("wrong", producers=wrong)
 
 
+@pytest.mark.parametrize("has_left", [False, True])
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("endpoint", ["cut-short", "inproc://cut-short"])
+def test_a_put_in_frames_that_an_exception_cut_short_is_no_loss(
+    endpoint: str, producer_binds: bool, has_left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program goes on, and the stream ends well: with that message where it had left, or without it."""
+
+    def take() -> tuple[list[Any], int]:
+        with tp.Consumer(endpoint, bind=not producer_binds) as consumer:
+            return list(consumer), consumer.statistics().lost + consumer.statistics().duplicates
+
+    taking = in_thread(take)
+    with tp.Producer(endpoint, bind=producer_binds, shared_memory="off") as producer:
+        producer.put("before", PATIENCE)
+        socket_of, send = producer._link.socket, producer._link.socket.send
+
+        def interrupted(*arguments: Any) -> None:
+            monkeypatch.setattr(socket_of, "send", send)
+            if has_left:
+                send(*arguments)
+            raise InterruptedError("by a handler")
+
+        monkeypatch.setattr(socket_of, "send", interrupted)
+        with pytest.raises(InterruptedError):
+            producer.put("cut short", PATIENCE)
+        producer.flush(PATIENCE)
+    assert taking() == (["before", *["cut short"] * has_left], 0)
+
+
 def test_waiting_for_consumers() -> None:
     """wait_for returns when so many are attached, and says how many are not."""
     with tp.Producer("audience", bind=True) as producer, contextlib.ExitStack() as stack:

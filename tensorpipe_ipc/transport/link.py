@@ -538,7 +538,7 @@ class Link(Meeting):
         peer = self.peers.get(routing)
         if len(frames) > 1 and peer is not None and not peer.by_file:
             header = unpack(frames[0])
-            if header.kind == Kind.DATA and self.expects(peer, header):
+            if header.kind == Kind.DATA and header.sequence > peer.taken and self.expects(peer, header):
                 self.taken(peer, header, is_whole=False)
 
     def _answer_misfit(self, routing: bytes, error: ProtocolError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -229,9 +230,10 @@ class SendLink(Link):
         if self.keeps:
             return self._send_kept(peer, message, timeout)
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
-        peer.sent += 1
-        self._framed += 1
+        sequence = peer.sent + 1
         try:
+            peer.sent = sequence
+            self._framed += 1
             self.socket.send(peer.routing, frames)
         except Unreachable:
             peer.sent -= 1
@@ -240,6 +242,13 @@ class SendLink(Link):
             if self.peers.get(peer.routing) is peer:
                 self._leaves(peer, How.LOST)
             return False
+        except BaseException:  # a signal's handler raised
+            # Where it has not left, its number is used up, and that is all.
+            self._sent = peer.sent = sequence
+            self._reckon_framed()
+            with contextlib.suppress(Unreachable):
+                self.socket.send(peer.routing, [frames[0], b""])
+            raise
         self._sent = peer.sent
         return True
 
@@ -298,9 +307,12 @@ class SendLink(Link):
                 peer.kept.pop()
             return
         self._sent = peer.sent
-        self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
+        self._reckon_framed()
         self._unacknowledged.give_up(kept)
         self._lend(peer, kept, kept.parts[0])
+
+    def _reckon_framed(self) -> None:
+        self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
 
     def _resend_if_asked(self, peer: Peer) -> None:
         """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
