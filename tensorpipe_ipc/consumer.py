@@ -32,7 +32,7 @@ from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
 from tensorpipe_ipc.transport import on_device
 from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
-from tensorpipe_ipc.transport.peer import How, Peer, ending_by, lost_or_failed
+from tensorpipe_ipc.transport.peer import How, Peer, lost_or_failed
 from tensorpipe_ipc.transport.receiving import NOTHING, ReceiveLink
 from tensorpipe_ipc.transport.role import how_to_accept
 from tensorpipe_ipc.transport.shared_memory import lease_from
@@ -310,7 +310,7 @@ class Consumer:
     ) -> None:
         try:
             if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._link.ending = ending_by(value)
+                self._link.end_by(value)
         finally:
             self.close()
 

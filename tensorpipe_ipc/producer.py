@@ -25,7 +25,7 @@ from tensorpipe_ipc.serializers import limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.transport.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.transport.on_device import Lender
-from tensorpipe_ipc.transport.peer import Peer, ending_by, lost_or_failed
+from tensorpipe_ipc.transport.peer import Peer, lost_or_failed
 from tensorpipe_ipc.transport.rendezvous import PairQueue
 from tensorpipe_ipc.transport.sending import Held, NotHandedOver, SendLink
 from tensorpipe_ipc.transport.shared_memory import LEASE_FROM
@@ -360,7 +360,7 @@ class Producer:
     ) -> None:
         try:
             if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._link.ending = ending_by(value)
+                self._link.end_by(value)
         finally:
             told, peers = self._close()
         if told and value is None:

@@ -757,6 +757,27 @@ def test_what_is_no_failure(make: Callable[[], BaseException]) -> None:
         leaving()
 
 
+def test_a_failure_whose_text_is_interrupted_is_one() -> None:
+    """Its text may be a program's own code, in which Ctrl-C may come."""
+
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise KeyboardInterrupt
+
+    with tp.Consumer("unspeakable") as consumer:
+
+        def leave() -> None:
+            with contextlib.suppress(KeyboardInterrupt), tp.Producer("unspeakable") as producer:
+                producer.put(1, PATIENCE)
+                raise Unspeakable
+
+        leaving = in_thread(leave)
+        assert consumer.get(PATIENCE) == 1
+        with pytest.raises(tp.StreamFailed, match="Unspeakable"):
+            consumer.get(PATIENCE)
+        leaving()
+
+
 def test_a_producer_with_keys_that_fails_says_so(keys: Path) -> None:
     """The same with keys."""
     with tp.Consumer("tcp://127.0.0.1:0", security=secured.binders(keys)) as consumer, Child() as child:

@@ -63,6 +63,16 @@ def octets(nbytes, value=1):
     return torch.full((nbytes,), value % 251, dtype=torch.uint8)
 
 
+def peak_memory(*, start=False):
+    """Return the most bytes that this process has had in memory since the last start."""
+    if start:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            peak.write("5")
+    with open("/proc/self/status", encoding="ascii") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
 def worth(memory, nbytes):
     """Return about how many messages of a size take so much memory."""
     return max(1, memory // (1 << kind_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
@@ -949,6 +959,17 @@ def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx, serializer, wi
         with pytest.raises(SharedMemoryError, match=r"\d{11,12} bytes.* can never fit"):
             there.put(tree, timeout=1)
         assert time.monotonic() - began < 1
+    there.put(1)
+    assert there.get() == 1
+
+
+def test_a_tree_that_can_never_fit_is_refused_before_all_of_it_is_gathered(ctx):
+    """Each of its tensors would fit: no more is copied than the capacity, and one of them."""
+    there, wide = ctx.Queue(), [torch.ones(1, 1000).expand(1000, 1000) for _ in range(400)]  # 1.6 GB
+    before = peak_memory(start=True)
+    with pytest.raises(SharedMemoryError, match=r"of the 400 tensors take \d+ bytes.* can never fit"):
+        there.put(wide)
+    assert peak_memory() - before < 100 * MIB
     there.put(1)
     assert there.get() == 1
 

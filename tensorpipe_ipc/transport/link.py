@@ -67,7 +67,7 @@ from tensorpipe_ipc.transport.binder import Binder
 from tensorpipe_ipc.transport.connector import Connector
 from tensorpipe_ipc.transport.meeting import REPEAT, Meeting
 from tensorpipe_ipc.transport.notice import Attached, Notice, framed
-from tensorpipe_ipc.transport.peer import How, Peer
+from tensorpipe_ipc.transport.peer import How, Peer, ending_by
 from tensorpipe_ipc.transport.presence import LastWords, Presence, Sight, is_binders
 from tensorpipe_ipc.transport.role import misfit
 from tensorpipe_ipc.transport.zmq_sockets import SLICE, SocketError
@@ -79,6 +79,7 @@ from tensorpipe_ipc.wire.header import (
     Refusal,
     cut,
     ending_of,
+    failed,
     pack_control,
     pack_goodbye,
     pack_refusal,
@@ -248,6 +249,12 @@ class Link(Meeting):
 
     def _say(self, peer: bytes, frame: bytes) -> bool:
         return self.socket.send_small(peer, frame)
+
+    def end_by(self, error: BaseException | None) -> None:
+        """Take down how this end ends: its ``with`` block was left by an exception, or by none."""
+        if error is not None:  # it stays so where another exception comes while its text is asked for
+            self.ending = failed(type(error).__name__)
+        self.ending = ending_by(error)
 
     def say_goodbye(self) -> bool:
         """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.

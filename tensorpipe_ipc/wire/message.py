@@ -8,14 +8,16 @@ is, and what is written of it, stands in ``schema``.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import struct
+import sys
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
-from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.errors import SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, Written
@@ -90,6 +92,7 @@ def encode(
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
+        SharedMemoryError: its tensors take more bytes than the serializer's ``most``. No more than one beyond was copied.
     """
     if type(tree) is torch.Tensor and not tree.requires_grad:  # the most common tree of all
         try:
@@ -164,6 +167,8 @@ def _encode_leaves(
     tree: Any, leaves: list[torch.Tensor], serializer: Encoder, shared: Sharing, payloads: list[Any]
 ) -> list[bytes]:
     views, encode_one, metas = shared.views, serializer.encode, list[bytes]()
+    limit = getattr(serializer, "most", None)
+    most, total = limit() if limit else sys.maxsize, sum(map(len, payloads))
     try:
         for leaf in leaves:
             if views and (view := views.get(len(metas))) is not None:
@@ -173,6 +178,13 @@ def _encode_leaves(
             payloads.append(payload)
             nbytes = len(payload)
             metas.append(meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
+            total += nbytes
+            if total > most:  # the next one may have to be gathered
+                raise SharedMemoryError(
+                    errno.ENOSPC,
+                    f"{len(metas)} of the {len(leaves)} tensors take {total} bytes to send and can never fit: the capacity is "
+                    f"{most} bytes; send them in parts",
+                )
     except UnsupportedLeaf as error:
         raise _at(error, tree, len(metas)) from error.__cause__
     return metas
