@@ -288,6 +288,7 @@ def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
 
 
 @pytest.mark.limit(200)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # raised between open() and its ``with``
 @strides(61, 397)
 def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_ctx, step):
     """Of a process whose memory nobody else takes."""
@@ -868,6 +869,24 @@ def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_ke
         first = last = None
         gc.collect()
         assert segment.resident() < MIB
+
+
+def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_keeps_a_tensor():
+    """A consumer takes weights and closes, say: it kept all that its producer had ever needed, as long as the weights."""
+
+    def keep():
+        with tp.Consumer("keeper", bind=False, shared_memory="require") as consumer:
+            return [consumer.get(LIMIT) for _ in range(12)][0]
+
+    keeper = Helper(keep)  # before there is the segment: forked later, it would have that from its parent
+    with tp.Producer("keeper", bind=True, shared_memory="require") as producer:
+        for n in range(12):
+            producer.put(octets(MIB, n), LIMIT)
+        with keeper:
+            assert between_endpoints() > 11 * MIB
+            producer.close()
+            (segment,) = survey([keeper.pid])
+            assert segment.resident < 2 * MIB
 
 
 def test_threads_put_while_others_take_their_memory_away(ctx):

@@ -478,16 +478,23 @@ class Undertaker:
     def _give_back_last(self) -> None:
         """Give back what is free, now and when tensors are let go of, if this process cannot put, get or trim here any more.
 
-        That is to be seen to by a process that has tensors here, where nobody has a queue. And by the one that made the
-        segment, where children have it: they keep all of it, and may never use it.
+        Where nobody has a queue that is to be seen to by whoever had the last one, if there are tensors: its own, or those of
+        others that are attached or were forked. And by the one that made the segment, where others still have queues: they
+        keep all of it, and may never use it.
         """
-        is_maker = self.arena.maker == os.getpid()
-        if self.queues or self.lasts or self.rows.index < 0 or not (self.leases.live or is_maker):
+        if self.queues or self.lasts or self.rows.index < 0 or not self.words[GROWN]:
             return
-        self.bury_all()
-        is_anybodys = any(self._records())
-        if is_maker and (is_anybodys or self.leases.has_forked) or self.leases.live and not is_anybodys:
-            self.rest()
+        is_maker = self.arena.maker == os.getpid()
+        is_kept = bool(self.leases.live or self.leases.has_forked or self._others_live())
+        if is_maker or is_kept:
+            self.bury_all()
+            if is_maker if any(self._records()) else is_kept:
+                self.rest()
+
+    def _others_live(self) -> bool:
+        """Return whether another process is attached, which keeps the segment as long as it has tensors there."""
+        rows = self.rows
+        return any(rows.is_alive(row) for row in rows.used() if row != rows.index)
 
     def rest(self) -> None:
         """Give back what lies idle, now and when tensors are let go of, if no queue is taken: nobody minds it then."""
