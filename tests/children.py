@@ -223,6 +223,11 @@ def put_and_overwrite(ends: Ends, shape: tuple[int, ...], count: int, timeout: f
         tensor.fill_(-1)
 
 
+def await_consumers(ends: Ends, count: int) -> None:
+    """Wait until so many consumers are attached to the child's producer."""
+    ends.producer.wait_for(count, PATIENCE)
+
+
 def flush(ends: Ends, timeout: float | None = PATIENCE) -> None:
     """Wait until all is taken."""
     ends.producer.flush(timeout)

@@ -273,6 +273,44 @@ def test_messages_that_were_on_their_way_when_a_line_was_cut() -> None:
         assert consumer.statistics().lost == 3
 
 
+@pytest.mark.parametrize("has_taken", [False, True])
+@pytest.mark.parametrize("producer_binds", [False, True])
+def test_messages_of_a_producer_that_gave_its_consumer_up(
+    producer_binds: bool, has_taken: bool, tmp_path: Path
+) -> None:
+    """The consumer waits for longer, and gets what is put when the line is back. What was given up its stream tells of, too."""
+    with Child() as child, contextlib.ExitStack() as stack:
+        child.call(children.move_out_of_sight, str(tmp_path))
+        options = {"peer_timeout": 0.1, "linger": 0.0}
+        if producer_binds:
+            endpoint = child.call(children.open_producer, "tcp://127.0.0.1:0", bind=True, **options)
+            line = stack.enter_context(Proxy(int(endpoint.rpartition(":")[2])))
+            consumer = stack.enter_context(tp.Consumer(line.endpoint, bind=False))
+        else:
+            consumer = stack.enter_context(tp.Consumer("tcp://127.0.0.1:0"))
+            line = stack.enter_context(Proxy(int(consumer.endpoint.rpartition(":")[2])))
+            child.call(children.open_producer, line.endpoint, **options)
+        child.begin(children.await_consumers, 1)
+        wait_in_vain(consumer, child.has_result)
+        child.result()
+        if has_taken:
+            child.call(children.put, "taken")
+            assert consumer.get(PATIENCE) == "taken"
+            child.call(children.flush)
+        line.silence()
+        child.call(children.put, "lost", "lost")
+        line.cut()
+        with pytest.raises(tp.PeerLost, match="with 2 messages that it had not taken"):
+            child.call(children.flush)
+        line.heal()
+        child.begin(children.put_numbers_and_close, "after", 1)
+        assert consumer.get(PATIENCE) == ("after", 0)
+        child.result()
+        with pytest.raises(tp.PeerLost, match="said goodbye .*, and 2 of its messages did not come"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == 2
+
+
 @pytest.mark.parametrize("consumer_binds", [False, True])
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "ipc"])
 def test_a_goodbye_to_an_end_out_of_sight(tmp_path: Path, endpoint: str, consumer_binds: bool) -> None:

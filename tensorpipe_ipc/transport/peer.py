@@ -54,7 +54,7 @@ class Peer:
         sight: what is seen of its presence.
         left: how it left; None while it is there.
         ending: how it says that it ended.
-        missed_at_end: messages that it had sent and that have not come, when it had left.
+        never_came: messages that it had sent, and that will not come.
         queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
         by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
         settled: whether both ends know which of the two it is. It stays so.
@@ -84,7 +84,7 @@ class Peer:
         "left",
         "left_at",
         "missed",
-        "missed_at_end",
+        "never_came",
         "process",
         "queue",
         "room",
@@ -123,7 +123,7 @@ class Peer:
         self.assembly: Assembly | None = None
         self.left: How | None = None
         self.ending = Ending()
-        self.missed_at_end = 0
+        self.never_came = 0
         self.left_at = 0.0
         self.queue: PairQueue | None = None
         self.by_file = False
@@ -197,7 +197,7 @@ class Peer:
         if self.left is not None:
             origin = f" (raised by {self.ending.origin})" if self.ending.origin else ""
             why = f": {self.ending.failure}{origin}" if self.ending.failure else ""
-            missed = f", and {self.missed_at_end} of its messages did not come" if self.missed_at_end else ""
+            missed = f", and {self.never_came} of its messages did not come" if self.never_came else ""
             return f"{who} {self.left.value} {now - self.left_at:.1f} s ago{missed}{why}"
         out_of_sight = f"out of sight: {self.sight.why_not}" if self.sight.is_out_of_sight else ""
         state = out_of_sight or ("gone" if self.sight.is_gone() else "present")

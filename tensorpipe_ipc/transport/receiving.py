@@ -294,7 +294,7 @@ class ReceiveLink(Link):
         """
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
         skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
-        self.lost += skipped
+        self._never_come(peer, skipped)
         peer.assembly, peer.asked_at = None, 0.0
         self.socket.received()
 
@@ -416,8 +416,11 @@ class ReceiveLink(Link):
         """See Link. All that it sent before saying so has come in before, or never will."""
         self.met_any = self.met_any or peer.settled
         if peer.queue is None and sequence > peer.taken:
-            # One that sends again will not send those: the end that was here before had them, or they were given up.
-            self.lost += sequence - peer.taken if peer.taken > peer.began or not peer.resends else 0
+            # One that sends again will not send those: it has given them up. But for what one that connects says by the
+            # connection by which the two met: then the end that was here before had them.
+            has_met = not peer.resends or not self.socket.binds
+            if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
+                self._never_come(peer, sequence - peer.taken)
             peer.taken, peer.assembly = sequence, None
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
         elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
@@ -441,8 +444,8 @@ class ReceiveLink(Link):
         if peer.left is How.LOST and peer.queue is not None:
             peer.queue.undertaker.look()
         counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
-        is_unwell = counts and (peer.left is not How.GOODBYE or peer.missed_at_end > 0)
-        met_any = self.met_any or peer.left is not How.REFUSED
+        is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
+        met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
         if is_unwell and self.producers is None:  # a stream that never ends
             log.warning("%s: %s", self.endpoint, peer)
         unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
@@ -465,9 +468,13 @@ class ReceiveLink(Link):
     def ended_at(self, peer: Peer, sequence: int) -> None:
         """See Role. Messages that have not come by now never will."""
         if sequence > peer.taken:
-            peer.missed_at_end = sequence - peer.taken
-            self.lost += peer.missed_at_end
+            self._never_come(peer, sequence - peer.taken)
             peer.taken = sequence
+
+    def _never_come(self, peer: Peer, count: int) -> None:
+        """Count messages that a peer had sent, and that will not come: its stream does not end well."""
+        self.lost += count
+        peer.never_came += count
 
     def why_empty(self) -> str:
         """Return who is expected to send something."""

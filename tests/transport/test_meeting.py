@@ -411,6 +411,19 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
             consumer.get(0.8)
 
 
+def test_a_consumer_that_is_refused_later_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has met its producer by the file. The refusal is raised each time, and no stream has ended."""
+    with tp.Producer("busy", bind=True) as producer, Child() as child:
+        monkeypatch.setattr(link, "MOST_PEERS", 0)
+        child.call(children.open_consumer, "busy", bind=False)
+        with pytest.raises(tp.Empty, match="met by its file"):
+            child.call(children.take, timeout=0.05)
+        wait_until(lambda: producer.statistics().rejected)
+        for _ in range(3):
+            with pytest.raises(tp.Refused, match="0 peers are attached"):
+                child.call(children.take)
+
+
 def test_who_says_that_he_claimed_what_nobody_has() -> None:
     """A token that is none, or of a queue that is still to be had, leads to no queue, and he is told so."""
     with tp.Consumer("busy") as consumer, RawEnd(consumer.endpoint) as raw:
