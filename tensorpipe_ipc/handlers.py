@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found, unused-ignore]
 import signal
-from types import TracebackType
+from inspect import CO_VARARGS
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = ["is_a_signals", "passed_a_handler", "raise_signals"]
@@ -24,11 +25,24 @@ def passed_a_handler(trace: TracebackType | None) -> bool:
     A peer may cause one by each message, so it is asked for in C: signal.getsignal makes two enums, 0.5 ms for all signals.
     """
     handlers = {_code_of(handler) for handler in map(_signal.getsignal, range(1, signal.NSIG)) if callable(handler)}
+    before: FrameType | None = None
     while trace is not None:
-        if trace.tb_frame.f_code in handlers:
+        frame = trace.tb_frame
+        if frame.f_code in handlers or before is not None and _is_given(frame, before):
             return True
-        trace = trace.tb_next
+        before, trace = frame, trace.tb_next
     return False
+
+
+def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
+    """Return whether code was called with the frame that called it, as handlers are, whatever wraps them.
+
+    A handler may be no handler any more when it raises, or a partial, whose function need not be any signal's.
+    """
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return any(each is interrupted or type(each) is tuple and any(one is interrupted for one in each) for each in given)
 
 
 def raise_signals(error: BaseException, before: BaseException | None) -> None:

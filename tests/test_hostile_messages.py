@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 import signal
@@ -323,6 +324,48 @@ def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_th
         with _talk(accept=["raw", serializer]) as (consumer, raw):
             raw.say(*frames)
             with pytest.raises(Alarm):
+                consumer.get(PATIENCE)
+            assert consumer.statistics().rejected == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class _Late(ValueError):
+    """What an alarm raises."""
+
+
+class _Handler:
+    def __call__(self, *_: Any) -> None:
+        raise _Late
+
+
+class _OfAnothersKind(_Handler):
+    """It has inherited what makes it a handler."""
+
+
+def _once(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise _Late
+
+
+@pytest.mark.parametrize(
+    "handler", [functools.partial(_Handler()), _OfAnothersKind(), _once], ids=["partial", "heir", "once"]
+)
+def test_what_any_handler_raises_comes_out_of_get(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a partial, of one that inherits __call__, and of one that is no handler any more when it raises, an alarm was lost."""
+
+    def interrupted(*_: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+
+    entry = Registered(_Late, Op.CUSTOM, "interrupted", (), lambda _: torch.ones(3), interrupted)
+    monkeypatch.setitem(BY_NAME, entry.name, entry)
+    monkeypatch.setitem(BY_TYPE, _Late, entry)
+    frames = exchange.sent(_Late(), "raw", sequence=1)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with _talk() as (consumer, raw):
+            raw.say(*frames)
+            with pytest.raises(_Late):
                 consumer.get(PATIENCE)
             assert consumer.statistics().rejected == 0
     finally:

@@ -73,6 +73,7 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
@@ -407,7 +408,9 @@ class TokenPipe:
             reader, writer = owned_fd.pipe(os.O_NONBLOCK)
             with reader, writer:
                 return self._copied(reader.fileno(), writer.fileno())
-        except OSError:
+        except OSError as error:
+            if passed_a_handler(error.__traceback__):  # TimeoutError is one, too
+                raise
             return None
 
     def _copied(self, scratch_read: int, scratch_write: int) -> bytes:

@@ -13,6 +13,7 @@ from crash_points import LIMIT, in_child, reap, told_by_child
 
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.transport import token_pipe
 from tensorpipe_ipc.transport.token_pipe import BELL, CAPACITY, SHUT, TokenPipe
 
 FIRST = 1000  # of the words that a test uses
@@ -340,6 +341,21 @@ def test_a_snapshot_for_which_there_is_no_scratch_pipe_says_so(pipe, monkeypatch
 
     monkeypatch.setattr(os, "pipe2", refuse)
     assert pipe.snapshot() is None
+
+
+def test_what_an_alarm_raises_within_a_snapshot_is_no_lack_of_descriptors(pipe, monkeypatch):
+    """TimeoutError is an OSError: get then said that no descriptor was left, and the alarm was lost."""
+
+    def alarm(number, frame):
+        raise TimeoutError
+
+    monkeypatch.setattr(token_pipe, "_tee", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(TimeoutError):
+            pipe.snapshot()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.kills
