@@ -331,7 +331,7 @@ def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_th
 
 
 class _Late(ValueError):
-    """What an alarm raises."""
+    """An alarm raises it."""
 
 
 class _Handler:

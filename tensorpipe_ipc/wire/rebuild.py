@@ -407,7 +407,7 @@ def _scalar_reader(row: Dtype) -> Build:
     def build(_: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
         value = next(values)
         if type(value) is str or most and not (type(value) is int and least <= value <= most):
-            raise ValueError(f"{value!r} for a NumPy scalar of {row.numpy}")
+            raise ValueError(f"{str(value)[:_MOST_SAID]!r} for a NumPy scalar of {row.numpy}")
         with np.errstate(over="ignore"):
             return kind(value)
 
