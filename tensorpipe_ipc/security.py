@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+import string
 from collections.abc import Iterable
+from operator import mul
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +31,8 @@ PUBLIC, SECRET = ".key", ".key_secret"  # how the names of the files end
 _LARGEST = 1 << 14  # bytes of a key file: one of ours has some 300
 _KEY = re.compile(r"[!-~]{40}")
 _LINE = re.compile(r'\s*(public|secret)-key\s*=\s*"([!-~]{40})"\s*')
+_Z85 = string.digits + string.ascii_letters + ".-:+=^!/*?&<>()[]{}@%$#"
+_PLACES = [85**place for place in (4, 3, 2, 1, 0)]
 _TRUST = {0}  # whose files are trusted beside one's own: root may change them anyway
 
 
@@ -222,8 +226,19 @@ def _read(path: str, *, private: bool) -> dict[str, bytes]:
         if match := _LINE.fullmatch(line):
             if match[1] in found:
                 raise Refused(f"{path} holds more than one {match[1]} key")
+            if not _is_z85(match[2]):
+                raise Refused(
+                    f"{path} holds a {match[1]} key that is none: make a new pair with `tensorpipe-ipc keygen`"
+                )
             found[match[1]] = match[2].encode()
     return found
+
+
+def _is_z85(key: str) -> bool:
+    """Return whether each five characters are a number of 32 bits."""
+    digits = [_Z85.find(each) for each in key]
+    numbers = (sum(map(mul, digits[at : at + 5], _PLACES)) for at in range(0, len(key), 5))
+    return -1 not in digits and max(numbers) < 1 << 32
 
 
 def _check(path: str, found: os.stat_result, private: bool) -> None:

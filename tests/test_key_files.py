@@ -170,16 +170,19 @@ def test_how_much_of_a_file_is_read(tmp_path: Path) -> None:
         ('public-key = "' + "x" * 41 + '"', "holds no public key"),
         ('public-key = "' + "x" * 39 + 'ü"', "holds no public key"),
         ('public-key = "' + "x" * 40 + '"\n' + 'public-key = "' + "y" * 40 + '"', "more than one public key"),
+        ('public-key = "' + "x" * 39 + '~"', "holds a public key that is none"),
+        ('public-key = "' + "x" * 35 + '#####"', "holds a public key that is none"),
         ('secret-key = "' + "x" * 40 + '"', "holds a secret key where a public one is wanted"),
         ("#" * 20000 + '\npublic-key = "' + "x" * 40 + '"', "holds no public key"),
     ],
 )
-def test_what_is_no_key_file(content: str, why: str, tmp_path: Path) -> None:
-    """It is named, with what should be there; its content is not."""
+def test_what_is_no_key_file(content: str, why: str, keys: Path, tmp_path: Path) -> None:
+    """It is named, with what should be there; its content is not. A damaged key in a binder's list raised KeyError."""
     path = tmp_path / "some.key"
     path.write_text(content)
+    path.chmod(0o644)
     with pytest.raises(tp.Refused, match=why) as refused:
-        tp.Curve(path, server=path).server_key()
+        tp.Consumer("tcp://127.0.0.1:0", security=tp.Curve(keys / f"binder{SECRET}", clients=path))
     assert str(path) in str(refused.value)
     assert "xxxx" not in str(refused.value)
 
@@ -208,7 +211,7 @@ def test_a_pair_that_is_none(keys: Path) -> None:
         tp.Curve(half, server=public).own_keys()
     secret = keys / f"friend{SECRET}"
     secret.write_text("".join(f'{half}-key = "{"~" * 40}"\n' for half in ("public", "secret")))
-    with pytest.raises(tp.Refused, match=r"<Curve .*libzmq rejected these CURVE keys") as refused:
+    with pytest.raises(tp.Refused, match=rf"friend{SECRET} holds a public key that is none") as refused:
         tp.Producer("tcp://127.0.0.1:9", security=tp.Curve(secret, server=public))
     assert "~~~" not in str(refused.value)
 

@@ -67,7 +67,7 @@ class Binder(FrameSocket):
         self._reader = NamedFrameReader(self._socket)
         if self._security is not None:
             keys = read_keys(self._security, bind=True)
-            use_keys(self._socket, self._security, keys, bind=True)
+            use_keys(self._socket, keys, bind=True)
             self.key = keys[int(zmq.CURVE_PUBLICKEY)].decode()
             self._gate = Gate(context, self._security, told)
         self._set_up(self._socket, {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: _BACKLOG})

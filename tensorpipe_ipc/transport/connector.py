@@ -87,7 +87,7 @@ class Connector(FrameSocket):
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._set_up(socket, {})
         if self._keys:
-            use_keys(socket, self._security, self._keys, bind=False)
+            use_keys(socket, self._keys, bind=False)
         line = Line(socket, self.address, is_shared=self._is_shared)
         self._is_settled = False
         self._open[line] = None

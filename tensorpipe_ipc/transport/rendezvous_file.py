@@ -55,6 +55,7 @@ _SUFFIX = ".rendezvous"
 _HEAD = struct.Struct("<4sIII")
 _MAGIC = b"TPIR"
 _TRIES = 3  # of reading what is just being written anew
+_READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _AtLeast0 = Annotated[int, msgspec.Meta(ge=0)]
 _AtLeast1 = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -212,8 +213,11 @@ def sweep() -> None:
 
 
 def _all() -> list[str]:
-    folder = runtime_folder()
-    return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(_SUFFIX)]
+    """The paths of all in the runtime folder, if that is ours: another's may have any number of names, or lead elsewhere."""
+    path = runtime_folder()
+    with owned(os.open, path, _READ_ONLY | os.O_DIRECTORY) as folder:
+        names = os.listdir(folder.fileno()) if _is_ours(os.fstat(folder.fileno())) else ()
+    return [os.path.join(path, name) for name in names if name.endswith(_SUFFIX)]
 
 
 def _sweep(path: str) -> None:
@@ -250,12 +254,11 @@ def unpacked(data: bytes) -> Rendezvous | None:
 
 def _text(path: str) -> bytes:
     """A file's bytes, if it and its folder are ours alone, and not more of them than there may be; else nothing."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    with owned(os.open, os.path.dirname(path), flags | os.O_DIRECTORY) as folder:
+    with owned(os.open, os.path.dirname(path), _READ_ONLY | os.O_DIRECTORY) as folder:
         if not _is_ours(os.fstat(folder.fileno())):
             return b""
         opens = functools.partial(os.open, dir_fd=folder.fileno())
-        with owned(opens, os.path.basename(path), flags | os.O_NONBLOCK) as file:
+        with owned(opens, os.path.basename(path), _READ_ONLY | os.O_NONBLOCK) as file:
             return os.pread(file.fileno(), LIMIT + 1, 0) if _is_ours(os.fstat(file.fileno())) else b""
 
 

@@ -153,6 +153,19 @@ def test_a_folder_that_is_a_symbolic_link(consumer: tp.Consumer) -> None:
     assert rendezvous_file.read(_address()) is not None
 
 
+def test_a_folder_that_others_may_open_is_not_gone_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user who had made it could put any number of names there: 60,000 kept each new end for 5 s."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = _path().parent
+    folder.mkdir()
+    left = folder / f"left{_path().suffix}"
+    left.touch(0o600)
+    for mode, is_ours in ((0o755, False), (0o700, True)):
+        folder.chmod(mode)
+        with tp.Consumer("tcp://127.0.0.1:0"):
+            assert left.exists() is not is_ours
+
+
 def test_another_socket_at_its_address(consumer: tp.Consumer) -> None:
     """Or a symbolic link to the very one. The file is of the one that was there."""
     path = _address().path
