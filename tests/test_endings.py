@@ -1073,6 +1073,40 @@ def test_one_that_comes_back_and_of_which_nothing_is_missing_ends_well(tmp_path:
             child.result()
 
 
+def test_one_that_comes_back_and_gave_messages_up_before_does_not_end_well(tmp_path: Path) -> None:
+    """It gave its consumer up, and later was given up itself. Its stream tells of what it gave up, though it said goodbye."""
+    with tp.Consumer("tcp://127.0.0.1:0", producers=2, peer_timeout=3.0) as consumer, Child() as child:
+        with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+            child.call(children.move_out_of_sight, str(tmp_path))
+            child.call(children.open_producer, line.endpoint, peer_timeout=0.1)
+            child.begin(children.await_consumers, 1)
+            wait_in_vain(consumer, child.has_result)
+            child.result()
+            line.silence()
+            child.call(children.put, "lost", "lost")
+            line.cut()
+            with pytest.raises(tp.PeerLost, match="with 2 messages that it had not taken"):
+                child.call(children.flush)
+            line.heal()
+            child.begin(children.put, "between")
+            assert consumer.get(PATIENCE) == "between"
+            child.result()
+            child.call(children.flush)
+            line.silence()
+            line.cut()
+            wait_until(lambda: _vanished_after_a_look(consumer))
+            line.heal()
+            child.begin(children.put_numbers_and_close, "back", 1)
+            assert consumer.get(PATIENCE) == ("back", 0)
+            leaving = in_thread(lambda: children.put_and_leave(consumer.endpoint, "other"))
+            assert consumer.get(PATIENCE) == "other"
+            with pytest.raises(tp.PeerLost, match="said goodbye .*, and 2 of its messages did not come"):
+                consumer.get(PATIENCE)
+            leaving()
+            child.result()
+            assert consumer.statistics().lost == 2
+
+
 def _vanished_after_a_look(consumer: tp.Consumer) -> int:
     with contextlib.suppress(tp.Empty):
         consumer.get(0.02)

@@ -62,8 +62,8 @@ class ReceiveLink(Link):
         self._regions = Regions()
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
-        # By end: what was last taken from those who vanished, and may come back, and in which stream that was.
-        self._known: dict[int, tuple[int, int]] = {}
+        # By end: what was last taken from those who vanished, and may come back, in which stream that was, and what never came.
+        self._known: dict[int, tuple[int, int, int]] = {}
         self._stream = 1
         self.producers = producers
         self.ended = 0
@@ -391,11 +391,12 @@ class ReceiveLink(Link):
         peer.round = self._round
         end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
         if end in known:  # one that was given up is back
-            taken, stream = known[end]
-            if stream == self._stream and sequence <= taken:  # it had not gone, and nothing of it is missing
-                self.unwell = [each for each in self.unwell if each.hello.end != end]
+            taken, stream, never_came = known[end]
             sequence = sequence if sequence > taken else taken
             self.lost += sequence - taken  # what was given up with it
+            if stream == self._stream:  # it had not gone: its end will tell of all that is missing
+                peer.never_came = never_came + sequence - taken
+                self.unwell = [each for each in self.unwell if each.hello.end != end]
             del known[end]
             self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
         peer.began = peer.taken = sequence
@@ -420,7 +421,9 @@ class ReceiveLink(Link):
             # connection by which the two met: then the end that was here before had them.
             has_met = not peer.resends or not self.socket.binds
             if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
-                self._never_come(peer, sequence - peer.taken)
+                is_own = not peer.resends and self.socket.torn_at > 0  # by an exception inside this end's own get
+                self.lost += (sequence - peer.taken) * is_own
+                self._never_come(peer, (sequence - peer.taken) * (not is_own))
             peer.taken, peer.assembly = sequence, None
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
         elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
@@ -438,7 +441,7 @@ class ReceiveLink(Link):
         # One that sent nothing pushes out none that did.
         is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
         if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
-            self._known[peer.hello.end] = peer.taken, self._stream
+            self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.left is How.LOST and peer.queue is not None:

@@ -626,13 +626,13 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         link = consumer._link
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
             _part(link, end, resends, how)
-        assert link._known == {1: (10, 1), 2: (20, 1)}
+        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
         _part(link, 0, 1, How.LOST)  # one that does not say which end it is
-        assert link._known == {1: (10, 1), 2: (20, 1)}
+        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
         _part(link, 5, 1, How.LOST)
-        assert link._known == {2: (20, 1), 5: (50, 1)}
+        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
         _part(link, 6, 1, How.LOST, taken=0)  # one that sent nothing
-        assert link._known == {2: (20, 1), 5: (50, 1)}
+        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
 
 
 def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,9 +754,9 @@ def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> No
     """It is where more was taken, or where it says that it will not send again: whichever is more. The gap is lost."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(0, sequence=said)
-        link._known = {7: (known, 1), 8: (99, 1)} if known else {8: (99, 1)}
+        link._known = {7: (known, 1, 0), 8: (99, 1, 0)} if known else {8: (99, 1, 0)}
         link.met(one)
-        assert (one.taken, one.began, link._known, link.lost) == (taken, taken, {8: (99, 1)}, lost)
+        assert (one.taken, one.began, link._known, link.lost) == (taken, taken, {8: (99, 1, 0)}, lost)
 
 
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
