@@ -6,6 +6,7 @@ A spec that arrives is hostile until ``_check`` has walked it, which allocates n
 from __future__ import annotations
 
 import functools
+import reprlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -407,7 +408,8 @@ def _scalar_reader(row: Dtype) -> Build:
     def build(_: Iterator[torch.Tensor], values: Iterator[Any]) -> Any:
         value = next(values)
         if type(value) is str or most and not (type(value) is int and least <= value <= most):
-            raise ValueError(f"{str(value)[:_MOST_SAID]!r} for a NumPy scalar of {row.numpy}")
+            said = value[:_MOST_SAID] if isinstance(value, (str, bytes)) else value
+            raise ValueError(f"{reprlib.repr(said)} for a NumPy scalar of {row.numpy}")
         with np.errstate(over="ignore"):
             return kind(value)
 
