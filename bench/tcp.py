@@ -35,7 +35,7 @@ from rich.table import Table
 import tensorpipe_ipc as tp
 from bench.measure import keep, machine
 from tensorpipe_ipc.security import write_key_pair
-from tensorpipe_ipc.transport.curve import key_pair
+from tensorpipe_ipc.zeromq.curve import key_pair
 
 __all__ = ["add_arguments", "run"]
 

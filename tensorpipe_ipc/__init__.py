@@ -2,19 +2,17 @@
 
 The map of the house, bottom up; imports point down only:
 
-* ``errors``, ``process``, ``parent``, ``reader``: what went wrong; who a process is, whether it lives, what memory it holds;
-  a worker's wait that ends with its parent; a queue as a connection to read from.
+* ``errors``, ``process``, ``forks``, ``handlers``, ``libc``, ``limits``, ``owned_fd``: errors; processes and their lives; what
+  a signal's handler raised; checks of arguments; descriptors that have an owner.
+* ``security``: which keys an end has, and whose it lets in.
 * ``wire``: what goes over the wire, as pure functions of bytes.
 * ``serializers``: what the bytes of a tensor are.
-* ``security``: which keys an end has, and whose it lets in.
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
-* ``transport``: how word travels: ZeroMQ's sockets, the conversation between two ends and how they come to share a queue;
-  pipes of tickets, and what finishes what the dead began.
-* ``moving``, ``loan``: trees that are handed on by reference, and tensors that are made where they will be read.
-* ``producer``, ``consumer``: the two ends of one path, put and get.
-* ``tensor_queue``, ``collate``: multiprocessing's queues over shared memory; batches of PyTorch's DataLoader, made there.
-* ``simple_queue``, ``call_queue``, ``pool``, ``context``: what Pool and ProcessPoolExecutor send through; multiprocessing's
-  contexts.
+* ``zeromq``: sockets and addresses; the only place that imports zmq.
+* ``shared_queue``: a queue in shared memory: pipes of tickets, and the recovery of what the dead began.
+* ``cuda``: tensors on GPUs; the only place that names CUDA.
+* ``endpoints``: ``Producer`` and ``Consumer``, the two ends of one path, and their conversation.
+* ``queues``: multiprocessing's queues, contexts, pools and executors; batches of PyTorch's DataLoader, made in shared memory.
 * ``multiprocessing``: the module of that name, with these queues.
 * ``tracking``: what memory a family of processes takes up, each page once.
 * ``benchmark``: how long a message takes, and how many go in a second; imported when it is asked for.
@@ -26,8 +24,8 @@ Importing it starts nothing, opens nothing and changes nothing.
 import sys
 
 from tensorpipe_ipc import errors
-from tensorpipe_ipc.consumer import Consumer, ConsumerStatistics
-from tensorpipe_ipc.context import get_context
+from tensorpipe_ipc.endpoints.consumer import Consumer, ConsumerStatistics
+from tensorpipe_ipc.endpoints.producer import Producer, ProducerStatistics
 from tensorpipe_ipc.errors import (
     Busy,
     Closed,
@@ -48,15 +46,15 @@ from tensorpipe_ipc.errors import (
     VersionMismatch,
 )
 from tensorpipe_ipc.memory.loans import TensorSpec
-from tensorpipe_ipc.producer import Producer, ProducerStatistics
+from tensorpipe_ipc.queues.context import get_context
+from tensorpipe_ipc.queues.simple_queue import SimpleQueue
+from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
 from tensorpipe_ipc.serializers.conformance import check_serializer
-from tensorpipe_ipc.simple_queue import SimpleQueue
-from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.shared_queue.queue_statistics import QueueStatistics
 from tensorpipe_ipc.tracking import MemorySample, MemoryTracker, TrackedProcess
-from tensorpipe_ipc.transport.queue_statistics import QueueStatistics
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.spec import register_type
 

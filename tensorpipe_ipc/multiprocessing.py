@@ -60,9 +60,9 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from tensorpipe_ipc.context import SpawnContext, get_context
-from tensorpipe_ipc.simple_queue import SimpleQueue
-from tensorpipe_ipc.tensor_queue import JoinableQueue, Queue
+from tensorpipe_ipc.queues.context import SpawnContext, get_context
+from tensorpipe_ipc.queues.simple_queue import SimpleQueue
+from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 
 __all__ = [
     "Array",

@@ -52,10 +52,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import NamedTuple
 
+from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.errors import Closed
-from tensorpipe_ipc.memory import staging
 from tensorpipe_ipc.process import Family, Memory, Resident, memory, peak_rss, reset_peak_rss
-from tensorpipe_ipc.transport.survey import SegmentView, survey
+from tensorpipe_ipc.shared_queue.survey import SegmentView, survey
 
 __all__ = ["MemorySample", "MemoryTracker", "TrackedProcess", "together"]
 

@@ -7,10 +7,10 @@ import queue
 import pytest
 import torch
 
-from tensorpipe_ipc.context import get_context
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, STEPS, Arena
 from tensorpipe_ipc.memory.segment import Segment
-from tensorpipe_ipc.transport.undertaker import Undertaker
+from tensorpipe_ipc.queues.context import get_context
+from tensorpipe_ipc.shared_queue.undertaker import Undertaker
 
 CAPACITY = 64 << 20
 

@@ -58,8 +58,8 @@ import torch
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
 from tensorpipe_ipc.memory.segment import Segment
-from tensorpipe_ipc.tensor_queue import Queue
-from tensorpipe_ipc.transport.undertaker import Undertaker
+from tensorpipe_ipc.queues.tensor_queue import Queue
+from tensorpipe_ipc.shared_queue.undertaker import Undertaker
 from tests.guard import others
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
@@ -735,7 +735,7 @@ def campaign(
 def start_fork_server() -> None:
     """Start it before anything is compared with what was there before."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tensorpipe_ipc.tensor_queue"])
+    context.set_forkserver_preload(["tensorpipe_ipc.queues.tensor_queue"])
     process = context.Process(target=os.getpid)
     process.start()
     process.join()

@@ -41,7 +41,7 @@ import numpy as np
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.security import write_key_pair
-from tensorpipe_ipc.transport.curve import key_pair
+from tensorpipe_ipc.zeromq.curve import key_pair
 from tests.campaign import BROKEN, NUMBERS, Figures, Forked, around, broken, journal, nothing_left
 from tests.endpoint_program import (
     BEGUN,

@@ -36,16 +36,16 @@ import torch
 import zoo
 from exchange import encoded, forget_schemas, read, sent
 
-from tensorpipe_ipc import moving
+from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
+from tensorpipe_ipc.endpoints.notice import Attached, Notice, framed, read_notice
+from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
+from tensorpipe_ipc.endpoints.unacknowledged import Kept, Unacknowledged
 from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
+from tensorpipe_ipc.memory import moving
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.transport.assembly import Assembly, Regions
-from tensorpipe_ipc.transport.notice import Attached, Notice, framed, read_notice
-from tensorpipe_ipc.transport.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
-from tensorpipe_ipc.transport.unacknowledged import Kept, Unacknowledged
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, in_one_block, metadata_of, parts_of
 from tensorpipe_ipc.wire.layout import places_of

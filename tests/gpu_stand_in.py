@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
+from tensorpipe_ipc.cuda import on_device, staging
+from tensorpipe_ipc.cuda.device_blocks import DeviceBlocks, DeviceMemory
+from tensorpipe_ipc.cuda.staging import Cuda, Staging
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory import staging
-from tensorpipe_ipc.memory.device_blocks import DeviceBlocks, DeviceMemory
-from tensorpipe_ipc.memory.staging import Cuda, Staging
-from tensorpipe_ipc.transport import on_device
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 

@@ -12,7 +12,7 @@ import zmq
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.security import PUBLIC, SECRET, write_key_pair
-from tensorpipe_ipc.transport.curve import key_pair
+from tensorpipe_ipc.zeromq.curve import key_pair
 
 NAMES = ("binder", "friend", "other")
 

@@ -17,15 +17,16 @@ from crash_points import SIGNAL_CHECKS, run_traced
 from wholeness import stride
 
 from tensorpipe_ipc import owned_fd
+from tensorpipe_ipc.endpoints import presence
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import owned
-from tensorpipe_ipc.transport import kernel_sockets, presence
-from tensorpipe_ipc.transport.alarm import Alarm
-from tensorpipe_ipc.transport.poll_fd import PollFd
-from tensorpipe_ipc.transport.shared_memory import SharedMemoryQueue
-from tensorpipe_ipc.transport.token_pipe import TokenPipe
-from tensorpipe_ipc.transport.undertaker import Undertaker
+from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
+from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+from tensorpipe_ipc.zeromq import kernel_sockets
+from tensorpipe_ipc.zeromq.alarm import Alarm
+from tensorpipe_ipc.zeromq.poll_fd import PollFd
 
 
 class Interrupt(Exception):

@@ -18,7 +18,7 @@ from bench.queue.crew import Crew, Link, Program
 from bench.queue.flat import crowd
 from bench.queue.programs import warm
 from bench.queue.rivals import Ours, pattern
-from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = ["by_depth", "by_leases", "by_leaves", "by_messages", "by_peers", "by_size"]
 

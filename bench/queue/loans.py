@@ -12,7 +12,7 @@ from bench.queue.field import Effort, Make, field
 from bench.queue.findings import Finding, Limit, ratio_of, row_of
 from bench.queue.one_way import one_way_of
 from bench.queue.rivals import Ours, pattern
-from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = ["measure"]
 

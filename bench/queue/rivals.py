@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = [
     "ARRIVED",

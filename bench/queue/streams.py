@@ -9,7 +9,7 @@ from bench.queue.field import ICEORYX, MEMCPY, OURS, SLOW, THEIRS, Effort, Make,
 from bench.queue.findings import Finding, Limit, Ratio, Row, ratio_of, row_of
 from bench.queue.programs import STREAM, STREAM_MANY
 from bench.queue.rivals import FasterFifo, Memcpy, Ours
-from tensorpipe_ipc.tensor_queue import Queue
+from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = ["measure", "per_message"]
 

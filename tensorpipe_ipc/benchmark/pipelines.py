@@ -16,13 +16,13 @@ from typing import Any, ClassVar, Literal, Protocol, cast
 import torch
 
 from tensorpipe_ipc.benchmark.messages import filled, leaves_of, specs_of
-from tensorpipe_ipc.consumer import Consumer
+from tensorpipe_ipc.cuda.staging import unstager
+from tensorpipe_ipc.endpoints.consumer import Consumer
+from tensorpipe_ipc.endpoints.producer import Producer
 from tensorpipe_ipc.errors import Empty
-from tensorpipe_ipc.memory.staging import unstager
-from tensorpipe_ipc.producer import Producer
+from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.serializers import serializer_named
-from tensorpipe_ipc.tensor_queue import Queue
-from tensorpipe_ipc.transport.shared_memory import lease_from
+from tensorpipe_ipc.shared_queue.shared_memory import lease_from
 
 __all__ = ["OVER", "End", "Ends", "Made", "OverEndpoint", "OverQueue", "Pipeline"]
 

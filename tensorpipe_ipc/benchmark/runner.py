@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorpipe_ipc.endpoints import presence, rendezvous_file
 from tensorpipe_ipc.errors import MeasurementFailed, PeerLost, TensorPipeError
-from tensorpipe_ipc.transport import presence, rendezvous_file
 
 __all__ = ["DONE", "READY", "Member", "Runner", "obey"]
 

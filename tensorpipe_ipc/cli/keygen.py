@@ -9,7 +9,7 @@ import argparse
 
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.security import write_key_pair
-from tensorpipe_ipc.transport.curve import key_pair
+from tensorpipe_ipc.zeromq.curve import key_pair
 
 __all__ = ["add_arguments", "run"]
 

@@ -1,6 +1,6 @@
 """``tensorpipe-ipc top``: shows every queue of yours, live: who puts and gets how much, what waits, who holds it.
 
-It looks from outside (``transport.survey``): the processes do nothing for it, and need not even be able to. Endpoints are
+It looks from outside (``shared_queue.survey``): the processes do nothing for it, and need not even be able to. Endpoints are
 shown where they share memory; those that use frames have none to look at.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.limits import check_timeout
 from tensorpipe_ipc.process import memory
-from tensorpipe_ipc.transport.survey import Part, QueueView, SegmentView, Use, survey
+from tensorpipe_ipc.shared_queue.survey import Part, QueueView, SegmentView, Use, survey
 
 __all__ = ["Rate", "add_arguments", "figures", "rates", "run"]
 

@@ -11,10 +11,10 @@
 
 What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
 for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
-the kernel itself: see transport/shared_memory.py. ``purpose`` says which queue the operation belongs to and whether
+the kernel itself: see shared_queue/shared_memory.py. ``purpose`` says which queue the operation belongs to and whether
 it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
-it did, for queues that can be joined (transport/tasks.py). A record whose tally is not zero is left to its queue.
+it did, for queues that can be joined (shared_queue/tasks.py). A record whose tally is not zero is left to its queue.
 *Answers* say to whom of those who offer device blocks what: see on_device.py. *Unwitnessed* is 1 once a child was forked
 for which no descriptor was left: rows.py. *Hazards* are memory/extents.py's: one for each operation, and two more.
 *Reserved* is memory that the process is about to have (memory/arena.py).
@@ -77,7 +77,7 @@ RESERVED = 8
 PURPOSES = 16
 SINGLES = 1920  # operations under way at once: one for each thread, for each end of each queue it uses
 BATCHES = 64
-BATCH = 64  # tokens in one batch: see "Capacity" in transport/token_pipe.py
+BATCH = 64  # tokens in one batch: see "Capacity" in shared_queue/token_pipe.py
 _SINGLES_AT = PURPOSES + SINGLES + BATCHES
 _BATCHES_AT = _SINGLES_AT + 4 * SINGLES
 _COUNTERS_AT = _BATCHES_AT + 3 * BATCH * BATCHES

@@ -151,7 +151,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sequence: from a consumer, of the last message that it took; from a producer, of the last that it sent to this peer,
             or, where it sends again what a connection swallowed, of the last that it would not send again.
         shared_memory: its terms, unless it wants none.
-        end: a random number that no other end has, and the name of its file (``transport.presence``).
+        end: a random number that no other end has, and the name of its file (``endpoints.presence``).
         folder: a mark of the folder that this file is in; 0 where there is none.
         round: from a producer that sends again what a connection swallowed, by which of its connections it says so, from 1
             (from a binder always 1); from one that does not, 0. From a consumer, a number that grows with each time that it

@@ -23,8 +23,8 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
+from tensorpipe_ipc.endpoints.notice import Attached, Notice, framed, notices, read_notice
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport.notice import Attached, Notice, framed, notices, read_notice
 
 pytestmark = pytest.mark.limit(30)
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tensorpipe_ipc import cli
-from tensorpipe_ipc.transport.survey import survey
+from tensorpipe_ipc.shared_queue.survey import survey
 
 PATIENCE = 20.0
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

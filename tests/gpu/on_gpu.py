@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.memory.staging import staging
+from tensorpipe_ipc.cuda.staging import staging
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cuda"

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
+from tensorpipe_ipc.endpoints import rendezvous_file
+from tensorpipe_ipc.endpoints.notice import Attached, Notice, notices
 from tensorpipe_ipc.process import Identity, is_alive
-from tensorpipe_ipc.transport import rendezvous_file
-from tensorpipe_ipc.transport.address_claim import owner_of
-from tensorpipe_ipc.transport.addresses import Address, check_socket_file, parse
-from tensorpipe_ipc.transport.notice import Attached, Notice, notices
+from tensorpipe_ipc.zeromq.address_claim import owner_of
+from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
 
 __all__ = ["findings"]
 

@@ -16,8 +16,8 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import MINIMUM_SIZE, Segment
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.transport.token_pipe import CAPACITY, TokenPipe
-from tensorpipe_ipc.transport.zmq_sockets import library
+from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
+from tensorpipe_ipc.zeromq.zmq_sockets import library
 
 __all__ = ["findings"]
 

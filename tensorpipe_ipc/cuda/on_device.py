@@ -1,0 +1,351 @@
+"""Messages whose large GPU tensors stay on their GPU (``cuda_ipc=True``), and the consumers that may be sent one.
+
+::
+
+    put    which processes get from this queue?  ─ all have passed ─>  ON_DEVICE: names of device blocks, and what lies where
+           │                                                           (the arena's block has all else)
+           └─ one has not been asked, or has not passed ─>  staged, and OFFERS: the name of a test block
+                                                            get  reads the test block, and answers in a word of its row
+
+**The self-test, once for a pair.** Whoever offers goes by a random token. A consumer that wants a message with an offer on a
+GPU opens the test block, compares its bytes, and writes what it found into its own row: ``token << 24 | incarnation << 8 |
+answer``. The putting end looks there before each put, and ten times a second at who has ever begun to get from the queue.
+One who begins between two such looks may take a message that he has not been asked about. He reads it all the same, or
+gets an error that says why he cannot.
+
+Where anything is in the way, messages are staged, and ``statistics()`` says what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections import defaultdict
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from tensorpipe_ipc.cuda.device_blocks import BlockName, DeviceBlock, DeviceBlocks, device_blocks, places_in
+from tensorpipe_ipc.cuda.staging import Staged, wanted
+from tensorpipe_ipc.errors import PeerLost, ProtocolError, SharedMemoryError
+from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, HEADER, HELD, QUEUED
+from tensorpipe_ipc.memory.row import GET, PID, answer_word, row_word
+from tensorpipe_ipc.memory.rows import INCARNATIONS
+from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.wire.arrival import Arrival
+from tensorpipe_ipc.wire.in_block import OFFERS, ON_DEVICE, in_one_block, metadata_of
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, Block
+from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.schema import ALIAS, Schema
+
+__all__ = ["Lender", "Said", "Undeliverable", "answer", "said_of", "tree_of"]
+
+LOOK = 0.1  # seconds between two looks at who gets from the queue
+IN_THE_ARENA = -1
+MOST_BLOCKS = 64  # of one message: one for each GPU
+
+PASSED, DECLINED, REFUSED, DIFFERED = 1, 2, 3, 4
+_ANSWERS = {
+    0: "has not answered yet",
+    DECLINED: "takes tensors to the CPU",
+    REFUSED: "does not see this GPU, or CUDA does not open its memory there",
+    DIFFERED: "found other bytes in it than were written",
+}
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The places of a message's tensors, in the place of its values.
+
+    Attributes:
+        values: the values.
+        blocks: names of device blocks; of an offer, of the test block.
+        frames: for each frame of the schema the block that it lies in (-1: the arena's), and where it begins there.
+    """
+
+    values: bytes
+    blocks: Annotated[tuple[BlockName, ...], msgspec.Meta(min_length=1, max_length=MOST_BLOCKS)]
+    frames: tuple[tuple[Annotated[int, msgspec.Meta(ge=-1, lt=MOST_BLOCKS)], Annotated[int, msgspec.Meta(ge=0)]], ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Said).decode
+
+
+def said_of(values: bytes) -> Said:
+    """Return what a message with ON_DEVICE or OFFERS says.
+
+    Raises:
+        ProtocolError: nothing that can be read.
+    """
+    try:
+        return _decode(values)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"names of device blocks that cannot be read: {error}") from None
+
+
+class Lender:
+    """The putting end of one queue, as far as GPU tensors stay on their GPU.
+
+    Attributes:
+        on_device: how many messages did.
+        staged_because: why the last one with large GPU tensors did not; "" where it did, and before there was one.
+    """
+
+    def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks | None = None) -> None:
+        self._queue, self._blocks = weakref.proxy(queue), blocks  # whoever has the queue has its lender
+        self.on_device, self.staged_because = 0, ""
+        self._consumers: list[int] = []
+        self._next_look = 0.0
+
+    def in_one_block(self, message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
+        """Return what goes into the arena's block: the payloads, or the names of where they stay; and the metadata."""
+        staged = [payload for payload in message.payloads if isinstance(payload, Staged)]
+        if not staged:
+            return in_one_block(message, flags)
+        try:
+            return self._placed(message, staged, flags)
+        except SharedMemoryError as error:
+            self.staged_because = str(error)
+            return in_one_block(message, flags)
+
+    def _placed(self, message: Outgoing, staged: list[Staged], flags: int) -> tuple[Block, bytes]:
+        blocks = self._blocks = self._blocks or device_blocks()
+        first = blocks.staging.cuda.device_of(staged[0].tensor).index
+        self.staged_because = self._what_is_in_the_way(blocks.token)
+        if self.staged_because:
+            said = Said(message.values, (blocks.test_block(first).name,), ())
+            block, _ = in_one_block(message)
+            return block, metadata_of(flags | OFFERS, message.schema, _encode(said))
+        lent = _Lent(self._queue, blocks, message)
+        if not lent.find_room(staged):
+            self.staged_because = "all device blocks are in use"
+            return in_one_block(message, flags)
+        self.on_device += 1
+        metadata = metadata_of(flags | ON_DEVICE, message.schema, _encode(lent.said(message)))
+        lent.metadata_room = len(metadata) + 63 & -64
+        return lent, metadata
+
+    def _what_is_in_the_way(self, token: int) -> str:
+        rows, words = self._queue.rows, self._queue.words
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK
+            self._consumers = self._who_gets()
+        others = [row for row in self._consumers if row != rows.index]  # own blocks are read without being opened
+        if not self._consumers:
+            return "nobody has begun to get from the queue yet"
+        for row in others:
+            word = words[answer_word(row, token)]
+            known = word >> 8 == token << 16 | words[INCARNATIONS + row]
+            found = word & 0xFF if known else 0
+            if found != PASSED:
+                return f"pid {words[row_word(row) + PID]} {_ANSWERS.get(found, 'answered what is none')}"
+        return ""
+
+    def _who_gets(self) -> list[int]:
+        rows, number = self._queue.rows, self._queue.number
+        return [
+            row
+            for row in rows.used()
+            if not rows.is_finished(row) and next(iter(rows.records(row, number, GET)), None) is not None
+        ]
+
+
+class _Lent(Block):
+    """A message whose GPU tensors stay where they are: what it writes into the arena's block is all else."""
+
+    __slots__ = ("__weakref__", "_blocks", "_by_block", "_queue", "_where", "metadata_room")
+
+    def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks, message: Outgoing) -> None:
+        others = [payload for payload in message.payloads if not isinstance(payload, Staged)]
+        nbytes = sum(map(len, others))
+        # At least one byte, as its place tells which block of the arena it is.
+        super().__init__(others if nbytes else [bytes(ALIGN)], nbytes or ALIGN, message.keep)
+        self._queue, self._blocks, self.metadata_room = queue, blocks, 0
+        self._by_block: list[tuple[DeviceBlock, list[tuple[Staged, int]]]] = []
+        self._where: dict[int, tuple[int, int]] = {}  # by the payload's id
+
+    def find_room(self, staged: list[Staged]) -> bool:
+        """Take a block of each GPU's. Whether there were any."""
+        by_gpu: defaultdict[int, list[Staged]] = defaultdict(list)
+        for payload in staged:
+            by_gpu[self._blocks.staging.cuda.device_of(payload.tensor).index].append(payload)
+        for index, payloads in by_gpu.items():
+            starts, end = places_in([len(payload) for payload in payloads])
+            block = self._blocks.take(index, end, self)
+            if block is None:
+                return False
+            for payload, start in zip(payloads, starts, strict=True):
+                self._where[id(payload)] = len(self._by_block), start
+            self._by_block.append((block, list(zip(payloads, starts, strict=True))))
+        return True
+
+    def said(self, message: Outgoing) -> Said:
+        """Return where everything is."""
+        frames, end = [], 0
+        small = [payload for payload in message.payloads if 0 < len(payload) < BULK]
+        if small:
+            frames.append((IN_THE_ARENA, 0))
+            _, end = places_in([len(payload) for payload in small])
+        for payload in message.payloads:
+            if len(payload) < BULK:
+                continue
+            where = self._where.get(id(payload))
+            if where is None:
+                start = -(-end // ALIGN) * ALIGN
+                where, end = (IN_THE_ARENA, start), start + len(payload)
+            frames.append(where)
+        return Said(message.values, tuple(block.name for block, _ in self._by_block), tuple(frames))
+
+    def write_into(self, place: memoryview) -> None:
+        """Write what goes into the arena's block, and copy what does not. Then the device blocks are bound to that block."""
+        super().write_into(place)
+        words = self._queue.words
+        word = (_address_of(place) - self._queue.arena.segment.octets.ctypes.data - self.metadata_room - HEADER) >> 3
+        generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
+        for block, places in self._by_block:
+            self._blocks.fill(block, places)
+            block.is_claimed = _Claim(words, word, generation)
+
+
+def _address_of(place: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(place))
+
+
+class _Claim:
+    """A look at whether a message, queued in a block of the arena with a generation, is still there, or being taken."""
+
+    __slots__ = ("_generation", "_word", "_words")
+
+    def __init__(self, words: memoryview, word: int, generation: int) -> None:
+        self._words, self._word, self._generation = words, word, generation
+
+    def __call__(self) -> bool:
+        state = self._words[self._word]
+        return state >> GENERATION_AT == self._generation and state & 15 in (QUEUED, HELD)
+
+
+# ---- the getting end
+
+
+def answer(queue: SharedMemoryQueue, said: Said, arrival: Arrival, blocks: DeviceBlocks | None = None) -> None:
+    """Try a test block that was offered, and say in the own row what came of it."""
+    name, rows, words = said.blocks[0], queue.rows, queue.words
+    if wanted(arrival) is None:
+        found = DECLINED
+    else:
+        try:
+            found = PASSED if (blocks or device_blocks()).passes(name) else DIFFERED
+        except (SharedMemoryError, PeerLost, ProtocolError, RuntimeError):
+            found = REFUSED
+    words[answer_word(rows.index, name.token)] = name.token << 24 | rows.incarnation << 8 | found
+
+
+class Undeliverable:
+    """The result of a get for a message that is there no more, or cannot be read here. It is taken all the same."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def tree_of(
+    said: Said,
+    values: bytes | memoryview,
+    schema: Schema,
+    payload: Any,
+    serializer: Any,
+    arrival: Arrival,
+    blocks: DeviceBlocks | None = None,
+) -> Any:
+    """The tree of a message, in memory of the receiver's own; or Undeliverable.
+
+    Args:
+        values: of the tree.
+        payload: of the arena's block.
+
+    Raises:
+        ProtocolError: names or places that do not fit.
+        UnsupportedLeaf: as ``Schema.tree``.
+    """
+    sizes = schema.frame_sizes()
+    if len(said.frames) != len(sizes):
+        raise ProtocolError(f"places of {len(said.frames)} frames, the schema announces {len(sizes)}")
+    reading = _Reading(blocks or device_blocks(), wanted(arrival))
+    frames: list[Any] = []
+    for (index, start), size in zip(said.frames, sizes, strict=True):
+        end = start + size
+        limit = len(payload) if index < 0 else said.blocks[index].nbytes if index < len(said.blocks) else 0
+        if end > limit:
+            raise ProtocolError(f"a frame of {size} bytes at {start} in device block {index}, of {limit}")
+        if index < 0:
+            frames.append(memoryview(bytearray(memoryview(payload)[start:end])))  # so that the block is soon free
+        else:
+            frames.append(_Frame(reading, said.blocks[index], start, size))
+    try:
+        with reading:
+            return schema.tree(memoryview(values), frames, _Decoder(serializer), ALIAS, arrival)
+    except (PeerLost, SharedMemoryError) as error:
+        return Undeliverable(error)
+
+
+class _Reading:
+    """The copies of one message. It ends when they are done."""
+
+    def __init__(self, blocks: DeviceBlocks, device: torch.device | None) -> None:
+        self.blocks, self.device = blocks, device
+        self._events: list[Any] = []
+
+    def copy(self, name: BlockName, start: int, size: int) -> torch.Tensor:
+        """Bytes of a device block, where they are wanted."""
+        made, event = self.blocks.copy_out(name, start, size, self.device)
+        if event is not None:
+            self._events.append(event)
+        return made
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+class _Frame:
+    """A payload that lies in a device block."""
+
+    __slots__ = ("_name", "_reading", "_size", "_start")
+
+    def __init__(self, reading: _Reading, name: BlockName, start: int, size: int) -> None:
+        self._reading, self._name, self._start, self._size = reading, name, start, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> _Frame:
+        start, stop, _ = part.indices(self._size)
+        return _Frame(self._reading, self._name, self._start + start, stop - start)
+
+    def tensor(self, meta: TensorMeta) -> torch.Tensor:
+        """As ``Raw.decode``."""
+        if meta.dtype is None or meta.nbytes != self._size:
+            raise ProtocolError(f"a payload of {self._size} bytes for a tensor of {meta.nbytes} ({meta!r})")
+        order = meta.order or tuple(range(len(meta.shape)))
+        found = self._reading.copy(self._name, self._start, self._size)
+        found = found.view(meta.dtype).view([meta.shape[dim] for dim in order])
+        return found.permute([order.index(dim) for dim in range(len(order))])
+
+
+class _Decoder:
+    """A serializer's, and that of payloads in device blocks, which only ``raw`` has."""
+
+    def __init__(self, serializer: Any) -> None:
+        self._serializer, self.zero_copy = serializer, serializer.zero_copy
+
+    def decode(self, meta: TensorMeta, payload: Any) -> torch.Tensor:
+        """See ``Serializer.decode``."""
+        if isinstance(payload, _Frame):
+            return payload.tensor(meta)
+        return self._serializer.decode(meta, payload)  # type: ignore[no-any-return]

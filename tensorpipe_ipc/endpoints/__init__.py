@@ -1,0 +1,1 @@
+"""The two ends of one path, ``Producer`` and ``Consumer``, and their conversation."""

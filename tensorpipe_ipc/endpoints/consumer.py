@@ -1,0 +1,484 @@
+"""Consumer: the end that messages are taken out of."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from tensorpipe_ipc.cuda import on_device
+from tensorpipe_ipc.cuda.staging import arrival_of
+from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
+from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
+from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
+from tensorpipe_ipc.endpoints.receiving import NOTHING, ReceiveLink
+from tensorpipe_ipc.endpoints.role import how_to_accept
+from tensorpipe_ipc.errors import (
+    Busy,
+    Closed,
+    Empty,
+    EndOfStream,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    SharedMemoryError,
+    UnsupportedLeaf,
+)
+from tensorpipe_ipc.handlers import is_a_signals
+from tensorpipe_ipc.limits import check_count, deadline_of, remaining
+from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.leases import Octets
+from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.serializers import Serializer, serializer_named
+from tensorpipe_ipc.shared_queue.shared_memory import lease_from
+from tensorpipe_ipc.wire.header import Header
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
+from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.wire.schema import ALIAS, schema_of
+
+__all__ = ["Consumer", "ConsumerStatistics"]
+
+_NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
+_EVERYTHING = 1 << 62
+_ENDED = object()  # in the place of a message: the stream has ended
+_TURNS = (
+    256  # messages that are no user's, after which it is looked whether the stream has ended, though more may have come
+)
+_KEPT = 1 << 16  # bytes of metadata: larger ones are looked up anew each time, and not kept
+_OWN = {"auto": BULK - 1, True: _EVERYTHING, False: 0}  # payloads of up to so many bytes are copied out of their frame
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsumerStatistics:
+    """A consumer's figures so far."""
+
+    messages: int
+    """Messages taken."""
+    bytes: int
+    """Bytes of their payloads."""
+    lost: int
+    """Messages of which only the gap came: they were lost on the way. And those that an exception of a signal's handler, Ctrl-C
+    say, took out of the hand of ``get``."""
+    duplicates: int
+    """Messages that came again after a connection broke, and were dropped (over tcp)."""
+    rejected: int
+    """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
+    last_rejection: str
+    """Which rule the last of them broke; empty if there was none."""
+    peers: tuple[str, ...]
+    """The producers that are attached, in words."""
+    transport: str
+    """How messages travel, and why so."""
+    ended: int = 0
+    """Producers that said goodbye."""
+    failed: int = 0
+    """Producers that ended by an exception."""
+    vanished: int = 0
+    """Producers that went without a goodbye, or were given up."""
+
+
+class Consumer:
+    """The end that messages are taken out of. One or many producers put them in, in this process or another.
+
+    One side binds the endpoint, the others connect; who starts first does not matter. Messages of one producer come in the
+    order in which they were put.
+
+    A *stream* ends when its producers have left, and all that they put is taken. How it ended ``get`` tells once: by
+    ``EndOfStream`` where all said goodbye, by ``StreamFailed`` where an exception ended one of them, by ``PeerLost`` where one
+    went without a word, or messages of its did not come. The next ``get`` waits for the next stream. Iterating ends with the
+    stream.
+
+    Leaving a ``with`` block by an exception tells the producers that this end failed, and why.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool = True,
+        accept: Iterable[str] | None = None,
+        device: Any = None,
+        copy: bool | str = "auto",
+        restore: bool = True,
+        as_numpy: bool = False,
+        maxsize: int = 64,
+        shared_memory: Literal["auto", "off", "require"] = "auto",
+        security: Curve | None = None,
+        producers: int | Literal["auto"] | None = "auto",
+        peer_timeout: float = PEER_TIMEOUT,
+    ) -> None:
+        """Open the end. It does not wait for anybody.
+
+        Args:
+            endpoint: ``ipc:///path`` (in a folder that is there), ``tcp://host:port`` (loopback, unless there are keys),
+                ``inproc://name``, or a bare name.
+            bind: whether this side has the address.
+            accept: names of the serializers that producers may use. None: "raw", "numpy", and what is registered here;
+                "torch_save" only where it is named.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
+                are copied straight from shared memory, which is held until that is done.
+            copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
+                else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
+                long as this process has not too much under lease); True: all own; False: none copied.
+            restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
+                own. False: they come as they crossed, and may lie on what they came in (but for what goes to NumPy, of a
+                dtype that NumPy lacks).
+            as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
+            maxsize: the most messages that each producer may have in flight towards this end.
+            shared_memory: "auto": messages come through shared memory from producers of this user on this host, and in
+                frames from others; "off": in frames in any case; "require": producers that cannot use it are refused.
+            security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
+            producers: when a stream ends. "auto": as soon as all producers that came have left, and one came. A number: when so
+                many have left, however late they come. None: never, as for a server; then one that fails or vanishes is logged
+                and counted, and not raised.
+            peer_timeout: seconds after the last sign of life until a producer counts as gone that is out of sight: on another
+                host, or with another runtime folder. Producers of this user on this host are seen to be there or not.
+
+        Raises:
+            UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.
+            TypeError: ``bind`` is no bool, ``maxsize`` no int, ``accept`` a str, or ``security`` no Curve.
+            ValueError: the endpoint is none, its ipc path is too long, ``copy`` or another option is out of range, or
+                ``device`` names none, or goes with ``as_numpy``; ``security`` does not name the keys of the other side;
+                the names of the accepted serializers take more than 2,640 bytes, with 2 for each.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
+            SharedMemoryError: shared memory is required, and the endpoint is inproc.
+        """
+        if isinstance(accept, str):
+            raise TypeError(f"accept={accept!r} is a str; give a list of names: [{accept!r}]")
+        names = None if accept is None else tuple(dict.fromkeys(serializer_named(name).name for name in accept))
+        self._lease_from, self._own = lease_from(copy), _OWN[copy]
+        self._arrival = arrival_of(restore, as_numpy, device)
+        self._link = ReceiveLink(
+            Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
+            accept=names,
+            producers=_number_of(producers),
+        )
+        self._guard = Guard(f"Consumer on {self._link.endpoint}")
+        self._messages = self._bytes = 0
+        self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
+        self._last_parts: Any = None
+        self._finish = weakref.finalize(self, _close_at_last, self._link, self._guard)
+        with undisturbed():
+            self._link.open()
+        self._guard.what = f"Consumer on {self._link.endpoint}"  # with the port that was chosen
+
+    @property
+    def endpoint(self) -> str:
+        """The address in full, with the port that was chosen if it was left open."""
+        return self._link.endpoint
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take one message. What is returned belongs to the caller, and may be written to.
+
+        An exception that a signal's handler raises meanwhile loses the message in hand at most, and counts it as lost.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes, 0 for not at all.
+
+        Returns:
+            The tree that was put.
+
+        Raises:
+            Empty: nothing came in time.
+            EndOfStream: the producers of the stream said goodbye, and all is taken; told once.
+            StreamFailed: they have left, all that they put is taken, and an exception ended one of them; told once.
+            PeerLost: they have left, and one went without a goodbye, or messages of its did not come; told once. Or a message
+                lay in the GPU memory of one that is gone (``cuda_ipc``).
+            UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype or a
+                layout that NumPy lacks. It is dropped.
+            OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``), or than ``device``
+                has memory for. It is dropped.
+            Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
+                memory, and what is in the way of it.
+            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory
+                may hold). The message comes again. Or this process cannot read the GPU memory that the message lay in
+                (``cuda_ipc``): then it is dropped.
+            Closed: the end is closed, also by another thread meanwhile, or was forked.
+            Busy: another thread uses it.
+        """
+        deadline, link = deadline_of(timeout), self._link
+        taken, is_fresh = NOTHING, False
+        try:
+            with self._guard:
+                try:
+                    taken = self._get(deadline)
+                finally:
+                    link.refresh()
+                    is_fresh = True
+                if taken is _ENDED:
+                    raise self._told_end()
+        except BaseException:  # a signal's handler may have raised it
+            if taken.__class__ is tuple:
+                link.lost += 1
+            if not is_fresh:
+                with contextlib.suppress(Busy, Closed), self._guard:
+                    link.refresh()
+            raise
+        self._messages += 1
+        self._bytes += taken[1]
+        return taken[0]
+
+    def get_nowait(self) -> Any:
+        """``get(timeout=0)``."""
+        return self.get(0)
+
+    def fileno(self) -> int:
+        """A descriptor for select, poll and asyncio: readable when ``get_nowait`` would not raise ``Empty``.
+
+        It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
+        """
+        with self._guard:
+            return self._link.fileno()
+
+    def trim(self) -> int:
+        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+
+        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
+
+        Returns:
+            How many bytes that were; 0 without shared memory.
+
+        Raises:
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        with self._guard:
+            return self._link.trim()
+
+    def statistics(self) -> ConsumerStatistics:
+        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        if self._guard.closed and not self._guard.foreign:
+            return self._statistics()
+        with self._guard:
+            return self._statistics()
+
+    def _statistics(self) -> ConsumerStatistics:
+        link = self._link
+        return ConsumerStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            lost=link.lost_so_far,
+            duplicates=link.duplicates,
+            rejected=link.rejected + link.socket.dropped,
+            last_rejection=link.last_rejection,
+            peers=() if self._guard.closed else tuple(str(peer) for peer in link.peers.values()),
+            transport=link.transport(),
+            ended=link.left[How.GOODBYE],
+            failed=link.left[How.FAILED],
+            vanished=link.left[How.LOST],
+        )
+
+    def close(self) -> None:
+        """Say goodbye to the producers and close. Messages that were not taken are lost, and they are told. Again: nothing.
+
+        Any thread may do it. One that waits in ``get`` meanwhile gets ``Closed`` within 100 ms.
+        """
+        with self._guard.to_close() as is_open:
+            if is_open:
+                _close(self._link, self._guard)
+                self._finish.detach()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Take messages until the stream ends.
+
+        Raises:
+            StreamFailed, PeerLost: as ``get``, where it does not end well.
+        """
+        while True:
+            try:
+                yield self.get()
+            except EndOfStream:
+                return
+
+    def __enter__(self) -> Consumer:
+        """Itself.
+
+        Raises:
+            Closed: the end is closed or was forked.
+        """
+        with self._guard:
+            return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+                self._link.end_by(value)
+        finally:
+            self.close()
+
+    def __repr__(self) -> str:
+        state = self._guard.state
+        return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
+
+    def _get(self, deadline: float | None) -> Any:
+        """A tree and its bytes; or ``_ENDED``, which is to be told."""
+        link, turns = self._link, 0
+        link.count_in_hand()
+        while True:
+            self._guard.check()
+            has_ended = link.has_ended()
+            if has_ended and not link.socket.binds:  # before anything of a connector's next binder
+                return _ENDED
+            turns += 1
+            # What came was no message, and more of it may come.
+            if turns > 1 and link.is_late(deadline) and self._is_over(0):
+                return _ENDED
+            left = remaining(deadline)
+            patience = 0 if has_ended else left
+            if link.shares_memory:
+                peer = link.next_ready(patience)
+                if peer is not None:
+                    taken = link.take(peer, self._decode_block, self._lease_from)
+                    if taken.__class__ is tuple:
+                        link.in_hand = False  # it is get's; there is no call in between
+                        return taken
+                    if taken is not NOTHING:
+                        self._raise_or_reject(taken, peer)
+                    continue
+                patience = 0
+            data = link.pump(patience)
+            link.raise_refusal()
+            if data is not None:
+                peer, header, frames = data
+                try:
+                    link.check_memory(peer, header)
+                    taken = self._decode(header, frames)
+                except Exception as error:
+                    if is_a_signals(error, error.__traceback__):
+                        raise
+                    link.taken(peer, header)
+                    self._raise_or_reject(error, peer)
+                else:
+                    link.taken(peer, header)
+                    link.in_hand = False  # as above
+                    return taken
+            elif (turns % _TURNS == 0 or not link.socket.has_incoming()) and self._is_over(left):
+                return _ENDED
+
+    def _is_over(self, left: float) -> bool:
+        """Return whether the stream has ended, as nothing has come.
+
+        Raises:
+            Empty: the time is over, too.
+        """
+        link = self._link
+        if link.has_ended():
+            return True
+        link.complain_if_alone()
+        if left <= 0:
+            raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
+        return False
+
+    def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
+        schema = schema_of(header.schema)
+        if not self._link.accepts(schema.serializer):
+            raise ProtocolError(
+                f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
+            )
+        payloads, nbytes = header.payloads(frames), schema.nbytes
+        schema.check(payloads)
+        serializer = serializer_named(schema.serializer)
+        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
+
+    def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
+        """A message in a block: its tree and bytes, or the error that it is."""
+        try:
+            if metadata == self._last_metadata:
+                parts = self._last_parts
+            else:
+                parts = self._parts(metadata)
+                self._last_metadata, self._last_parts = b"", parts if len(metadata) <= _KEPT else None
+                self._last_metadata = metadata if len(metadata) <= _KEPT else b""
+            how, schema, values, serializer = parts
+            if how & (ON_DEVICE | OFFERS):
+                told = on_device.said_of(values)
+                if how & ON_DEVICE:
+                    tree = on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
+                    return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
+                queue = self._link.asked.queue
+                assert queue is not None
+                on_device.answer(queue, told, self._arrival)
+                values = told.values
+            if how & BY_REFERENCE:
+                said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+                return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
+            region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
+            return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
+        except Exception as error:
+            if is_a_signals(error, error.__traceback__):
+                raise
+            return error
+
+    def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
+        """Return whether it goes by reference; schema, values and serializer."""
+        how, read, values = parts_of(metadata)
+        if how not in (0, BY_REFERENCE, ON_DEVICE, OFFERS):
+            raise ProtocolError(
+                f"a message with flags {how:#x} in a block; endpoints take one of {BY_REFERENCE}, {ON_DEVICE}, {OFFERS}"
+            )
+        schema = schema_of(read)
+        if not self._link.accepts(schema.serializer):
+            raise ProtocolError(
+                f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
+            )
+        return how, schema, values, serializer_named(schema.serializer)
+
+    def _raise_or_reject(self, error: Exception, peer: Peer) -> None:
+        """Tell the caller of a message that was taken and could not be read, where that is its business; else count it.
+
+        Whatever reading it raised, its peer is to blame, and the next message is as good as any.
+        """
+        if isinstance(error, _NO_DEVICE_MEMORY) and not isinstance(error, OutOfMemory):
+            error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
+        if isinstance(error, OutOfMemory):
+            self._link.reject(error, peer)
+        if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
+            self._link.in_hand = False
+            raise error
+        self._link.reject(error, peer)
+        self._link.in_hand = False
+
+    def _told_end(self) -> Exception:
+        """Return what tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
+        unwell = self._link.unwell
+        told = f"{self.endpoint}: every producer has said goodbye, and all is taken"
+        end: Exception = EndOfStream(told)
+        if unwell:
+            told = "; ".join(map(str, unwell))
+            end = lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
+        self._link.next_stream()
+        return end
+
+
+def _number_of(producers: Any) -> int | None:
+    """Return how many producers a stream has; 0: as many as come."""
+    return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
+
+
+def _close_at_last(link: ReceiveLink, guard: Guard) -> None:
+    """Close a consumer's link when the consumer was dropped, or at exit. It must not know the consumer itself."""
+    if postponed(_close_at_last, link, guard):
+        return
+    with guard.at_last() as is_open:
+        if is_open:
+            _close(link, guard)
+
+
+def _close(link: ReceiveLink, guard: Guard) -> None:
+    """Close a consumer's link. May be cut short anywhere by an exception, and called again."""
+    guard.closing = True
+    linger = 0.0
+    try:
+        linger = 1.0 if not link.has_parted and link.say_goodbye() else 0.0
+    finally:
+        with undisturbed():
+            link.close(linger)
+    guard.closed = True

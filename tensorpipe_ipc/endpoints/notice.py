@@ -1,0 +1,125 @@
+"""Notices: what every open end tells whoever looks for it: who is attached to it, how messages travel, and why so.
+
+An end is a library without a thread: while its program computes, or is stopped, it answers nobody. So it writes down
+beforehand what there is to tell, whenever that changes, in the file that it has open anyway (``presence``). Whoever may look
+at the process's descriptors, which is its user, finds that under /proc, in whatever container and folder it is.
+
+::
+
+    u32 crc32 of the rest | u32 n | JSON (n bytes)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import msgspec
+
+from tensorpipe_ipc.endpoints.presence import SUFFIX
+from tensorpipe_ipc.process import Identity, open_files
+
+__all__ = ["Attached", "Notice", "framed", "notices", "read_notice"]
+
+_HEAD = struct.Struct("<II")
+_TRIES = 20  # of reading what is just being written anew
+
+
+class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One peer of an end.
+
+    Attributes:
+        role: "producer" or "consumer".
+        identity: its process.
+        transport: how messages travel between the two, and why so.
+        wanted: whether both ends want shared memory.
+    """
+
+    role: str
+    identity: Identity
+    transport: str
+    wanted: bool
+
+
+class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One end.
+
+    Attributes:
+        endpoint: in full.
+        role: "producer" or "consumer".
+        binds: whether it has the address.
+        identity: its process.
+        peers: those who are attached.
+        refusal: why the binder does not take it in; "" if it does.
+    """
+
+    endpoint: str
+    role: str
+    binds: bool
+    identity: Identity
+    peers: tuple[Attached, ...] = ()
+    refusal: str = ""
+
+
+_decode = msgspec.json.Decoder(Notice).decode
+
+
+def notices() -> Iterator[Notice]:
+    """Return those of all processes that this one may look at."""
+    seen = set()
+    for pid, link, path in open_files():
+        if path.removesuffix(" (deleted)").endswith(SUFFIX):
+            with contextlib.suppress(OSError):
+                status = os.stat(link)
+                found = _read(link) if stat.S_ISREG(status.st_mode) else None
+                # Its peers have the file open, too, and perhaps others of the same process.
+                if found is not None and _is_of(pid, found.identity) and (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    yield found
+
+
+def _read(path: str) -> Notice | None:
+    for _ in range(_TRIES):
+        with open(path, "rb", opener=_without_waiting) as file:
+            found = read_notice(file)
+        if found is not None:
+            return found
+    return None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def framed(notice: Notice) -> bytes:
+    """A notice's bytes."""
+    text = msgspec.json.encode(notice)
+    return _HEAD.pack(zlib.crc32(text), len(text)) + text
+
+
+def read_notice(file: BinaryIO) -> Notice | None:
+    """Return what was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    crc, length = _HEAD.unpack(head)
+    text = file.read(min(length, 1 << 20))
+    if zlib.crc32(text) == crc:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return _decode(text)
+    return None
+
+
+def _is_of(pid: int, identity: Identity) -> bool:
+    """Return whether it is that process's own, and no copy that a fork inherited.
+
+    In its own namespace the process has another number.
+    """
+    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as lines:
+        numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return bool(numbers) and int(numbers[-1]) == identity.pid

@@ -1,0 +1,238 @@
+"""Peer: one other end, as an end of this process knows it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+
+from tensorpipe_ipc.endpoints.assembly import Assembly
+from tensorpipe_ipc.endpoints.presence import Sight
+from tensorpipe_ipc.endpoints.rendezvous import PairQueue
+from tensorpipe_ipc.endpoints.unacknowledged import Kept
+from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
+from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.wire.header import Ending, Hello, failed
+
+__all__ = ["How", "Peer", "ending_by", "lost_or_failed"]
+
+_SILENCE = 2.0  # seconds without a sign of life after which a connection is given up (zmq_sockets)
+
+
+class How(enum.Enum):
+    """A way in which a peer left."""
+
+    GOODBYE = "said goodbye"
+    FAILED = "failed"
+    LOST = "vanished"
+    REFUSED = "was refused"
+    REFUSED_US = "refused this end"
+
+
+class Peer:
+    """One other end, as this end knows it.
+
+    Attributes:
+        routing: its routing id.
+        hello: what it said of itself.
+        sent: sequence of the last message sent to it (by a producer).
+        taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
+        heard: when something last came from it, by time.monotonic().
+        process: that made its connection, as the kernel says, to a binder over ipc; 0: not known.
+        gone_at: when it was first seen to be gone, and more may have been on its way.
+        unread_from: how many messages had come, of all peers, when it was first seen to have ended, or lost its connection,
+            since something last came from it; 0 while it is not.
+        away_at: when its connection was first seen to have ended, until it is heard of again; 0 while it is not.
+        kept: what was sent to it over tcp and is not known to be taken, oldest first.
+        unread: what it says it took, though ZeroMQ was not seen to have let go of it.
+        unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
+        round: the number by which a consumer last asked this peer to send what it misses.
+        served: the other end's ``round`` that was dealt with last.
+        began: ``taken`` when the two met.
+        asked_at: when a consumer asked because of a gap, until the gap is filled.
+        assembly: the large message that a consumer is getting from it in pieces.
+        sight: what is seen of its presence.
+        left: how it left; None while it is there.
+        ending: how it says that it ended.
+        never_came: messages that it had sent, and that will not come.
+        queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
+        by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
+        settled: whether both ends know which of the two it is. It stays so.
+        why_not: why there is no queue.
+        missed: whether a queue that its binder should have was not to be found, at the last look.
+        brought: messages of its that brought something, as far as that is counted: to a port that strangers reach.
+        idle: those that brought nothing since the last that did, or ``idle_from`` (by time.monotonic()).
+        turn: when a producer last chose it, of all the times that it chose from several.
+        room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
+            be more, as nobody else takes them.
+    """
+
+    __slots__ = (
+        "asked_at",
+        "assembly",
+        "away_at",
+        "began",
+        "brought",
+        "by_file",
+        "ending",
+        "gone_at",
+        "heard",
+        "hello",
+        "idle",
+        "idle_from",
+        "kept",
+        "left",
+        "left_at",
+        "missed",
+        "never_came",
+        "process",
+        "queue",
+        "room",
+        "round",
+        "routing",
+        "sent",
+        "served",
+        "settled",
+        "sight",
+        "taken",
+        "turn",
+        "unmarked",
+        "unread",
+        "unread_from",
+        "why_not",
+    )
+
+    def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
+        self.routing = routing
+        self.hello = hello
+        self.sent = 0
+        self.taken = 0
+        self.heard = time.monotonic()
+        self.process = 0
+        self.gone_at = 0.0
+        self.unread_from = 0
+        self.sight = sight or Sight()
+        self.away_at = 0.0
+        self.kept: deque[Kept] = deque()
+        self.unread: deque[Kept] = deque()
+        self.unmarked = 0
+        self.round = 1
+        self.served = hello.round
+        self.began = 0
+        self.asked_at = 0.0
+        self.assembly: Assembly | None = None
+        self.left: How | None = None
+        self.ending = Ending()
+        self.never_came = 0
+        self.left_at = 0.0
+        self.queue: PairQueue | None = None
+        self.by_file = False
+        self.settled = False
+        self.why_not = ""
+        self.missed = False
+        self.brought = 0
+        self.idle = 0
+        self.idle_from = 0.0
+        self.turn = 0
+        self.room = 0
+
+    @property
+    def identity(self) -> Identity:
+        """The process it is in."""
+        return self.hello.identity
+
+    @property
+    def token(self) -> int:
+        """That of the queue which the two have; 0 if there is none."""
+        return self.queue.offer.token if self.queue is not None else 0
+
+    def is_still(self, hello: Hello) -> bool:
+        """Return whether it is the same end that says so."""
+        return self.hello.end == hello.end and self.hello.identity == hello.identity
+
+    @property
+    def resends(self) -> bool:
+        """Return whether it is a producer that sends again what a connection swallowed."""
+        return self.hello.round > 0
+
+    @property
+    def is_near(self) -> bool:
+        """Return whether it is on this host."""
+        return bool(self.identity.boot) and self.identity.boot == identity().boot
+
+    def may_return(self, patience: float) -> bool:
+        """Return whether it is to be waited for, now that its connection has ended. Note since when.
+
+        An end that is seen to be open is waited for, stopped or not.
+
+        Args:
+            patience: seconds since its last sign of life after which one that is out of sight is given up.
+        """
+        self.away_at = self.away_at or time.monotonic()
+        if self.sight.is_out_of_sight:
+            return self.silent_for() < patience
+        return not self.sight.is_gone()
+
+    def silent_for(self) -> float:
+        """Seconds since the last sign of life of one whose connection has ended; of one that says nothing ZeroMQ had some."""
+        return time.monotonic() - max(self.heard, self.away_at - _SILENCE)
+
+    def is_there(self) -> bool:
+        """Return whether messages may be sent to it: it is neither away, nor seen to be gone and yet to be heard to the end."""
+        return self.settled and not self.away_at and not self.gone_at
+
+    def heard_of(self) -> None:
+        """Note that something came from it."""
+        self.heard, self.away_at, self.unread_from = time.monotonic(), 0.0, 0
+
+    def leave(self, how: How, ending: Ending | None = None) -> None:
+        """Note that it left, how, and when."""
+        self.left, self.left_at = how, time.monotonic()
+        self.ending = ending or self.ending
+        self.sight.close()
+
+    def __str__(self) -> str:
+        now = time.monotonic()
+        who = f"{self.hello.role} {self.identity}"
+        if self.left is not None:
+            origin = f" (raised by {self.ending.origin})" if self.ending.origin else ""
+            why = f": {self.ending.failure}{origin}" if self.ending.failure else ""
+            missed = f", and {self.never_came} of its messages did not come" if self.never_came else ""
+            return f"{who} {self.left.value} {now - self.left_at:.1f} s ago{missed}{why}"
+        out_of_sight = f"out of sight: {self.sight.why_not}" if self.sight.is_out_of_sight else ""
+        state = out_of_sight or ("gone" if self.sight.is_gone() else "present")
+        if self.away_at:
+            return f"{who} ({state}, not heard of for {self.silent_for():.1f} s)"
+        if self.by_file:
+            return f"{who} ({state}, met by its file, not heard from yet)"
+        return f"{who} ({state}, last heard from {now - self.heard:.1f} s ago)"
+
+
+def ending_by(error: BaseException | None) -> Ending:
+    """Return how an end ends whose ``with`` block is left by an exception, or by none.
+
+    A stream that has ended, and ``sys.exit`` without a status or with 0, end it well. What another end failed by is passed on.
+    """
+    if error is None or isinstance(error, EndOfStream):
+        return Ending()
+    name = type(error).__name__
+    try:
+        if isinstance(error, SystemExit) and not error.code:
+            return Ending()
+        if isinstance(error, StreamFailed) and error.failure:
+            return failed(error.failure, error.origin)
+        text = str(error)
+        return failed(f"{name}: {text}" if text else name)
+    except Exception as unspeakable:  # the user's own code: whatever it does, the end has failed, and is closed
+        return failed(f"{name} (and its text raises {type(unspeakable).__name__})")
+
+
+def lost_or_failed(text: str, peers: list[Peer]) -> PeerLost:
+    """Return the error that tells of peers that did not end well: StreamFailed, if one of them failed."""
+    for peer in peers:
+        if peer.left is How.FAILED:
+            error = StreamFailed(text)
+            error.failure = peer.ending.failure
+            error.origin = peer.ending.origin or f"{peer.hello.role} {peer.identity}"
+            return error
+    return PeerLost(text)

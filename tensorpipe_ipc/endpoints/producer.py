@@ -1,0 +1,513 @@
+"""Producer: the end that messages are put into."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from tensorpipe_ipc.cuda.on_device import Lender
+from tensorpipe_ipc.cuda.staging import staged
+from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
+from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
+from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
+from tensorpipe_ipc.endpoints.rendezvous import PairQueue
+from tensorpipe_ipc.endpoints.sending import Held, NotHandedOver, SendLink
+from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
+from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.loan import Loan
+from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.serializers import limited, serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
+from tensorpipe_ipc.wire.flatten import flatten
+from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
+from tensorpipe_ipc.wire.layout import Block
+from tensorpipe_ipc.wire.message import Outgoing, encode
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
+
+__all__ = ["Producer", "ProducerStatistics"]
+
+_CREDIT = 0.1  # seconds that word of what was taken may be on its way, in frames, whatever the linger
+_FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
+# Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
+_ONLY_FAREWELL = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProducerStatistics:
+    """A producer's figures so far."""
+
+    messages: int
+    """Messages put."""
+    bytes: int
+    """Bytes of their payloads."""
+    in_flight: int
+    """Messages that no consumer has taken yet."""
+    lost: int
+    """Messages that were in flight when the consumer that had them left. What ``get`` had returned there is not among them; but
+    in frames a consumer that was killed, or cut off, may have had some of them."""
+    resent: int
+    """Messages sent again, as it was not known whether they had come when a connection broke (over tcp)."""
+    rejected: int
+    """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
+    last_rejection: str
+    """Which rule the last of them broke; empty if there was none."""
+    waits: int
+    """How often put had to wait for a consumer or for credit."""
+    seconds_waited: float
+    """How long it waited, in all."""
+    peers: tuple[str, ...]
+    """The consumers that are attached, in words."""
+    transport: str
+    """How messages travel, and why so."""
+    overflowed: int
+    """Items that ``wire_dtype`` made infinite (in float8_e4m3fn, which has no inf: 448 or nan). Those of tensors
+    under 64 KiB count at each try: also where the put ended in ``Full``."""
+    worst_error: float
+    """The largest relative error that ``wire_dtype`` made, of up to 4,096 items of each tensor."""
+    on_device: int = 0
+    """Messages to the consumers that are attached whose large GPU tensors stayed on their GPU (``cuda_ipc``)."""
+    staged_because: str = ""
+    """Why the last one with such tensors, to any of them, did not, but went through the CPU's memory; "" where it did."""
+
+
+class Producer:
+    """The end that messages are put into. One or many consumers take them out, in this process or another.
+
+    One side binds the endpoint, the others connect; who starts first does not matter. A message goes to one consumer: with
+    several, to the one that has least to do.
+
+    Leaving a ``with`` block waits until all is taken, as ``flush`` does, up to ``linger`` seconds. It raises ``PeerLost`` for
+    what was not, or warns of it where an exception is on its way. An exception that leaves the block, ``KeyboardInterrupt``
+    and ``sys.exit(3)`` among them, ends the stream as *failed*: its consumers get ``StreamFailed``, after all that was put,
+    with the type and text of it. So does what a consumer in the block raises because the stage before this one failed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        bind: bool = False,
+        serializer: str = "raw",
+        wire_dtype: torch.dtype | None = None,
+        maxsize: int = 64,
+        shared_memory: Literal["auto", "off", "require"] = "auto",
+        linger: float = 5.0,
+        security: Curve | None = None,
+        cuda_ipc: bool = False,
+        peer_timeout: float = PEER_TIMEOUT,
+    ) -> None:
+        """Open the end. It does not wait for anybody.
+
+        Args:
+            endpoint: ``ipc:///path`` (in a folder that is there), ``tcp://host:port`` (loopback, unless there are keys),
+                ``inproc://name``, or a bare name.
+            bind: whether this side has the address.
+            serializer: the name of the serializer for tensors: "raw", "numpy", "torch_save", or one registered.
+            wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
+                are wider than it cross as it, and get their own dtype back on arrival. ``statistics()`` says what that cost.
+                All else goes as it is.
+            maxsize: the most messages that may have been put and not yet been taken. The consumer's own limit counts too.
+            shared_memory: "auto": messages go through shared memory to consumers of this user on this host, and in frames
+                to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
+            linger: seconds that ``close`` waits for messages to be taken.
+            security: keys, and whose are let in; both sides need them, and over tcp between hosts they must be.
+            cuda_ipc: through shared memory large GPU tensors stay on their GPU, where the consumer wants them on a GPU
+                (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the consumer's own.
+                Such a message is lost if this process ends before it was taken. Else they are staged, and ``statistics()``
+                says why. With ``wire_dtype`` they always are.
+            peer_timeout: seconds after the last sign of life until a consumer counts as gone that is out of sight: on another
+                host, or with another runtime folder. Consumers of this user on this host are seen to be there or not.
+
+        Raises:
+            UnknownSerializer: no serializer of that name; the known ones are named.
+            TypeError: ``bind`` is no bool, ``maxsize`` no int, or ``security`` no Curve.
+            ValueError: the endpoint is none, its ipc path is too long, ``wire_dtype`` or an option is out of range;
+                ``security`` does not name the keys of the other side.
+            Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
+                a key file cannot be used.
+            SharedMemoryError: shared memory is required, and the endpoint is inproc.
+        """
+        named = serializer_named(serializer)
+        narrowing(named, wire_dtype)  # raises, if it is none
+        linger = check_seconds(linger, "linger")
+        opening = Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout)
+        self._link = SendLink(opening, serializer)
+        self._serializer = limited(named, self._link.most)
+        self._narrowing = narrowing(self._serializer, wire_dtype)
+        self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
+        if cuda_ipc:
+            self._lenders = weakref.WeakKeyDictionary()
+            self._link.in_one_block = functools.partial(_lent, self._lenders)
+        self._guard = Guard(f"Producer on {self._link.endpoint}")
+        self._messages = self._bytes = self._waits = 0
+        self._seconds_waited = 0.0
+        self._linger = linger
+        self._finish = weakref.finalize(self, _close_or_warn, self._link, self._guard, linger)
+        with undisturbed():
+            self._link.open()
+        self._guard.what = f"Producer on {self._link.endpoint}"  # with the port that was chosen
+
+    @property
+    def endpoint(self) -> str:
+        """The address in full, with the port that was chosen if it was left open."""
+        return self._link.endpoint
+
+    def put(self, tree: Any, timeout: float | None = None, *, move: bool = False) -> None:
+        """Send one message. When this returns, the tree has been read: it may be changed or dropped.
+
+        Through shared memory it survives this process from then on. In frames it does so once ``flush`` has returned. Over
+        tcp it is kept until it is known to be taken, and sent again where a connection broke before.
+
+        An exception that a signal's handler raises meanwhile leaves the message sent, once, or not sent.
+
+        Args:
+            tree: tensors, arrays, storages, numbers, str, bytes, None, and lists, tuples, dicts, registered NamedTuples
+                and dataclasses of them.
+            timeout: seconds to wait for a consumer with room; None for as long as it takes, 0 for not at all.
+            move: give the tensors away, by reference where that is possible: where the large ones lie in one block that
+                this end lent (``loan``), the consumer shares that memory, and no view, array, storage or DLPack capsule of
+                it, nor a child forked since, is left besides the tensors in the tree. These are then *empty*, of shape
+                (0,). Otherwise the tree is copied, and stays as it was.
+
+        Raises:
+            Full: no consumer had room in time, or, over tcp, 256 MiB are kept for them. Who holds what is named; nothing was
+                sent.
+            UnsupportedLeaf: something in the tree cannot be sent; its path is named, and what to do. Nothing was sent.
+            Refused: the consumer does not accept this serializer, or one of the two requires shared memory, and what is in
+                the way of it; both ends are named.
+            SharedMemoryError: the message is larger than shared memory may ever be.
+            OutOfMemory: something in the tree has gaps or overlaps, and there is no memory to gather it in; or there is none
+                to keep so large a message in. Nothing was sent.
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        held = None
+        handover = self._handover_of(tree) if move else None
+        if handover is not None:
+            message = encode(tree, self._serializer)
+            said = moving.placed(message, handover)
+            held = None if said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
+        if held is None:
+            message = self._copied(tree)
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._send(tree, message, deadline, held=held)
+
+    def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
+        """Tensors that lie where the consumer will read them, to be filled, and sent without a copy::
+
+            with producer.loan((3, 1080, 1920), torch.uint8) as frame:
+                camera.read_into(frame)
+
+        On leaving the block they are put as ``put(..., move=True)`` does: no alias of them should be left (else they are
+        copied), and they are empty then. On an exception they are not put; their memory is free when they are gone. Where
+        there is no room in time, Full is raised, and they stay the caller's. Where messages go in frames, they lie in
+        memory of torch's own, and stay as they are.
+
+        Args:
+            tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples, to be sent as it is
+                when the block is left.
+            dtype: with a shape.
+            timeout: seconds to wait on entering for a consumer, as it decides where the tensors lie, and for memory; and on
+                leaving for room; None: for ever.
+        """
+        return Loan(self, tensors, dtype, timeout)
+
+    def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
+        """Lend, as ``loan`` does on entering: tensors in one block where that is possible, not initialised."""
+        deadline = deadline_of(timeout)
+        with self._guard:
+            while any(spec.nbytes for spec in specs):
+                queue, left = self._place(deadline), remaining(deadline)
+                if queue is None:
+                    break
+                try:
+                    return made(specs, queue.leases, functools.partial(queue.block_for, min(left, SLICE)))
+                except Full:  # who keeps the memory may have died, and its death is seen to here
+                    if left < SLICE:
+                        raise
+                self._guard.check()
+                self._link.look_around()
+        return made(specs)
+
+    def put_nowait(self, tree: Any) -> None:
+        """``put(tree, timeout=0)``."""
+        self.put(tree, 0)
+
+    def wait_for(self, consumers: int = 1, timeout: float | None = None) -> None:
+        """Wait until so many consumers are attached.
+
+        Args:
+            consumers: at least 1.
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            Full: fewer came in time.
+        """
+        check_count(consumers, "consumers")
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._link.drain()
+            while self._link.settled < consumers:
+                self._wait(deadline, f"{self._link.settled} of {consumers} consumers attached")
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until every message that was put has been taken.
+
+        Over tcp a connection that breaks may swallow a consumer's word of that. It repeats it in its next ``get``.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Raises:
+            Full: some were not taken in time. Who holds them is named.
+            PeerLost: a consumer left with messages that it had not taken. They are lost; it is told once. ``StreamFailed``
+                where an exception ended that consumer.
+        """
+        deadline = deadline_of(timeout)
+        with self._guard:
+            self._link.drain()
+            while self._link.in_flight:
+                self._wait(deadline, "messages not taken")
+            self._tell_of_losses()
+
+    def trim(self) -> int:
+        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+
+        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
+
+        Returns:
+            How many bytes that were; 0 without shared memory.
+
+        Raises:
+            Closed: the end is closed or was forked.
+            Busy: another thread uses it.
+        """
+        with self._guard:
+            return self._link.trim()
+
+    def statistics(self) -> ProducerStatistics:
+        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        if self._guard.closed and not self._guard.foreign:
+            return self._statistics()
+        with self._guard:
+            self._link.drain()
+            self._link.look_around()
+            return self._statistics()
+
+    def _statistics(self) -> ProducerStatistics:
+        link, lenders = self._link, list((self._lenders or {}).values())
+        peers = () if self._guard.closed else tuple(str(peer) for peer in link.peers.values() if peer.settled)
+        return ProducerStatistics(
+            messages=self._messages,
+            bytes=self._bytes,
+            in_flight=link.in_flight,
+            lost=link.lost,
+            resent=link.resent,
+            rejected=link.rejected + link.socket.dropped,
+            last_rejection=link.last_rejection,
+            waits=self._waits,
+            seconds_waited=self._seconds_waited,
+            peers=peers,
+            transport=link.transport(),
+            overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
+            worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
+            on_device=sum(lender.on_device for lender in lenders),
+            staged_because=next((each.staged_because for each in lenders if each.staged_because), ""),
+        )
+
+    def close(self) -> None:
+        """Wait up to ``linger`` seconds until all messages are taken, say goodbye and close. Again: nothing.
+
+        A warning says how many messages were not taken, and which consumers left without having taken theirs, unless
+        ``flush`` has told.
+
+        Any thread may do it. One that waits in ``put`` or ``flush`` meanwhile gets ``Closed`` within 100 ms.
+        """
+        told, _ = self._close()
+        if told:
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+    def _close(self) -> tuple[str, list[Peer]]:
+        """Close. Return what was not taken, in words, and by whom that left."""
+        with self._guard.to_close() as is_open:
+            told = _close(self._link, self._guard, self._linger) if is_open else ("", [])
+            self._finish.detach()
+            return told
+
+    def __enter__(self) -> Producer:
+        """Itself.
+
+        Raises:
+            Closed: the end is closed or was forked.
+        """
+        with self._guard:
+            return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
+                self._link.end_by(value)
+        finally:
+            told, peers = self._close()
+        if told and value is None:
+            raise lost_or_failed(told, peers)
+        if told:
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        in_flight = "" if self._guard.foreign else f" in_flight={self._link.in_flight}"
+        return f"<Producer {self.endpoint} {self._guard.state} put={self._messages}{in_flight}>"
+
+    def _handover_of(self, tree: Any) -> Handover | None:
+        """The block that the tree's tensors lie in and may leave with, if they do."""
+        with self._guard:
+            queue = self._link.any_queue()
+        if queue is None:
+            return None
+        flat = flatten(tree)
+        return (
+            moving.handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
+        )
+
+    def _place(self, deadline: float | None) -> PairQueue | None:
+        """A queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
+        link = self._link
+        link.drain()
+        link.raise_refusal()
+        while not link.knows_the_way():
+            self._wait(deadline, "no consumer")
+        return link.any_queue()
+
+    def _copied(self, tree: Any) -> Outgoing:
+        """A tree as it goes where its tensors are not handed over."""
+        return encode(tree, staged(self._narrowing or self._serializer))
+
+    def _send(self, tree: Any, message: Outgoing, deadline: float | None, *, held: Held | None) -> None:
+        link = self._link
+        while True:
+            peer = self._reserve(deadline)
+            try:
+                if link.send(peer, message, remaining(deadline), held=held):
+                    break
+            except NotHandedOver:
+                message, held = self._copied(tree), None
+            self._guard.check()  # it may have waited for memory
+        self._messages += 1
+        self._bytes += message.nbytes
+        if link.needs_credit():  # now that the message is on its way
+            link.drain(in_passing=True)
+
+    def _reserve(self, deadline: float | None) -> Peer:
+        """A consumer with room."""
+        link = self._link
+        link.raise_refusal()
+        if link.is_stale():
+            link.drain(in_passing=True)
+            link.look_around()  # one can put for long after the other end is gone
+        peer = link.choose()
+        if peer is None:
+            link.drain(in_passing=remaining(deadline) > 0)
+            peer = link.choose()
+        if peer is None:
+            self._waits += 1
+            started = time.monotonic()
+            try:
+                while peer is None:
+                    self._wait(deadline, "no room")
+                    peer = link.choose()
+            finally:
+                self._seconds_waited += time.monotonic() - started
+        return peer
+
+    def _wait(self, deadline: float | None, what: str) -> None:
+        self._guard.check()
+        left = remaining(deadline)
+        if left <= 0:
+            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.trouble()}")
+        self._link.wait(left)
+        self._link.complain_if_alone()
+        self._link.raise_refusal()
+
+    def _tell_of_losses(self) -> None:
+        losses, self._link.left_behind = self._link.left_behind, []
+        if losses:
+            raise lost_or_failed(f"{self.endpoint}: {'; '.join(map(_lost_with, losses))}", [peer for peer, _ in losses])
+
+
+def _lost_with(loss: tuple[Peer, int]) -> str:
+    return f"{loss[0]} with {loss[1]} messages that it had not taken"
+
+
+def _lent(
+    lenders: weakref.WeakKeyDictionary[PairQueue, Lender], queue: PairQueue, message: Outgoing
+) -> tuple[Block, bytes]:
+    lender = lenders.get(queue) or lenders.setdefault(queue, Lender(queue))
+    return lender.in_one_block(message)
+
+
+def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
+    """Close a producer's link when the producer was dropped, or at exit."""
+    if postponed(_close_or_warn, link, guard, linger):
+        return
+    with guard.at_last() as is_open:
+        told, _ = _close(link, guard, linger) if is_open else ("", [])
+    if told:
+        warnings.warn(told, RuntimeWarning, stacklevel=2)
+
+
+def _close(link: SendLink, guard: Guard, linger: float) -> tuple[str, list[Peer]]:
+    """Close a producer's link. It must not know the producer itself.
+
+    May be cut short anywhere by an exception, and called again.
+
+    Returns:
+        What was not taken and nobody was told of, in words; and the consumers that left without having taken it.
+    """
+    guard.closing = True
+    untaken, farewell = "", _FAREWELL
+    try:
+        if not link.has_parted:
+            untaken, farewell = _take_leave(link, linger)
+    finally:
+        with undisturbed():
+            link.close(farewell)
+    guard.closed = True
+    losses, link.left_behind = link.left_behind, []
+    told = "; ".join(filter(None, [*map(_lost_with, losses), untaken]))
+    return f"{link.endpoint}: {told}" if told else "", [peer for peer, _ in losses]
+
+
+def _take_leave(link: SendLink, linger: float) -> tuple[str, float]:
+    """Wait, and say goodbye. Return what was not taken, in words, and how long the goodbye may take to leave."""
+    deadline = deadline_of(max(linger, _CREDIT) if link.frames_in_flight else linger)
+    try:
+        if link.in_flight:
+            link.drain()  # what was taken by now counts as taken, also without linger
+        while link.in_flight and remaining(deadline) > 0:
+            link.wait(remaining(deadline))
+        if link.in_flight:
+            link.drain()
+            link.look_around(at_once=True)  # a consumer that has just closed says what it took
+    finally:
+        left, blocked = link.in_flight, link.why_blocked() + link.trouble()
+        told = link.say_goodbye()
+    if not left:
+        return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
+    return (
+        f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
+        _FAREWELL if told else 0.0,
+    )

@@ -1,0 +1,489 @@
+"""ReceiveLink: the consumer's side of a link. Order, credit given back, and when the stream has ended."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
+from tensorpipe_ipc.endpoints.link import Link, Opening, log
+from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
+from tensorpipe_ipc.shared_queue.get_end import Decode
+from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, pack_control, piece_of
+from tensorpipe_ipc.zeromq.alarm import Alarm
+
+__all__ = ["NOTHING", "ReceiveLink"]
+
+_MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
+_AGAIN = 0.5  # seconds
+_REMEMBERED = 1000  # producers that vanished
+_TOLD = 16  # producers that did not end well, and are named
+_TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
+NOTHING: Any = object()  # there is no message, as None might be one
+
+
+class ReceiveLink(Link):
+    """A consumer's link.
+
+    Attributes:
+        met_any: whether any producer ever came.
+        duplicates: messages that came again, and were dropped.
+        producers: how many must end for the stream to end; 0: all that came; None: it never ends.
+        ended: producers that have left since the last stream ended.
+        unwell: those of them that failed, vanished, or left messages on the way.
+        left: how many left in each way, in all.
+        asked: who was last asked for a message.
+        in_hand: whether a message was taken that ``get`` has not returned. If an exception of a signal's handler takes it
+            away, the next use counts it as lost.
+    """
+
+    role = "consumer"
+
+    def __init__(self, opening: Opening, *, accept: tuple[str, ...] | None, producers: int | None = 0) -> None:
+        self._accept = accept
+        size = names_size(self._accepted())
+        if size > MAX_NAMES:
+            raise ValueError(
+                f"the names of {len(self._accepted())} serializers take {size} bytes of this end's HELLO, the limit is "
+                f"{MAX_NAMES}: name fewer in accept="
+            )
+        self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
+        self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
+        self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
+        self._misses = 0
+        self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
+        self.met_any = False
+        self.asked: Peer
+        self.duplicates = 0
+        self._regions = Regions()
+        # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
+        self._round = 1 - opening.bind
+        # By end: what was last taken from those who vanished, and may come back, in which stream that was, and what never came.
+        self._known: dict[int, tuple[int, int, int]] = {}
+        self._stream = 1
+        self.producers = producers
+        self.ended = 0
+        self.unwell: list[Peer] = []
+        self.left = dict.fromkeys(How, 0)
+        self._alarm: Alarm | None = None
+        self._due = 0.0  # when it is
+        self.in_hand = False
+        super().__init__(opening)
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """See Link."""
+        taken = 0 if peer is None else peer.taken
+        return Hello(
+            self.role,
+            identity(),
+            self.window,
+            accepts=self._accepted(),
+            sequence=taken,
+            shared_memory=self.arrangement.terms(peer),
+            end=self.end,
+            folder=self.folder,
+            round=self._round if peer is None else peer.round,
+        )
+
+    # -- queues
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether there is any queue."""
+        return bool(self._sharing)
+
+    def shares(self, peer: Peer) -> None:
+        """See Link."""
+        assert peer.queue is not None
+        fd = peer.queue.tickets.fileno()
+        self.socket.watch(fd)
+        self._sharing[fd] = peer
+        self._only = None
+
+    def unshare(self, peer: Peer) -> None:
+        """See Link."""
+        if peer.queue is not None:
+            self.lost += peer.queue.lost  # first: ``lost_so_far`` asks those that are shared
+            peer.queue.lost = 0
+            fd = peer.queue.tickets.fileno()
+            self._sharing.pop(fd, None)
+            self.socket.unwatch(fd)
+        self._only = None
+        super().unshare(peer)
+
+    def has_ended(self) -> bool:
+        """Return whether the producers of a stream have left, and nothing of theirs is left."""
+        if self.producers is None:
+            return False
+        if self.producers:
+            return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
+        return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
+
+    def finishes(self) -> bool:
+        """See Meeting."""
+        return bool(self._sharing) or self.has_ended()
+
+    def next_stream(self) -> None:
+        """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
+        self.unwell, self.met_any, self._stream = [], False, self._stream + 1
+        self.ended -= self.producers or self.ended
+
+    def holds_back(self) -> bool:
+        """Return whether an interrupted get left a message that no descriptor tells of."""
+        return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
+        fd = self.socket.fileno()
+        self.introduce(0)
+        self.refresh()
+        return fd
+
+    def refresh(self) -> None:
+        """Bring ``fileno`` up to date, after whatever was done with the link."""
+        if self.socket.is_watched:
+            ready = self.socket.look() or self.owes_greeting() or self.has_lost_connection()
+            self.socket.show(ready or self.has_ended() or self.holds_back())
+            self._tick()
+
+    def _tick(self) -> None:
+        """Have the descriptor tell from time to time, while there is anybody, that it is to be looked who still is there."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            if self._alarm.fd >= 0:
+                self.socket.watch(self._alarm.fd)
+        now = time.monotonic()
+        is_to_look = bool(self.peers) or self.spares.any_claimed or self.is_left_over()
+        if is_to_look and now >= self._due:
+            self._due = now + _TICK
+            self._alarm.set(_TICK)
+        elif not is_to_look and self._due:
+            self._due = 0.0
+            self._alarm.set(0)
+
+    def next_ready(self, timeout: float) -> Peer | None:
+        """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
+        something came to the socket, whose turn it is then."""
+        if self._only is not None and not self.is_stale():
+            return self._only
+        if not self._ready:
+            self._look_for_ready(timeout)
+        return self._ready.popleft() if self._ready else None
+
+    def _look_for_ready(self, timeout: float) -> None:
+        ready, sharing = self._ready, self._sharing
+        self._only = None
+        self._drained = began = time.monotonic()
+        ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.holds_back)
+        listens, incoming = began >= self._listens_from, False
+        found = [] if listens else self.socket.wait_any(0)
+        if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
+            spent = time.thread_time()
+            self.introduce(0)
+            incoming = not self.socket.is_silent()
+            if not incoming:  # else it is known what it was when it has been heard
+                self._listened(spent)
+            found = self.socket.wait_any(0 if incoming or ready else timeout)
+        for fd in found:
+            if fd in sharing:
+                peer = sharing[fd]
+                peer.room = peer.room or 1
+                ready.append(peer)
+            elif self._alarm is not None and fd == self._alarm.fd:
+                self._alarm.set(0)
+                self._due = 0.0
+        if incoming:
+            ready.append(None)
+        elif not ready:
+            self.look_around()
+            ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
+
+    def pump(self, timeout: float) -> tuple[Peer, Header, list[Any]] | None:
+        """See Link. While a queue has messages, what is none of its own has a fifth of the time: there may be no end of it."""
+        if not self._sharing:
+            return super().pump(timeout)
+        self.look_now_and_then()  # which is no talk of anybody's
+        spent, heard = time.thread_time(), self._came + self.socket.dropped
+        data = super().pump(timeout)
+        if data is None and self._came + self.socket.dropped > heard:
+            self._listened(spent)
+        return data
+
+    def _listened(self, spent: float) -> None:
+        # Of the last turn only: what was heard while no queue had anything took nothing from one.
+        self._listens_from = time.monotonic() + 4 * (time.thread_time() - spent)
+
+    def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
+        """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
+        queue = peer.queue
+        if queue is None:
+            return NOTHING
+        self.asked = peer
+        message = self._take(peer, queue, decode, lease_from)
+        if message is not NOTHING:
+            self.in_hand = self.met_any = True
+            peer.heard = time.monotonic()
+            self._misses -= 1
+            if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:
+                self._only = peer
+        if peer.left:
+            self._forget_if_drained(peer)
+        return message
+
+    @property
+    def lost_so_far(self) -> int:
+        """Messages that were lost: ``lost``, and by exceptions that came inside a get of a queue, or behind it."""
+        queues = [peer.queue for peer in self._sharing.values()]
+        return self.lost + self.in_hand + sum(queue.lost for queue in queues if queue is not None)
+
+    def count_in_hand(self) -> None:
+        """Count the message as lost that an exception of a signal's handler took out of the last get's hand, if it did."""
+        if self.in_hand:
+            self.lost += 1
+            self.in_hand = False
+
+    def _take(self, peer: Peer, queue: Any, decode: Decode, lease_from: int) -> Any:
+        try:
+            if queue.holds_back:
+                peer.room = 0  # it may take what is there, too
+                return queue.get(0, decode, lease_from)
+            if peer.room <= 0:
+                peer.room = queue.tickets.unread()
+                if not peer.room:
+                    self._only, self._misses = None, _MISSES
+                    return NOTHING
+            peer.room -= 1
+            return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
+        except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
+            self._only = None
+        except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
+            self.reject(error)
+            self._break_off(peer)
+        return NOTHING
+
+    def _break_off(self, peer: Peer) -> None:
+        """Nothing that its queue holds can be believed any more."""
+        if peer.left:
+            self.unshare(peer)
+        else:
+            peer.ending = Ending("it broke the rules of the queue")
+            self._leaves(peer, How.LOST)
+            self.unshare(peer)
+
+    def _forget_if_drained(self, peer: Peer) -> None:
+        if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.holds_back:
+            self.unshare(peer)
+
+    # -- frames
+
+    def accepts(self, serializer: str) -> bool:
+        """Return whether messages made by that serializer are taken here."""
+        return serializer not in ONLY_BY_NAME if self._accept is None else serializer in self._accept
+
+    def _accepted(self) -> tuple[str, ...]:
+        return accepted_by_default() if self._accept is None else self._accept
+
+    def taken(self, peer: Peer, header: Header, *, is_whole: bool = True) -> None:
+        """Tell the producer that its message was taken: it may send another. Those that it skipped are counted as lost.
+
+        An exception that comes before it is counted as taken has it come again.
+        """
+        self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
+        skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
+        self.lost += skipped  # by an exception inside this end's own get, of which its caller knows
+        peer.assembly, peer.asked_at = None, 0.0
+        self.socket.received()
+
+    def expects(self, peer: Peer, header: Header) -> bool:
+        """See Link. Ones that were taken before are dropped; what comes after a gap is, too, if the gap can be filled."""
+        if peer.queue is not None:
+            raise ProtocolError("DATA in frames from a producer that shares memory")
+        if header.sequence <= peer.taken:
+            self.duplicates += 1
+            return False
+        return self._is_next(peer, header)
+
+    def _is_next(self, peer: Peer, header: Header) -> bool:
+        if header.sequence == peer.taken + 1 or not peer.resends:
+            return True
+        self._ask(peer)
+        return False
+
+    def _ask(self, peer: Peer) -> None:
+        """Ask for what is missing; again only if that was of no use for a while."""
+        now = time.monotonic()
+        if now - peer.asked_at > _AGAIN:
+            peer.asked_at = now
+            self._next_round(peer)
+            kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
+            self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
+
+    def look_around(self, *, at_once: bool = False) -> None:
+        """See Link."""
+        super().look_around(at_once=at_once)
+        for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
+            self._forget_if_drained(peer)
+
+    def tore(self) -> None:
+        """See Link. It has to be sent again, and may have been the last."""
+        super().tore()
+        for peer in self.peers.values():
+            if peer.resends and peer.queue is None:
+                peer.asked_at = 0.0
+                self._ask(peer)
+
+    def reconnected(self) -> None:
+        """See Link. Its binder may have met this end by the last connection, and sent what was lost with it."""
+        self._round += 1
+        for peer in self.peers.values():
+            peer.round = self._round
+
+    def _next_round(self, peer: Peer) -> None:
+        self._round = peer.round = max(self._round, peer.round) + 1
+
+    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+        """See Link. It is put in its place; DATA of the same number completes the message."""
+        if peer.queue is not None or len(frames) != 2:
+            raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
+        if header.sequence <= peer.taken or not self._is_next(peer, header):
+            return
+        if peer.assembly is None or peer.assembly.sequence != header.sequence:
+            peer.assembly = Assembly(header.sequence, piece_of(header), self._regions)
+        try:
+            is_in_place = peer.assembly.add(header, frames[1])
+        except ProtocolError:
+            peer.assembly = None  # its message will not come again as another
+            raise
+        if not is_in_place:
+            self._ask(peer)
+
+    def lacks_pieces(self, peer: Peer, header: Header) -> bool:
+        """See Role. An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
+        assembly, is_torn = peer.assembly, peer.asked_at > 0 or self.socket.torn_at > self._torn_at
+        if (
+            not peer.resends
+            or not is_torn
+            or assembly is None
+            or assembly.sequence != header.sequence
+            or assembly.is_complete
+        ):
+            return False
+        self._ask(peer)
+        return True
+
+    def check_memory(self, peer: Peer, header: Header) -> None:
+        """See that there was memory for the pieces of a message that is complete.
+
+        Raises:
+            OutOfMemory: there was none.
+        """
+        assembly = peer.assembly
+        if assembly is not None and assembly.sequence == header.sequence and assembly.refused:
+            raise OutOfMemory(f"{self.endpoint}: {peer} sent {assembly.refused}")
+
+    def met(self, peer: Peer) -> None:
+        """See Role."""
+        self._round += self.socket.binds
+        peer.round = self._round
+        end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
+        if end in known:  # one that was given up is back
+            taken, stream, never_came = known[end]
+            sequence = sequence if sequence > taken else taken
+            self.lost += sequence - taken  # what was given up with it
+            if stream == self._stream:  # it had not gone: its end will tell of all that is missing
+                peer.never_came = never_came + sequence - taken
+                self.unwell = [each for each in self.unwell if each.hello.end != end]
+            del known[end]
+            self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
+        peer.began = peer.taken = sequence
+
+    def close(self, linger: float) -> None:
+        """Close the socket, and let go of the queues."""
+        self.has_parted = True
+        try:
+            self.transport()  # is told as it last was
+            for peer in list(self._sharing.values()):
+                self.unshare(peer)
+        finally:
+            self.disconnect(linger)
+            if self._alarm is not None:
+                self._alarm.close()
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """See Link. All that it sent before saying so has come in before, or never will."""
+        self.met_any = self.met_any or peer.settled
+        if peer.queue is None and sequence > peer.taken:
+            # One that sends again will not send those: it has given them up. But for what one that connects says by the
+            # connection by which the two met: then the end that was here before had them.
+            has_met = not peer.resends or not self.socket.binds
+            if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
+                is_own = not peer.resends and self.socket.torn_at > 0  # by an exception inside this end's own get
+                self.lost += (sequence - peer.taken) * is_own
+                self._never_come(peer, (sequence - peer.taken) * (not is_own))
+            peer.taken, peer.assembly = sequence, None
+            self._say(peer.routing, pack(Kind.CREDIT, sequence))
+        elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
+            self._say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
+        if peer.hello.round > peer.served:  # a new connection of the other end's
+            peer.served = peer.hello.round
+            if self.socket.binds:
+                self._next_round(peer)
+
+    def parted(self, peer: Peer) -> None:
+        """See Role."""
+        assert peer.left is not None
+        if peer.left is How.LOST and not peer.settled and (self.socket.binds or not peer.sight.is_gone()):
+            return  # it said HELLO to the consumer before this one, or was not answered; or it is there: they meet again
+        # One that sent nothing pushes out none that did.
+        is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
+        if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
+            self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+        if peer.left is How.LOST and peer.queue is not None:
+            peer.queue.undertaker.look()
+        counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
+        is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
+        met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
+        if is_unwell and self.producers is None:  # a stream that never ends
+            log.warning("%s: %s", self.endpoint, peer)
+        unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
+        self.left[peer.left] += 1
+        self.met_any, self.unwell, peer.assembly = met_any, unwell, None
+        self.ended += counts
+
+    def let_go(self, peer: Peer) -> None:
+        """See Role. Now, or when it is drained."""
+        self._forget_if_drained(peer)
+
+    def position(self, peer: Peer) -> int:
+        """See Role."""
+        return peer.taken
+
+    def misses(self, peer: Peer, sequence: int) -> bool:
+        """See Role."""
+        return peer.queue is None and sequence > peer.taken
+
+    def ended_at(self, peer: Peer, sequence: int) -> None:
+        """See Role. Messages that have not come by now never will."""
+        if sequence > peer.taken:
+            self._never_come(peer, sequence - peer.taken)
+            peer.taken = sequence
+
+    def _never_come(self, peer: Peer, count: int) -> None:
+        """Count messages that a peer had sent, and that will not come: its stream does not end well."""
+        self.lost += count
+        peer.never_came += count
+
+    def why_empty(self) -> str:
+        """Return who is expected to send something."""
+        if self.peers:
+            why = self.named(map(str, self.peers.values()))
+        else:
+            why = self.why_alone() if self.last_left is None else f"no producer is attached: {self.last_left}"
+        left = f"; {self.ended} of {self.producers} producers have left" if self.producers and self.ended else ""
+        return f"{why}{left}{self.unheard()}"

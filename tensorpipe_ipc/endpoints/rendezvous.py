@@ -1,0 +1,288 @@
+"""The way for two programs on one host to share a queue: whether they may, what the one tells, what the other opens.
+
+Each (producer, consumer) pair of peers has one queue (``shared_queue.shared_memory``), whose ``maxsize`` is the smaller of
+their windows. The binder makes some, in memory that all ends which this process binds share, and offers them in its rendezvous
+file. Connectors claim them, and say so in the conversation that the two have anyway (``meeting``). Whoever cannot share says
+why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays for as long as the
+connection does.
+
+**What is opened is what was offered**, in a file that only this user can have written. Descriptor numbers and process ids are
+used again. So the directory of the binder's process is held open while its start time is compared, each descriptor's inode is
+compared after it was opened, the segment's seals, size, magic and version are seen before a byte of it is read, and the queue's
+record must say the offer's token. The kernel decides whether we may (ptrace's rules for reading: same uid and gid, or the
+capability). What is shared has no name that could be left behind. What the other end says of itself over the socket decides
+what is tried, and what people are told; it opens nothing.
+
+**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.RowLife``), so the
+queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import stat
+import weakref
+from typing import Any
+
+from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
+from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
+from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.row import ROWS_END
+from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.owned_fd import OwnedFd, owned
+from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.shared_queue.get_end import LEASE_FROM, Decode
+from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
+from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowLife
+from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
+from tensorpipe_ipc.shared_queue.undertaker import Undertaker, undertaker_of
+from tensorpipe_ipc.wire.header import Hello
+
+__all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
+
+WISHES = ("auto", "off", "require")
+_STAT = 1 << 12  # bytes; more than /proc/PID/stat has
+_SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binders, and has 128 TiB
+
+
+class PairQueue(SharedMemoryQueue):
+    """A queue between two ends, which may be strangers: what the other wrote is looked at before it is used.
+
+    Attributes:
+        offer: how it was made known.
+    """
+
+    kept_by = RowLife
+    offer: QueueOffer
+    _is_claimed = False  # by an end of this process
+    _waits_in_read = False  # but for several descriptors at a time
+
+    def claim(self, maxsize: int) -> bool:
+        """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
+
+        The lock goes with this process, or when it closes the queue. What was claimed once is nobody else's after that.
+
+        Args:
+            maxsize: how many messages may be in it from now on; not more than before.
+        """
+        if self.words[self.record.claimed] or self._is_claimed:
+            return False
+        self._is_claimed, done = (
+            True,
+            False,
+        )  # with no call, and so no other thread and no exception, since it was asked
+        byte = self.record.block + 1
+        try:
+            if self.rows.try_lock(byte, 1) and not self.words[self.record.claimed]:
+                self.words[self.record.claimed] = os.getpid()
+                if maxsize < self.maxsize:
+                    assert self.credits is not None
+                    os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
+                    self.record.narrow(maxsize)
+                    self.maxsize = maxsize
+                done = True
+        finally:
+            if not done:
+                self._is_claimed = False
+                self.rows.unlock(byte, 1)
+        return done
+
+    def accept(self) -> None:
+        """Go by what the connector that took it has left of it."""
+        self.maxsize = min(self.maxsize, QueueRecord(self.arena, self.number).maxsize)
+
+    @property
+    def claimant(self) -> int:
+        """The process whose connector has taken it; 0 as long as none has."""
+        return self.words[self.record.claimed]
+
+    def let_go(self) -> None:
+        """Have an end of this process let go of it. To the kernel a binder here and its connector are one."""
+        self._is_claimed = False
+
+    def is_deserted(self) -> bool:
+        """Return whether the connector that took it has let go of it, or is dead."""
+        return self.claimant > 0 and not self._is_claimed and not self.rows.is_locked(self.record.block + 1)
+
+    def _word_of(self, ticket: int) -> int:
+        """See GetEnd.
+
+        Raises:
+            ProtocolError: a ticket that names no block.
+        """
+        self._room_of(ticket >> 32 << SMALLEST - 3)
+        return super()._word_of(ticket)
+
+    def _room_of(self, word: int) -> int:
+        """Return how many bytes the block has whose state is at ``word``.
+
+        Raises:
+            ProtocolError: there is no block.
+        """
+        unit = word * 8 // UNIT
+        extent = self.words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
+        room = 1 << (extent >> 16 & 0x3F)
+        if not extent or word << 3 & min(room, UNIT) - 1:
+            raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
+        return room
+
+    def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
+
+        Raises:
+            ProtocolError: lengths that go beyond the block.
+        """
+        words, block, room = self.words, word << 3, self._room_of(word)
+        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
+        metadata_at, payload_at = HEADER, HEADER + (length + 63 & -64)
+        if length >= FORWARDED:
+            metadata_at, payload_at, length = words[word + METADATA_AT], words[word + PAYLOAD_AT], length - FORWARDED
+        end = max(metadata_at + length, payload_at + nbytes)
+        if end > room or nbytes > self.arena.capacity or min(metadata_at, payload_at) < HEADER:
+            raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
+        metadata = self.memory[block + metadata_at : block + metadata_at + length]
+        return self._read(block, metadata, block + payload_at, nbytes, decode, lease_from)
+
+    def _renew(self) -> None:
+        """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""
+        super()._renew()
+        self.close()
+
+
+def objection(ours: Hello, theirs: Hello) -> str:
+    """Return why two ends cannot share memory, as far as their HELLOs tell; "" if nothing is in the way."""
+    for hello in (ours, theirs):
+        if hello.shared_memory is None:
+            return f"it is off at the {hello.role}"
+    assert ours.shared_memory is not None
+    assert theirs.shared_memory is not None
+    one, other = ours.identity, theirs.identity
+    for hello in (ours, theirs):
+        if not hello.identity.boot:
+            return f"/proc cannot be read at the {hello.role}"
+    if one.boot != other.boot and one.boot.split()[:1] == other.boot.split()[:1]:
+        return "the other end is in another time namespace"
+    if one.boot != other.boot:
+        return f"the other end is on another host ({one.host}, {other.host})"
+    if one.namespace != other.namespace:
+        return f"the other end is in another pid namespace ({one.namespace}, {other.namespace})"
+    if ours.shared_memory.uid != theirs.shared_memory.uid:
+        return f"the other end is another user's (uid {ours.shared_memory.uid}, uid {theirs.shared_memory.uid})"
+    if min(ours.window, theirs.window) > CAPACITY:
+        return f"a maxsize of {min(ours.window, theirs.window)} is more than {CAPACITY}"
+    return theirs.shared_memory.why_not
+
+
+def make(maxsize: int) -> PairQueue:
+    """A queue for a pair, in the memory of the ends that this process binds.
+
+    Raises:
+        SharedMemoryError: no memory, no pipe or no descriptor is left.
+    """
+    queue = PairQueue.create(_own_undertaker(), maxsize)
+    assert isinstance(queue, PairQueue)
+    assert queue.credits is not None
+    if queue.tickets.spills or queue.credits.spills:
+        queue.close()
+        raise SharedMemoryError(errno.ENOSPC, "no pipe of 64 KiB is to be had (fs.pipe-user-pages-soft)")
+    segment, tickets, credits = queue.arena.segment.descriptor, queue.tickets.fd, queue.credits.fd
+    queue.offer = QueueOffer(
+        1 + int.from_bytes(os.urandom(7), "little"),
+        queue.number,
+        maxsize,
+        *((descriptor, os.fstat(descriptor).st_ino) for descriptor in (segment, tickets, credits)),
+    )
+    queue.words[queue.record.pair] = queue.offer.token
+    _made[queue.offer.token] = queue
+    return queue
+
+
+def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
+    """The queue that a binder offers.
+
+    Args:
+        binder: its process.
+        maxsize: what the queue's must be.
+
+    Raises:
+        SharedMemoryError: it cannot be had; the text says why.
+    """
+    here = _made.get(offer.token) if binder == identity() else None
+    if here is not None:
+        return here
+    if offer.token in _reaching:
+        raise SharedMemoryError(errno.EBUSY, "another end of this process is just taking it")
+    _reaching[offer.token] = None  # with no call since it was asked
+    try:
+        return _reach(binder, offer, maxsize)
+    except SharedMemoryError:
+        raise
+    except OSError as failed:
+        raise SharedMemoryError(
+            failed.errno, f"the descriptors of {binder} cannot be opened: {failed.strerror}"
+        ) from failed
+    finally:
+        _reaching.pop(offer.token, None)
+
+
+def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
+    with owned(os.open, f"/proc/{binder.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as process:
+        if _started(process.fileno()) != binder.started:
+            raise SharedMemoryError(errno.EINVAL, f"{binder} is gone, and its number is another's")
+        with _opened(process.fileno(), offer.segment, os.O_RDWR, stat.S_ISREG) as memory:
+            undertaker = undertaker_of(Segment.known(memory.fileno()))
+        tickets, credits = (
+            _opened(process.fileno(), each, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
+            for each in (offer.tickets, offer.credits)
+        )
+    undertaker.attach()
+    if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(undertaker.queues)}:
+        # To the kernel all ends of this process are one: who let go of it would do so for both.
+        raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
+    record, life = QueueRecord.reach(undertaker.arena, offer.number)
+    if undertaker.arena.words[record.pair] != offer.token:
+        raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
+    if undertaker.arena.words[record.claimed]:  # and who has it may have made it smaller
+        raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
+    if not record.maxsize == offer.maxsize == maxsize:
+        raise SharedMemoryError(
+            errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
+        )
+    pipes = TokenPipe.reach(tickets, blocking=False), TokenPipe.reach(credits, blocking=False)
+    queue = PairQueue(undertaker, offer.number, *pipes, life)
+    queue.offer = offer
+    return queue
+
+
+def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) -> OwnedFd:
+    """A descriptor of another process, opened anew, if it is what was offered."""
+    descriptor, inode = offered
+    name = f"fd/{descriptor}"
+    if is_kind(os.stat(name, dir_fd=process).st_mode):
+        found = owned(functools.partial(os.open, dir_fd=process), name, flags | os.O_CLOEXEC)
+        status = os.fstat(found.fileno())
+        if is_kind(status.st_mode) and status.st_ino == inode:
+            return found
+        found.close()  # whoever keeps the error keeps what it knows of
+    raise SharedMemoryError(errno.EINVAL, f"descriptor {descriptor} of the other end is not what it offered")
+
+
+def _started(process: int) -> float:
+    """Return when the process of a /proc directory started."""
+    with owned(functools.partial(os.open, dir_fd=process), "stat", os.O_RDONLY | os.O_CLOEXEC) as file:
+        return float(os.pread(file.fileno(), _STAT, 0).rpartition(b")")[2].split()[19])
+
+
+def _own_undertaker() -> Undertaker:
+    """Not the one of the queues without a context: what lies there may be pickled."""
+    return _own.get(os.getpid()) or _own.setdefault(os.getpid(), Undertaker(Arena(Segment.create(_SIZE))))
+
+
+_made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
+_reaching: dict[int, None] = {}  # by token: those that a thread is just about to have
+_own: weakref.WeakValueDictionary[int, Undertaker] = (
+    weakref.WeakValueDictionary()
+)  # by process: it goes with the last queue

@@ -1,0 +1,499 @@
+"""SendLink: the producer's side of a link. Credits, which consumer gets the next message, and what is sent again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tensorpipe_ipc.endpoints.link import Link, Opening
+from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.rendezvous import PairQueue
+from tensorpipe_ipc.endpoints.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
+from tensorpipe_ipc.errors import Full, ShutDown
+from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.serializers.base import any_size
+from tensorpipe_ipc.wire.header import Hello
+from tensorpipe_ipc.wire.in_block import in_one_block
+from tensorpipe_ipc.wire.layout import BULK, Block
+from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, Unreachable
+
+__all__ = ["Held", "NotHandedOver", "SendLink"]
+
+Held = tuple[Handover, bytes]
+_REMEMBERED = 1000  # peers that vanished
+_TOLD = 16  # consumers that left something behind, and are named
+_MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
+_UNREAD = (
+    1 << 24
+)  # bytes that a consumer may say it took, before it has read them; there is always a moment between the two
+_FRAME = 64  # bytes of ZeroMQ's own
+
+
+def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
+    return in_one_block(message)
+
+
+class NotHandedOver(Exception):
+    """Raised where tensors that were to go by reference have to be copied."""
+
+
+class SendLink(Link):
+    """A producer's link.
+
+    Attributes:
+        resent: messages that were sent again.
+        left_behind: consumers that left with messages they had not taken, and how many; until flush has told.
+        in_one_block: what of a message goes into a block of a queue's.
+    """
+
+    role = "producer"
+
+    def __init__(
+        self,
+        opening: Opening,
+        serializer: str,
+    ) -> None:
+        self._serializer = serializer
+        self._sent = 0  # of a connector, which counts on when its binder is another
+        # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
+        self._first = int.from_bytes(os.urandom(6), "little")
+        self._framed = 0  # in flight, in frames
+        self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
+        self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
+        self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
+        self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
+        self._reckoned = 0  # in flight, at most
+        self._turns = 0  # how often several peers were chosen from
+        self._unacknowledged = Unacknowledged()
+        self.resent = 0
+        self.left_behind: list[tuple[Peer, int]] = []
+        self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
+        super().__init__(opening)
+
+    def own_hello(self, peer: Peer | None) -> Hello:
+        """See Link."""
+        if peer is not None:
+            sent = peer.taken if self.keeps else peer.sent
+        else:
+            sent = 0 if self.socket.binds else self._sent
+        return Hello(
+            self.role,
+            identity(),
+            self.window,
+            serializer=self._serializer,
+            sequence=sent,
+            shared_memory=self.arrangement.terms(peer),
+            end=self.end,
+            folder=self.folder,
+            round=max(1, self.socket.connection) if self.keeps else 0,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent and neither taken nor lost."""
+        return self._framed + sum(map(_load, self._sharing.values())) if self._sharing else self._framed
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether there is any queue."""
+        return bool(self._sharing)
+
+    def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
+        """See Link. One consumer's credits are read together, which is cheaper than one after each put."""
+        due = max(due, self._framed) if len(self.peers) == 1 else due
+        if self.keeps and self._framed:
+            self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
+        super().drain(in_passing=in_passing, due=due)
+
+    @property
+    def frames_in_flight(self) -> int:
+        """Return how many of them went in frames."""
+        return self._framed
+
+    @property
+    def settled(self) -> int:
+        """Return how many consumers are attached."""
+        there = (peer for peer in self.peers.values() if peer.settled and not peer.away_at)
+        return sum(not peer.sight.is_gone() for peer in there)
+
+    def needs_credit(self) -> bool:
+        """Return whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
+        return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
+        if not self._sharing:
+            self.pump(timeout)
+            self.drain(in_passing=True)
+        elif not self.socket.is_silent() or self._hear_of_room(timeout):
+            self.drain(in_passing=True)
+        else:
+            self.look_around()
+
+    def close(self, linger: float) -> None:
+        """Close the socket, and let go of the queues."""
+        self.has_parted = True
+        try:
+            self._framed = self.in_flight
+            self.transport()  # is told as it last was
+            for peer in list(self._sharing.values()):
+                self.unshare(peer)
+        finally:
+            self.disconnect(linger)
+
+    def choose(self) -> Peer | None:
+        """The consumer that has least to do, if it has room; of several, the one that waited longest."""
+        if len(self.peers) == 1:
+            (peer,) = self.peers.values()
+            if peer.queue is not None:
+                return peer if peer.settled and not peer.gone_at and _has_room(peer) else None
+            has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
+            return peer if has_room and peer.is_there() and _reads(peer) else None
+        while self._idle:
+            peer = self._idle.popleft()
+            if self._reckoned < self.window and _is_idle(peer):
+                return self._chosen(peer)
+        if self._sharing:
+            self._hear_of_room(0)
+        return self._least_loaded()
+
+    def _least_loaded(self) -> Peer | None:
+        """That of ``choose``; and the others who have nothing to do are noted, to be next without another look."""
+        best, best_load, in_flight = None, 1 << 62, self._framed
+        for peer in self.peers.values():
+            queue = peer.queue
+            load = peer.sent - peer.taken if queue is None else queue.maxsize - peer.room
+            if queue is not None:
+                in_flight += load
+            if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
+                continue
+            if load < self._room(peer) and peer.is_there() and _reads(peer):
+                best, best_load = peer, load
+        self._reckoned = in_flight
+        if best is None or in_flight >= self.window:
+            return None
+        if not best_load:
+            self._idle.extend(sorted(filter(_is_idle, self.peers.values()), key=_turn))
+        return self._chosen(best)
+
+    def _chosen(self, peer: Peer) -> Peer:
+        """The peer, who goes to the end of the line."""
+        self._turns += 1
+        self._reckoned += 1
+        peer.turn = self._turns
+        return peer
+
+    def _hear_of_room(self, timeout: float) -> bool:
+        """Bring ``room`` up to date of those who gave credit. Whether anything has come within ``timeout`` seconds.
+
+        One call tells who did since the last time, so that what a message costs does not grow with the number of peers.
+        """
+        unsure, self._unsure = self._unsure, True  # an exception takes with it what was told
+        found = self.socket.wait_any(timeout)
+        for peer in self.peers.values() if unsure else map(self._sharing.get, found):
+            if peer is not None and peer.queue is not None:
+                _load(peer)
+        self._unsure = False
+        return bool(found)
+
+    def look_around(self, *, at_once: bool = False) -> None:
+        """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
+        self._unsure = True
+        super().look_around(at_once=at_once)
+        for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
+            self.unshare(peer)
+        for peer in self.peers.values():
+            if peer.queue is None and peer.settled:
+                self._resend_if_asked(peer)
+
+    def send(self, peer: Peer, message: Outgoing, timeout: float, *, held: Held | None = None) -> bool:
+        """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
+
+        Args:
+            timeout: seconds.
+            held: the block that the message lies in already, and the metadata that say so; it goes as it lies.
+
+        Raises:
+            NotHandedOver: it cannot, as the peer does not share that memory, or somebody else has the tensors. Send a copy.
+            Full: no memory within ``timeout`` seconds, which are less than a slice.
+            OutOfMemory: there is none for so large a message, ever.
+        """
+        if peer.queue is not None:
+            return self._put(peer, peer.queue, message, timeout, held)
+        if held is not None:
+            raise NotHandedOver
+        if self.keeps:
+            return self._send_kept(peer, message, timeout)
+        frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
+        sequence = peer.sent + 1
+        try:
+            peer.sent = sequence
+            self._framed += 1
+            self.socket.send(peer.routing, frames)
+        except Unreachable:
+            peer.sent -= 1
+            self._framed -= 1
+            self.drain()  # what it took before it left counts as taken
+            if self.peers.get(peer.routing) is peer:
+                self._leaves(peer, How.LOST)
+            return False
+        except BaseException:  # a signal's handler raised
+            # Where it has not left, its number is used up, and that is all.
+            self._sent = peer.sent = sequence
+            self._reckon_framed()
+            with contextlib.suppress(Unreachable):
+                self.socket.send(peer.routing, [frames[0], b""])
+            raise
+        self._sent = peer.sent
+        return True
+
+    def _send_kept(self, peer: Peer, message: Outgoing, timeout: float) -> bool:
+        """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
+        self._unacknowledged.check(message.nbytes)
+        if not self._unacknowledged.has_room(message.nbytes):
+            self._unacknowledged.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
+            if timeout <= 0:
+                raise Full(
+                    f"{self.endpoint}: no memory in time: {self._unacknowledged.why_full()}: {self.why_blocked()}"
+                )
+            self.wait(timeout)
+            return False
+        kept = Kept(peer.sent + 1)
+        connected = True
+        try:
+            peer.kept.append(kept)
+            peer.sent = kept.sequence
+            self._framed += 1
+            for part in self._unacknowledged.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+                connected = connected and self._lend(peer, kept, part)
+                if not connected and len(kept.parts) == 1:
+                    break
+        except BaseException:  # a signal's handler raised, or there is no memory for it
+            self._give_up(peer, kept)
+            raise
+        if not connected and len(kept.parts) == 1:  # nothing of it has left
+            peer.kept.pop()
+            self._unacknowledged.let_go(kept)
+            peer.sent -= 1
+            self._framed -= 1
+        self._sent = peer.sent
+        if not connected and not self.waits_for(peer):
+            self._leaves(peer, How.LOST)
+        return connected or peer.sent == kept.sequence
+
+    def _lend(self, peer: Peer, kept: Kept, part: list[Any]) -> bool:
+        """Send one part of what is kept. False if there is no connection."""
+        small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
+        peer.unmarked += small
+        mark = peer.unmarked >= _MARK
+        try:
+            kept.lent += self.socket.lend(peer.routing, part, mark=mark)
+        except Unreachable:
+            return False
+        kept.weight += sum(map(len, part)) - small
+        if mark:
+            kept.weight, peer.unmarked = kept.weight + peer.unmarked, 0
+        return True
+
+    def _give_up(self, peer: Peer, kept: Kept) -> None:
+        """A message's sending was cut short by an exception: its number is used up, and that is all."""
+        if peer.sent < kept.sequence:
+            if peer.kept and peer.kept[-1] is kept:
+                peer.kept.pop()
+            return
+        self._sent = peer.sent
+        self._reckon_framed()
+        self._unacknowledged.give_up(kept)
+        self._lend(peer, kept, kept.parts[0])
+
+    def _reckon_framed(self) -> None:
+        self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
+
+    def _resend_if_asked(self, peer: Peer) -> None:
+        """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
+        read nothing. Then later."""
+        if peer.hello.round <= peer.served or not all(kept.has_left() for kept in peer.kept):
+            return
+        self._resend(peer)
+        peer.served = peer.hello.round  # now: an exception in between has it done again
+
+    def _resend(self, peer: Peer) -> None:
+        peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
+        for kept in peer.kept:
+            kept.lent, kept.weight = [], 0
+            if not all(self._lend(peer, kept, part) for part in kept.parts):
+                return
+            self.resent += 1
+
+    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
+        unsure, self._unsure = self._unsure, True  # unless it is put, as it was reckoned
+        peer.room -= 1
+        try:
+            if held is None:
+                queue.put(*self.in_one_block(queue, message), min(timeout, SLICE))
+            elif held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
+                raise NotHandedOver
+        except Full:
+            if timeout < SLICE:
+                raise
+            self.drain()
+            self.look_around()
+            return False
+        except ShutDown:  # which we never do
+            self._leaves(peer, How.LOST)
+            return False
+        self._unsure = unsure
+        return True
+
+    def knows_the_way(self) -> bool:
+        """Return whether it is known how messages go: somebody has come, or they go in frames in any case."""
+        return self.arrangement.never_shares or any(peer.settled for peer in self.peers.values())
+
+    def any_queue(self) -> PairQueue | None:
+        """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
+        return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
+
+    def most(self) -> int:
+        """Return the bytes that a message may have: a capacity, where all consumers share memory. Any thread may ask."""
+        queues = [peer.queue for peer in list(self.peers.values())]
+        return min((queue.arena.capacity if queue is not None else any_size() for queue in queues), default=any_size())
+
+    def why_blocked(self) -> str:
+        """Return who or what keeps this producer from sending."""
+        if self.peers:
+            return self.named(
+                f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()
+            )
+        if self.last_left is not None:
+            lost = f"with {self.lost} messages in flight lost so far"
+            return f"no consumer is attached: {self.last_left}, {lost}{self.unheard()}"
+        return self.why_alone() + self.unheard()
+
+    def _room(self, peer: Peer) -> int:
+        return min(self.window, peer.hello.window)
+
+    def met(self, peer: Peer) -> None:
+        """See Role."""
+        self._turns += 1
+        peer.turn = self._turns
+        if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
+            self._greeted = 0.0  # it is told at once from where on
+        # It counts on where the last connection ended, which the other end may not have noticed.
+        peer.sent = peer.taken = self._vanished.get(peer.hello.end, self._first) if self.socket.binds else self._sent
+
+    def stands_at(self, peer: Peer, sequence: int) -> None:
+        """See Link. It says so again by each new connection."""
+        if peer.queue is None:
+            self.socket.prepare_for_bulk()
+            self.credited(peer, sequence)
+            if not self.socket.binds:
+                self._resend_if_asked(peer)
+
+    def answered(self, peer: Peer) -> None:
+        """See Role. One that did not hear of this end by the connection before drops what comes before its WELCOME."""
+        if peer.queue is None:
+            self._resend_if_asked(peer)
+
+    def credited(self, peer: Peer, sequence: int) -> None:
+        """See Link."""
+        if peer.taken < sequence <= peer.sent:
+            self._framed -= sequence - peer.taken
+            peer.taken = sequence
+        while peer.kept and peer.kept[0].sequence <= peer.taken:
+            kept = peer.kept.popleft()
+            self._unacknowledged.let_go(kept)
+            if kept.lent:
+                peer.unread.append(kept)
+
+    def came_again(self, peer: Peer, sequence: int) -> None:
+        """See Role. What was on its way in frames went with the connection; over tcp it is kept, and goes again."""
+        if not self.keeps and peer.queue is None and peer.settled:
+            self.credited(peer, sequence)
+            self._leaves(peer, How.LOST)
+
+    def position(self, peer: Peer) -> int:
+        """See Role."""
+        return peer.sent
+
+    def ended_at(self, peer: Peer, sequence: int) -> None:
+        """See Role."""
+        self.credited(peer, sequence)
+
+    def parted(self, peer: Peer) -> None:
+        """See Role."""
+        while peer.kept:
+            self._unacknowledged.let_go(peer.kept.popleft())
+        if self.socket.binds and peer.queue is None and peer.hello.end:
+            if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
+                self._vanished[peer.hello.end] = peer.sent
+                while len(self._vanished) > _REMEMBERED:
+                    del self._vanished[next(iter(self._vanished))]
+            elif peer.left is not How.LOST:
+                self._vanished.pop(peer.hello.end, None)
+        if peer.queue is not None and peer.left is How.LOST:
+            peer.queue.undertaker.look()
+        untaken = _load(peer)
+        self._framed -= untaken if peer.queue is None else 0
+        self.lost += untaken
+        if untaken:
+            self.left_behind = [*self.left_behind[1 - _TOLD :], (peer, untaken)]
+
+    def let_go(self, peer: Peer) -> None:
+        """See Role."""
+        self.unshare(peer)
+
+    def shares(self, peer: Peer) -> None:
+        """See Link."""
+        assert peer.queue is not None
+        assert peer.queue.credits is not None
+        fd = peer.queue.credits.fileno()
+        # Told of each credit that comes: with several consumers there may be some, and still no room in all.
+        self.socket.watch(fd, edge=True)
+        self._sharing[fd] = peer
+        self._unsure = True
+
+    def unshare(self, peer: Peer) -> None:
+        """See Link."""
+        if peer.queue is not None and peer.queue.credits is not None:
+            fd = peer.queue.credits.fileno()
+            self._sharing.pop(fd, None)
+            self.socket.unwatch(fd)
+        super().unshare(peer)
+
+
+def _is_idle(peer: Peer) -> bool:
+    """Return whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
+    queue = peer.queue
+    return queue is not None and peer.room == queue.maxsize and peer.is_there() and not peer.left
+
+
+def _reads(peer: Peer) -> bool:
+    """Return whether it takes what is sent to it off the line, and does not only say so."""
+    while peer.unread and peer.unread[0].has_left():
+        peer.unread.popleft()
+    return not peer.unread or sum(kept.left_behind() for kept in peer.unread) <= _UNREAD
+
+
+def _turn(peer: Peer) -> int:
+    return peer.turn
+
+
+def _load(peer: Peer) -> int:
+    """Messages that a consumer has and did not take; with a queue, ``room`` is brought up to date."""
+    if peer.queue is None:
+        return peer.sent - peer.taken
+    assert peer.queue.credits is not None
+    peer.room = peer.queue.credits.unread()
+    return peer.queue.maxsize - peer.room
+
+
+def _has_room(peer: Peer) -> bool:
+    """Return whether its queue has room. Nobody else puts there: what was free is free until we put."""
+    if peer.room <= 0:
+        _load(peer)
+    return peer.room > 0

@@ -1,0 +1,1 @@
+"""Multiprocessing's queues, contexts, pools and executors over shared memory."""

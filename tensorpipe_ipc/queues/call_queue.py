@@ -1,0 +1,158 @@
+"""CallQueue: how calls get from a ProcessPoolExecutor to its workers, if its ``mp_context`` is one of ours.
+
+Results come through ``ctx.SimpleQueue()``. But for calls, the executor makes a queue class of its own, over a pipe with a
+feeder thread, and asks no context for it. What it does ask its context for is each worker: ``ctx.Process(target=...,
+args=(calls, results, ...))``, before it sends a call. There its queue is changed into one that puts and gets through shared
+memory (``adopt``). That is all that is done to it; another executor's is left alone, and nothing is registered globally. Where
+Python's executor has other parts than those known here, it keeps its own queue of calls, and a warning says so.
+
+One thread of the executor sends calls and reads results. Stock leaves the copying of calls to another; here that one does it
+itself. So that results come meanwhile, and do not fill the memory that calls need, ``full`` says when they are to be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from concurrent.futures import process
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.memory.row import GET
+from tensorpipe_ipc.queues import pickling
+from tensorpipe_ipc.queues.parent import get_from_parent
+from tensorpipe_ipc.queues.tensor_queue import Queue
+
+__all__ = ["CallQueue", "adopt"]
+
+PATIENCE = 10.0  # seconds for which a call waits for memory that no results of this executor's can give back
+UNREAD = 32  # results, when they are read first. One by one, calls without tensors would take a fifth longer
+
+
+_PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # of concurrent.futures, private
+_MISSING = [name for name in _PARTS if not hasattr(process, name)]
+
+
+class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
+    """An executor's queue of calls. Its pipe is not used."""
+
+    _calls: Queue
+    _results: Queue
+    _maxsize: int
+    _sent = 0
+    _has_no_memory: Any = None  # the call that found none: it is sent again when a result has been read
+    _reads_results = False
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Put a call. What cannot be sent, or finds no memory, becomes the outcome of its future."""
+        if obj is None:
+            self._calls.put(None, block, timeout)
+        else:
+            self._send(obj)
+
+    def _send(self, item: Any, patience: float = 0) -> None:
+        try:
+            self._calls.put(_Call(item), patience > 0, patience)
+        except Full as full:
+            if self._sent > self._results._queue.done(GET)[0]:
+                self._has_no_memory = item  # to wait for memory could be to wait for results to be read
+            elif not patience:
+                self._send(item, PATIENCE)
+            else:
+                self._on_queue_feeder_error(full, item)
+        except Exception as error:
+            self._on_queue_feeder_error(error, item)
+        else:
+            self._sent += 1
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Take a call. A worker ends if the executor's process dies while it waits."""
+        if not block:
+            return self._calls.get(False)
+        return get_from_parent(functools.partial(self._calls.get, True), timeout)
+
+    def qsize(self) -> int:
+        """Return how many calls wait."""
+        return self._calls.qsize()
+
+    def empty(self) -> bool:
+        """Return whether no call waits."""
+        return self._calls.empty()
+
+    def full(self) -> bool:
+        """Return whether no call may be put now: as many wait as may, one waits for memory, or results are to be read first.
+
+        The executor asks before it puts one, and again when it has read a result.
+        """
+        item, self._has_no_memory = self._has_no_memory, None
+        if item is not None:
+            self._send(item)
+        unread = self._results._queue.waiting()
+        self._reads_results = unread >= UNREAD or (self._reads_results and unread > 0)
+        return self._reads_results or self._has_no_memory is not None or self._calls._queue.waiting() >= self._maxsize
+
+    def close(self) -> None:
+        """Put no more."""
+        self._has_no_memory = None
+        self._calls.close()
+        super().close()
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__(), self._calls
+
+    def __setstate__(self, state: Any) -> None:
+        stock, self._calls = state
+        super().__setstate__(stock)
+
+
+class _Call:
+    """A call on its way. The one function of all calls of an ``Executor.map`` is pickled once, and read once by each worker:
+    3 % of a call's time, with 4 MB as without tensors."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        item = self._item
+        names = _names(item.fn) if type(item.fn) in (FunctionType, functools.partial) else None
+        return _call_item, (item.work_id, names or item.fn, item.args, item.kwargs)
+
+
+def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
+    return process._CallItem(work_id, _named(function) if type(function) is bytes else function, args, kwargs)
+
+
+@functools.lru_cache(maxsize=8)
+def _names(function: Any) -> bytes | None:
+    """The pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it, which
+    another call could find changed. (So it may be in what is built in: ``{}.get`` is of the same type as ``abs``.)"""
+    if type(function) is functools.partial:
+        of_map = function.func is process._process_chunk and not function.keywords
+        if not of_map or any(type(each) is not FunctionType for each in function.args):
+            return None
+    return pickling.dump_without_leaves(function)
+
+
+_named = functools.lru_cache(maxsize=8)(pickling.load)
+
+
+def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
+    """See to the queue of calls, if a process with this target and these arguments is to be an executor's worker."""
+    if _MISSING:
+        if getattr(target, "__module__", "") == process.__name__:
+            warnings.warn(
+                f"this Python's ProcessPoolExecutor has no {', '.join(_MISSING)}: tensors in calls go through its own pipe, "
+                "and not through shared memory; results do",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return
+    if target is process._process_worker and len(arguments) > 1 and type(arguments[0]) is process._SafeQueue:
+        calls, results = arguments[:2]
+        inside = getattr(results, "_queue", None)
+        if isinstance(inside, Queue):
+            same_memory = SimpleNamespace(tensorpipe_undertaker=lambda: inside._queue.undertaker)
+            calls._calls = Queue(ctx=same_memory)  # of no bound: the executor asks whether it is full before it puts
+            calls._results = inside
+            calls.__class__ = CallQueue

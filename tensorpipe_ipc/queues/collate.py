@@ -1,0 +1,155 @@
+"""collate: torch's default_collate, which stacks all tensors of a batch straight into one block of shared memory.
+
+A message goes by reference if its large tensors lie in one block (``moving``). So nothing is stacked before it is known
+what the whole batch takes: the batch is walked first, and where stacks are to stand, empty tensors are put; then these get
+their memory, and are filled.
+
+What is not torch's own code for plain containers and tensors may look at what it is given: a function of the user's in
+``collate_fn_map``, a mapping or sequence type of his own, a tensor subclass. For those everything is stacked at once, into
+memory of its own, which is copied when it is put.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import collate as torchs
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.leases import Leases
+from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
+from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+
+__all__ = ["CollateMap", "collate"]
+
+CollateMap = Mapping[Any, Callable[..., Any]]
+
+
+def collate(batch: Any, undertaker: Callable[[], Undertaker], collate_fn_map: CollateMap | None = None) -> Any:
+    """A batch of samples, as ``torch.utils.data.default_collate`` makes it.
+
+    Args:
+        batch: the samples.
+        undertaker: gives the one of the memory to stack into; asked in a worker of a DataLoader only.
+        collate_fn_map: what torch's ``collate`` takes; None: torch's own.
+
+    Raises:
+        TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
+    """
+    functions = torchs.default_collate_fn_map if collate_fn_map is None else collate_fn_map
+    if get_worker_info() is None:
+        return torchs.collate(batch, collate_fn_map=dict(functions))
+    plan = _Plan(functions)
+    collated = plan.collated(batch)
+    if plan.stacks:
+        plan.fill(undertaker())
+    return collated
+
+
+class _Plan:
+    """The leaves to stack, and their places in the batch.
+
+    Attributes:
+        stacks: the tensors of each stack, its spec, and the tensor that will be the stack.
+    """
+
+    def __init__(self, functions: CollateMap) -> None:
+        self.stacks: list[tuple[list[torch.Tensor], TensorSpec, torch.Tensor]] = []
+        self._functions = functions
+        # For what may look at its tensors.
+        self._at_once = {
+            kind: _stacked if function is torchs.collate_tensor_fn else function for kind, function in functions.items()
+        }
+
+    def collated(self, batch: Any) -> Any:
+        """torch's, but for what its docstring's second half says."""
+        elem = batch[0]
+        kind = type(elem)
+        function = self._function_for(elem)
+        if function is torchs.collate_tensor_fn and _can_be_stacked(batch):
+            return self._later(batch)
+        if function is torchs.collate_numpy_array_fn and not torchs.np_str_obj_array_pattern.search(elem.dtype.str):
+            return self.collated([torch.as_tensor(each) for each in batch])
+        if function is not None or not _is_plain(kind):
+            return torchs.collate(batch, collate_fn_map=self._at_once)
+        if kind is dict:
+            return {key: self.collated([each[key] for each in batch]) for key in elem}
+        if kind is not list and kind is not tuple:
+            return kind(*(self.collated(samples) for samples in zip(*batch, strict=False)))
+        if any(len(each) != len(elem) for each in batch):
+            return torchs.collate(batch, collate_fn_map=self._at_once)  # says what is wrong
+        return [self.collated(samples) for samples in zip(*batch, strict=False)]  # torch makes a tuple a list, too
+
+    def _function_for(self, elem: Any) -> Callable[..., Any] | None:
+        """Return the function that torch calls for a sample, looked up as torch does."""
+        function = self._functions.get(type(elem))
+        if function is not None:
+            return function
+        return next((made for kind, made in self._functions.items() if isinstance(elem, kind)), None)
+
+    def _later(self, tensors: Any) -> torch.Tensor:
+        spec, stack = TensorSpec((len(tensors), *tensors[0].shape), tensors[0].dtype), _empty(tensors[0].dtype)
+        self.stacks.append((tensors, spec, stack))
+        return stack
+
+    def fill(self, undertaker: Undertaker) -> None:
+        """Give the stacks their memory, and stack."""
+        specs = [spec for _, spec, _ in self.stacks]
+        if sum(spec.nbytes for spec in specs) < LEASE_FROM or not _placed(specs, self.stacks, undertaker):
+            for _, spec, stack in self.stacks:
+                stack.resize_(spec.shape)
+        for tensors, _, stack in self.stacks:
+            torch.stack(tensors, 0, out=stack)
+
+
+def _placed(specs: list[TensorSpec], stacks: list[Any], undertaker: Undertaker) -> bool:
+    """Put the stacks into one block, that the next put of them hands over. Whether there was room.
+
+    There is none where the worker keeps a part of an earlier batch: each part keeps all of its block.
+    """
+    leases: Leases = undertaker.leases
+    if leases.offered:
+        return False
+    try:
+        places = made(specs, leases, undertaker.allocate, offered=True)
+    except SharedMemoryError:
+        return False  # put waits for room, and says who holds it
+    for place, (_, _, stack) in zip(places, stacks, strict=True):
+        stack.set_(place)
+    return True
+
+
+def _is_plain(kind: type) -> bool:
+    """Return whether a container is built without a look at its content."""
+    return kind in (dict, list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
+
+
+def _can_be_stacked(tensors: Any) -> bool:
+    """Return whether tensors are plain and alike. Of others torch knows what is wrong, or how they are stacked all the same."""
+    first = tensors[0]
+    if first.layout is not torch.strided or first.device.type != "cpu" or first.is_nested or first.is_quantized:
+        return False
+    if first.is_conj() or first.is_neg():
+        return False
+    shape, dtype = first.shape, first.dtype
+    return all(
+        type(each) is torch.Tensor and each.shape == shape and each.dtype == dtype and not each.requires_grad
+        for each in tensors
+    )
+
+
+def _stacked(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    """torch's for tensors of a worker, but not into torch's shared memory, from where it would be copied."""
+    if not _can_be_stacked(batch):
+        return torchs.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+    stack = _empty(batch[0].dtype).resize_(len(batch), *batch[0].shape)
+    return torch.stack(tuple(batch), 0, out=stack)
+
+
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype)

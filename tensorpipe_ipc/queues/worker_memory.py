@@ -1,0 +1,132 @@
+"""Memory for the batches that torch's own collate functions make in a DataLoader's worker.
+
+torch's ``default_collate``, and those of libraries that follow it, ask ``torch.UntypedStorage._new_shared`` for memory to
+stack a batch in: in /dev/shm, from where it would be sent by a handle that needs the worker alive. In a worker of a loader
+that has one of our contexts, that memory lies in the context's arena, and the batch goes by reference.
+
+A message goes by reference if its large tensors lie in one block (``moving``), and each is asked for by itself. So a batch gets
+one block that is as large as the batch before it. What does not fit gets a block of its own. A block lasts as long as any part
+of it. So where the worker keeps a part of an earlier batch, the next ones get memory of their own, and are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import get_worker_info
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.leases import Held
+from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.row import PUT
+from tensorpipe_ipc.queues.tensor_queue import Queue
+from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
+from tensorpipe_ipc.wire.layout import ALIGN
+
+__all__ = ["is_loaders_worker", "work"]
+
+
+def is_loaders_worker(target: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a process with this target is to be the worker of a DataLoader: torch's, or torchdata's."""
+    return getattr(target, "__name__", None) == "_worker_loop" and any(isinstance(each, Queue) for each in arguments)
+
+
+def work(target: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a loader's worker, with batches in the memory that its queues share."""
+    queues = [each for each in arguments if isinstance(each, Queue)]
+    for each in queues:
+        each.takes_offers = True
+    memory, torchs = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
+    if torchs is None:
+        warnings.warn(
+            f"torch {torch.__version__} has no UntypedStorage._new_shared: batches of its own collate functions are copied "
+            "once more; give collate_fn=ctx.collate",
+            stacklevel=1,
+        )
+        return target(*arguments)
+
+    def new_shared(cls: Any, size: Any, /, *args: Any, device: Any = "cpu", **more: Any) -> Any:
+        is_ours = cls is torch.UntypedStorage and not args and not more and get_worker_info() is not None
+        if not is_ours or type(size) is not int or torch.device(device).type != "cpu":
+            return torchs.__func__(cls, size, *args, device=device, **more)
+        return memory.storage(size)
+
+    storage: Any = torch.UntypedStorage
+    storage._new_shared = classmethod(new_shared)
+    return target(*arguments)
+
+
+class _BatchMemory:
+    """The memory of one worker's batches."""
+
+    def __init__(self, queues: list[Queue]) -> None:
+        """
+        Args:
+            queues: of the worker. A put to any of them ends a batch.
+        """
+        self._queues = [each._queue for each in queues]
+        self._thread = threading.get_ident()  # others would take the same place
+        self._put = (-1, 0)  # messages and bytes, before this batch
+        self._asked = self._before = 0
+        self._keeps = False  # whether a part of an earlier batch is still here
+        self._block: _Block | None = None
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of so many bytes: in shared memory, where there is room and the batch is large enough to stay there."""
+        if threading.get_ident() != self._thread:
+            return _private(nbytes)
+        done = [queue.done(PUT) for queue in self._queues]
+        put = sum(count for count, _ in done), sum(nbytes for _, nbytes in done)
+        if (
+            put[0] != self._put[0]
+        ):  # what was made and not put, as by loops within a sample, is none of the next batch's size
+            self._before, self._asked = min(self._asked, put[1] - self._put[1]), 0
+            self._put, self._block, self._keeps = put, None, bool(self._queues[0].leases.offered)
+        self._asked += -(-nbytes // ALIGN) * ALIGN
+        if not nbytes or self._keeps:
+            return _private(nbytes)
+        found = None if self._block is None else self._block.take(nbytes)
+        if found is None and max(nbytes, self._before if self._block is None else 0) >= LEASE_FROM:
+            found = self._in_a_new_block(nbytes)
+        return _private(nbytes) if found is None else found
+
+    def _in_a_new_block(self, nbytes: int) -> torch.UntypedStorage | None:
+        leases, undertaker = self._queues[0].leases, self._queues[0].undertaker
+        spec = TensorSpec((max(nbytes, self._before if self._block is None else 0),), torch.uint8)
+        try:
+            (whole,) = made([spec], leases, undertaker.allocate, offered=True)
+        except SharedMemoryError:
+            return None  # put waits for room, and says who holds it
+        held = leases.find(whole.data_ptr())
+        assert held is not None
+        self._block = _Block(held)
+        return self._block.take(nbytes)
+
+
+def _private(nbytes: int) -> torch.UntypedStorage:
+    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+
+
+class _Block:
+    """A block that a batch's storages lie in, one behind the other. It is theirs, and gone with the last of them."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held  # which has no reference to the array
+        self._end, self._nbytes = 0, held.nbytes
+
+    def take(self, nbytes: int) -> torch.UntypedStorage | None:
+        """The next bytes of it; None where they do not fit, or the block is another's by now."""
+        start, anchor = self._end, self._held.anchor
+        array = anchor()
+        if array is None or start + nbytes > self._nbytes or anchor.leases.live.get(anchor.word) is not anchor:
+            return None
+        self._end = -(-(start + nbytes) // ALIGN) * ALIGN
+        # Each has a buffer of its own, so that it can be seen whether it has aliases.
+        part: Any = memoryview(array)[start : start + nbytes]
+        with torch.inference_mode(False):
+            tensor = torch.frombuffer(part, dtype=torch.uint8)
+        return tensor.untyped_storage()

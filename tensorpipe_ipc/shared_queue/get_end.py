@@ -1,0 +1,714 @@
+"""The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in undertaker.py.
+
+An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
+aside for the next get. After that it is lost, and counted, as if the process had died there: see queue_end.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, NamedTuple
+
+from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
+from tensorpipe_ipc.memory.arena import (
+    CREDIT,
+    GENERATION_AT,
+    HEADER,
+    HOLDER,
+    IDLE,
+    METADATA,
+    NBYTES,
+    QUEUED,
+    SMALLEST,
+)
+from tensorpipe_ipc.memory.leases import LEAST, Octets
+from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
+from tensorpipe_ipc.memory.segment import GROWN
+from tensorpipe_ipc.shared_queue import tasks
+from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, Aside, QueueEnd
+from tensorpipe_ipc.shared_queue.queue_record import TOLD
+from tensorpipe_ipc.shared_queue.token_pipe import LAST_BELL, Buffers
+from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, InDoubt
+
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
+
+LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
+COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
+_TRIES = 8  # to decode a message
+_WORD = (1 << 64) - 1  # what another process wrote may be anything
+_BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
+
+
+class Message(NamedTuple):
+    """A message as get returns it unless it is told how to decode: the content is the receiver's, writable."""
+
+    metadata: bytes
+    payload: bytearray | Octets  # a copy, or an array whose death gives the block back
+
+
+Decode = Callable[[bytes, "bytearray | Octets"], Any]
+
+
+def lease_from(copy: Any) -> int:
+    """From how many bytes of payload on a message comes as a lease, by what users give as ``copy``.
+
+    Raises:
+        ValueError: it is not "auto", True or False.
+    """
+    if not isinstance(copy, (bool, str)) or copy not in _BY_WISH:
+        raise ValueError(f"copy={copy!r}: give 'auto', True or False")
+    return _BY_WISH[copy]
+
+
+class GetEnd(QueueEnd):
+    """A consumer's side of a queue.
+
+    Attributes:
+        spin: seconds for which a get looks for a message before it sleeps.
+        undecodable: messages that this process dropped, as decoding them failed.
+        lost: messages that this process lost, as an exception came when their blocks had been let go.
+    """
+
+    spin, _spins = 0.0, 0
+    _is_polled = False
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._getting: list[Operation] = []  # spare ones
+        self._aside: list[Aside] = []  # tickets that were taken, and are to be served before others
+        self.undecodable = self.lost = 0
+
+    @property
+    def holds_back(self) -> bool:
+        """Return whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
+        return bool(self._aside or self._left)
+
+    def qsize(self) -> int:
+        """Return how many messages wait, those among them that an interrupted get of this process had taken."""
+        return super().qsize() + len(self._aside)
+
+    def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
+        """Take the next message.
+
+        Args:
+            timeout: seconds to wait for one; None: for ever; 0: not at all.
+            decode: makes what is returned, of metadata and payload. It may be called again with the same message: after an
+                exception that says nothing of the message (a signal handler's, or ``_may_pass``) that is what the
+                next get takes, ``_TRIES`` times. After any other it is dropped, and counted.
+            lease_from: bytes of payload from which on it is a lease; or COPY, or LEASE.
+
+        Raises:
+            Empty: none came in time.
+            ShutDown: the queue was shut down, and holds nothing more.
+            SharedMemoryError: LEASE was asked for, and this process has as much under lease as it may. The message is
+                the next that this process gets.
+        """
+        deadline = timeout and monotonic() + timeout
+        try:
+            while True:
+                try:
+                    if self._aside or self._left:
+                        self._take_up()
+                        if self.words[self.record.dropped]:
+                            self._drop_aside()
+                        message = self._get_aside(decode, lease_from)
+                        if message is not _NOTHING:
+                            return message
+                    return self._get(deadline, decode, lease_from)
+                except _Again:
+                    continue
+        except BaseException:
+            self._tell_of_left()
+            raise
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``get`` would not wait; now and then when it would, too.
+
+        Of what an exception left to be got again the pipe knows nothing. A bell tells of it, from the first call on.
+        """
+        self._is_polled = True
+        self._tell_of_aside()
+        return self.tickets.fileno()
+
+    def _tell_of_aside(self) -> None:
+        """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
+        if self.holds_back:
+            self._ring_if_polled()
+
+    def _ring_if_polled(self) -> None:
+        if self._is_polled and not self.tickets.unread():
+            self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
+            self.tickets.ring()
+
+    def _tell_of_left(self) -> None:
+        """After an exception, which may have come when a bell was taken: have others hear of what is in the log."""
+        if self.words[self._watch] and self.tickets.spills:
+            self.tickets.tell_of_more()
+        self._tell_of_aside()
+
+    def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
+
+        Args:
+            deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
+        """
+        try:
+            operation = self._getting[-1]
+            del self._getting[-1]
+        except IndexError:
+            operation = self._operation(GET)
+        process = self._process
+        try:
+            words = self.words
+            if self.spin and self._spin(operation.ticket_buffers):
+                pass
+            elif deadline is None and not words[self._watch] and not self.leases.kept:
+                if not words[GROWN] or not self._take_idly(operation.ticket_buffers):
+                    os.readv(self._read_end, operation.ticket_buffers)  # G1
+            elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
+                # Where there is no log yet, one call has looked, and not three.
+                self._wait(operation, operation.ticket_buffers, deadline, decode)
+            ticket = words[operation.ticket]
+            if ticket <= LAST_BELL:
+                self._hear(ticket)
+                words[operation.ticket] = 0
+                raise _Again
+            if words[self._watch]:
+                self._tell_of_more()
+            word = self._word_of(ticket)
+            if self.credits is not None:
+                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                self.credits.give(operation.given_buffers)  # G3
+            message = self._open(word, decode, lease_from)  # G4
+            if process != self._process:
+                return message  # of a fork within; the steps that remain are the parent's
+            nbytes = words[word + NBYTES]
+            if self._has_tasks:
+                tasks.count_taken(words, operation.tally)  # J3
+            self._let_go(word)  # G5
+            words[operation.ticket] = 0  # G6; from here on there is no call, so no exception: the message is returned
+            words[operation.given] = 0  # G7
+            if self._has_tasks:
+                words[operation.tally] -= 1  # J4
+            counted = operation.messages = operation.messages + 1
+            words[operation.counters] = counted
+            counted = operation.nbytes = operation.nbytes + nbytes & _WORD
+            words[operation.counters + 1] = counted
+            self._getting += (operation,)
+            return message
+        except BaseException as error:
+            if process != self._process:
+                raise
+            operation.cause = error
+            self._left.append(operation)
+            self._take_up()
+            raise
+
+    def get_many(
+        self, most: int, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM
+    ) -> list[Any]:
+        """Take what is there, with one system call, and at least one message: wait for that as ``get`` does.
+
+        Args:
+            most: at most so many, and at most 64.
+            timeout: seconds to wait for the first one; None: for ever; 0: not at all.
+            decode, lease_from: as for ``get``, of each.
+
+        Raises:
+            As ``get`` does.
+        """
+        deadline = timeout and monotonic() + timeout
+        try:
+            while True:
+                if self._has_tasks or most == 1 or self.holds_back:
+                    return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]
+                try:
+                    return self._get_many(min(most, BATCH), deadline, decode, lease_from)
+                except _Again:
+                    continue
+        except BaseException:
+            self._tell_of_left()
+            raise
+
+    def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
+        operation, messages = self._batch(GET), list[Any]()
+        if operation is None:
+            return [self._get(deadline, decode, lease_from)]
+        process = self._process
+        try:
+            words, given = self.words, operation.given
+            buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
+            if deadline is None and not words[self._watch] and not self.leases.kept:
+                count = self._take_idly(buffers) if words[GROWN] else 0
+                count = count or os.readv(self._read_end, buffers) >> 3  # G1
+            else:
+                count = self._wait(operation, buffers, deadline, decode)
+            found = self._tickets_in(operation, count)
+            if not found:
+                raise _Again
+            if words[self._watch]:
+                self._tell_of_more()
+            blocks = [self._word_of(words[operation.ticket + i]) for i in found]
+            if self.credits is not None:
+                for i, word in zip(found, blocks, strict=True):
+                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                buffer = operation.given_buffers[0]
+                many = [buffer[: 8 * count]] if len(found) == count else [buffer[8 * i : 8 * i + 8] for i in found]
+                self.credits.give(many)  # G3
+            for word in blocks:
+                try:
+                    messages.append(self._open(word, decode, lease_from))  # G4
+                except Exception as error:
+                    if not messages or is_a_signals(error, error.__traceback__):
+                        raise
+                    break  # those before it are returned, and it is the next get's
+            if process != self._process:
+                return messages  # as in _get
+            done = blocks[: len(messages)]
+            nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
+            left = [Aside(operation, i) for i in rest]
+            taken, waiting, stop = len(done), len(left), rest[0] if rest else count
+            if left:
+                self._ring_if_polled()
+            for word in done:
+                self._let_go(word)  # G5
+            words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
+            words[given : given + stop] = _ZEROS[:stop]  # G7
+            operation.messages += taken
+            operation.nbytes = operation.nbytes + nbytes & _WORD
+            words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+            operation.waiting = waiting
+            self._aside += left
+            if not waiting:
+                spare = self._batches[GET]
+                spare += (operation,)
+            return messages
+        except BaseException as error:
+            if process != self._process:
+                raise
+            operation.cause = error
+            self._left.append(operation)
+            self._take_up()
+            raise
+
+    def _tickets_in(self, operation: Operation, count: int) -> list[int]:
+        """Return which of an operation's first words have tickets in them, once the bells among them are heard."""
+        words, found = self.words, list[int]()
+        for i, ticket in enumerate(words[operation.ticket : operation.ticket + count].tolist()):
+            if ticket > LAST_BELL:
+                found.append(i)
+            elif ticket:
+                self._hear(ticket)
+                words[operation.ticket + i] = 0
+        return found
+
+    def _wait(self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode) -> int:
+        if deadline == _PIPED:
+            taken = self.tickets.take_piped(buffers)
+        elif self.words[self.record.shut]:
+            taken = self._take_after_shutdown(operation, buffers, deadline, decode)
+        else:
+            taken = self.tickets.take(
+                buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
+            )
+        if taken < 0:  # early: what is in the pipe goes first
+            operation.before = self.tickets.unread()
+            raise _Again
+        if not taken:
+            if self.words[GROWN]:  # who polls never waits
+                self.arena.mind_idle(self.undertaker.look)
+            raise Empty("no message came in time")
+        return taken
+
+    def _look_for_the_end(self) -> None:
+        if self.words[self.record.shut]:
+            raise _Again
+        self.leases.settle(at_once=False)
+        self.arena.mind_idle(self.undertaker.look)
+
+    def _look_again(self) -> None:
+        self.leases.settle(at_once=False)
+        self.arena.mind_idle(self.undertaker.look)
+        if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
+            raise _Again
+
+    def _tell_of_more(self) -> None:
+        """After a taking, where the log was used: see to it that others, and ``fileno``, hear of what is left."""
+        tickets = self.tickets
+        if tickets.spills and tickets.tell_of_more():
+            if self._aside:
+                tickets.ring()
+            else:
+                self.record.unwatch(lambda: not tickets.spilled())
+
+    def _take_idly(self, buffers: Buffers) -> int:
+        """Before a wait that cannot be cut into slices, give back memory that lies idle, as long as there may be some. How many
+        tickets were taken: none, once nothing is left to give back, or others took what came.
+
+        By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
+        """
+        self.arena.mind_idle(self.undertaker.look)
+        if taken := self.tickets.take_piped(buffers):
+            return taken
+        pipe = select.poll()
+        pipe.register(self.tickets.fd, select.POLLIN)
+        while self.words[GROWN] and not pipe.poll(1000 * IDLE):
+            self.arena.mind_idle(self.undertaker.look)
+        return 0
+
+    def _spin(self, buffers: Buffers) -> bool:
+        """Look for a ticket again and again before going to sleep, which saves both sides the wake-up.
+
+        Learned: after eight spins in vain, one get in 64 tries again.
+        """
+        self._spins += 1
+        if self._spins > 8 and self._spins & 63 or self.words[self._watch]:
+            return False
+        read, fd, until = os.readv, self._tickets_fd, monotonic() + self.spin
+        while monotonic() < until:
+            try:
+                read(fd, buffers)
+            except BlockingIOError:
+                continue
+            self._spins = 0
+            return True
+        return False
+
+    def _take_after_shutdown(
+        self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode
+    ) -> int:
+        """Take what is left, but no bell: each of these goes back into the pipe.
+
+        Others may sleep on it, and this process may be killed or stopped at any point.
+        """
+        words, first, tickets, last_look = self.words, operation.ticket, self.tickets, False
+
+        def put_back(count: int) -> None:
+            for word in range(first, first + count):
+                self._hear(words[word])
+                words[word] = 0
+
+        while decode is _drop or not words[self.record.dropped]:
+            # The pipe may have been full when the bells were to be given. First: who takes the last ticket may be killed then.
+            if words[self.record.shut] != TOLD and self.undertaker.wake(self._ends, self.number):
+                words[self.record.shut] = TOLD
+            taken = tickets.take_past_bells(buffers, put_back)
+            if taken:
+                return taken
+            if last_look:
+                break
+            self.undertaker.settle_puts(self.number, deadline)
+            last_look = True
+        self.undertaker.wake(self._ends, self.number, again=True)
+        raise ShutDown("the queue was shut down, and nothing is left in it")
+
+    def _word_of(self, ticket: int) -> int:
+        """Return the index of the state of the block that a ticket names.
+
+        Raises:
+            ProtocolError: the block does not wait to be got: it is not QUEUED, nor did a fork during the get make it HELD.
+        """
+        word = ticket >> 32 << SMALLEST - 3
+        state = self.words[word]
+        if state & 15 != QUEUED and word not in self.leases.early or state >> GENERATION_AT != ticket & 0xFFFFFFFF:
+            raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
+        return word
+
+    def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        if decode is _drop:  # what nobody reads is not copied
+            return None
+        words, block = self.words, word << 3
+        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
+        start = block + HEADER
+        if length < FORWARDED:
+            metadata = self.memory[start : start + length]
+            start += length + 63 & -64
+        else:
+            at, start = block + words[word + METADATA_AT], block + words[word + PAYLOAD_AT]
+            metadata = self.memory[at : at + length - FORWARDED]
+        return self._read(block, metadata, start, nbytes, decode, lease_from)
+
+    def _read(self, block: int, metadata: bytes, start: int, nbytes: int, decode: Decode, lease_from: int) -> Any:
+        if nbytes < LEASE_FROM and nbytes < lease_from:
+            return decode(metadata, bytearray(self._view[start : start + nbytes]))
+        array = self._lease(block, start, nbytes, must=lease_from == LEASE) if nbytes >= lease_from else None
+        if array is None and lease_from == LEASE:
+            raise _NoLease(
+                errno.ENOSPC,
+                f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease, and "
+                f"all memory in use is to be {self.arena.capacity} bytes at most. Let go of tensors, or get a copy",
+            )
+        return decode(metadata, self.leases.octets[start : start + nbytes].copy() if array is None else array)
+
+    def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
+        array = self.leases.lease(block, start, nbytes)
+        if array is None and must and self.leases.needs_block(block, start, nbytes):
+            self.undertaker.make_room(LEAST)  # what is free may lie with somebody
+        elif array is None and self.arena.is_overfull():  # the dead may have what is too much
+            self.undertaker.look()
+        else:
+            return array
+        return self.leases.lease(block, start, nbytes)
+
+    def _let_go(self, word: int) -> None:
+        """The block is HELD if the message lies on it, else FREE."""
+        words, live = self.words, self.leases.live
+        anchor = live.get(word)
+        if anchor is None:
+            words[word] &= ~HOLDER
+            return
+        with self.rows.no_fork:  # a child either has it as its own, or does not have it
+            words[word] = anchor.held
+            if word not in live or live[word] is not anchor:  # its array died before, and nobody else frees it
+                words[word] &= ~HOLDER
+        if self.leases.early:
+            self.leases.early.pop(word, None)
+
+    def _finish_get(self, operation: Operation) -> bool:
+        """See to the tickets that an exception left in an operation. False: what it gave cannot be judged now.
+
+        A ticket whose block was not let go is served again, before all others. Else its message is lost, and counted.
+        """
+        asides = [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
+        if asides:
+            asides[0].cause, asides[0].before = operation.cause, operation.before
+        try:
+            left = [aside for aside in asides if self._comes_again(aside)]
+        except InDoubt:
+            return False
+        if asides:
+            asides[0].cause = None  # its frames keep the queue, and what was made of the message so far
+        count, is_early = len(left), operation.before > 0
+        operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
+        if is_early:
+            self._aside += left
+        else:
+            self._aside[:0] = left
+        if not count:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
+        return True
+
+    def _finish_aside(self, aside: Aside) -> bool:
+        """The same for a ticket that had been set aside, and whose serving an exception ended."""
+        try:
+            comes_again = self._comes_again(aside)
+        except InDoubt:
+            return False
+        if comes_again:
+            self._aside[:0] = (aside,)
+        else:
+            self._is_over(aside.operation)
+        aside.cause = None  # with no call since then
+        return True
+
+    def _is_over(self, operation: Operation) -> None:
+        """One ticket less waits in an operation. No call is in here, and what comes before it has none after its last store."""
+        operation.waiting -= 1
+        if not operation.waiting:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
+
+    def _comes_again(self, aside: Aside) -> bool:
+        """Return whether a ticket is to be served, or served again. If not, it is done with: lost, or dropped.
+
+        Raises:
+            InDoubt: what was given of it cannot be judged now.
+        """
+        operation, i = aside.operation, aside.index
+        ticket = self.words[operation.ticket + i]
+        if not ticket:
+            return False  # an exception has this looked at twice
+        word, is_due = ticket >> 32 << SMALLEST - 3, self._is_due(ticket)
+        if is_due and not self._is_to_be_dropped(aside):
+            return True
+        if is_due or isinstance(aside.cause, ProtocolError):  # of the latter the block is somebody else's
+            self._give_credit(operation, i, word)
+            self._complete(operation, i, word if is_due else 0)
+            self.undecodable += 1
+        else:
+            self._lose(operation, i)
+        return False
+
+    def _lose(self, operation: Operation, index: int) -> None:
+        """Count a message as lost whose block was let go, and as done."""
+        words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
+        record, done = Record(operation.purpose, 1, *words), self._done()
+        self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
+        self.lost += 1  # with no call since the ticket went
+        if done:
+            self.words[done] += 2  # nobody has it: join is not to wait for it
+
+    def give_up(self) -> None:
+        """This process gets no more: what exceptions left to be got again is lost, and counted, as if it had died."""
+        self._take_up()
+        while self._aside:
+            aside = self._aside[0]
+            del self._aside[0]
+            operation, i = aside.operation, aside.index
+            ticket = self.words[operation.ticket + i]
+            try:
+                if self._is_due(ticket):
+                    word = ticket >> 32 << SMALLEST - 3
+                    self._give_credit(operation, i, word)
+                    self._let_go(word)
+                self._lose(operation, i)
+            except InDoubt:  # its place may be given back when this process has died
+                continue
+            self._is_over(operation)
+
+    def _is_due(self, ticket: int) -> bool:
+        """Return whether the block of a ticket waits to be got: it was not let go, or will be again."""
+        word = ticket >> 32 << SMALLEST - 3
+        state = self.words[word]
+        return (state & 15 == QUEUED or word in self.leases.early) and state >> GENERATION_AT == ticket & 0xFFFFFFFF
+
+    def _is_to_be_dropped(self, aside: Aside) -> bool:
+        """Return whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
+        error = aside.cause
+        if error is None or isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__):
+            return False
+        aside.tries += 1
+        return aside.tries >= _TRIES or not _may_pass(error)
+
+    def _get_aside(self, decode: Decode, lease_from: int) -> Any:
+        """Serve what exceptions left, and tickets that came too early once they are due; else ``_NOTHING``."""
+        while self._aside:
+            try:
+                aside = self._aside[0]
+            except IndexError:  # another thread serves it
+                break
+            if aside.before > 0:
+                aside.before -= 1
+                try:
+                    return self._get(_PIPED, decode, lease_from)
+                except (Empty, ShutDown):
+                    aside.before = 0
+                    continue
+            if len(self._aside) > 1:
+                self._ring_if_polled()
+            if not self._aside or self._aside[0] is not aside:
+                continue
+            del self._aside[0]  # with no call since it was looked at
+            process = self._process
+            try:
+                return self._serve(aside, decode, lease_from)
+            except BaseException as error:
+                if process != self._process:
+                    raise
+                aside.cause = error
+                self._left.append(aside)
+                self._take_up()
+                raise
+        return _NOTHING
+
+    def _serve(self, aside: Aside, decode: Decode, lease_from: int) -> Any:
+        """Bring a get that was set aside to its end.
+
+        Raises:
+            SharedMemoryError: whether its place was given back cannot be judged now.
+        """
+        operation, i, process = aside.operation, aside.index, self._process
+        word = self._word_of(self.words[operation.ticket + i])
+        try:
+            self._give_credit(operation, i, word)  # G2, G3
+        except InDoubt:
+            raise SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with") from None
+        message = self._open(word, decode, lease_from)  # G4
+        if process != self._process:
+            return message  # as in _get
+        words, nbytes = self.words, self.words[word + NBYTES]
+        self._complete(operation, i, word)
+        operation.messages += 1  # with no call, as in _get
+        operation.nbytes = operation.nbytes + nbytes & _WORD
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+        operation.waiting -= 1
+        if not operation.waiting:
+            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare += (operation,)
+        return message
+
+    def _give_credit(self, operation: Operation, index: int, word: int) -> None:
+        """G2 and G3, unless they were done."""
+        if self.credits is not None:
+            words, given = self.words, operation.given + index
+            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
+            self.undertaker.give_credit(self._ends, self.number, given)
+
+    def _complete(self, operation: Operation, index: int, word: int) -> None:
+        """G5 to G7. No call comes after G6.
+
+        Args:
+            word: of the block; 0: there is none to let go.
+        """
+        words, tally = self.words, operation.tally
+        if self._has_tasks:
+            tasks.count_taken(words, tally)  # J3
+        if word:
+            self._let_go(word)  # G5
+        words[operation.ticket + index] = 0  # G6
+        words[operation.given + index] = 0  # G7
+        if self._has_tasks:
+            words[tally] -= words[tally] & 1  # J4
+
+    def drop_all(self) -> None:
+        """Get what is left, of a queue that was shut down, for nobody."""
+        words, done = self.words, self._done()
+        while True:
+            self._take_up()
+            self._drop_aside()  # also what came too early
+            try:
+                self._get(0, _drop)
+                if done:
+                    words[done] += 2  # with no call since it was taken
+            except _Again:
+                continue
+            except ShutDown:
+                return
+
+    def _drop_aside(self) -> None:
+        """Drop what exceptions left to be got again."""
+        words, done = self.words, self._done()
+        while True:
+            with contextlib.suppress(_Again):
+                if self._get_aside(_drop, COPY) is _NOTHING:
+                    return
+                if done:
+                    words[done] += 2
+
+    def _done(self) -> int:
+        """Return the word that counts the tasks which this process has done; 0: nothing is counted."""
+        return self.tasks.tally() if self._has_tasks else 0
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether the same message may well be decoded later: there is memory then, or a descriptor, or the caller asks for
+    another form of it. Or a handler in C raised, as Ctrl-C's own does; or the message did, by ``sys.exit``, and always will."""
+    if isinstance(error, PeerLost):  # what it refers to went with its sender
+        return False
+    may = (MemoryError, OSError, UnsupportedLeaf)
+    is_cudas = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
+
+
+class _NoLease(SharedMemoryError):
+    """Only a lease was wanted, and there is none."""
+
+
+class _Again(Exception):
+    """There was nothing to deliver, but it is not time to wait either."""
+
+
+def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
+    """Drop a message, as a shutdown does."""
+
+
+_PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
+_NOTHING = object()
+_ZEROS = memoryview(bytes(8 * BATCH)).cast("Q")

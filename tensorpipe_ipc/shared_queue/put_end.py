@@ -1,0 +1,548 @@
+"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in undertaker.py.
+
+An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
+as the undertaker would: ``_finish_put``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from time import monotonic
+from typing import Protocol
+
+import torch
+
+from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
+from tensorpipe_ipc.memory.arena import (
+    CREDIT,
+    GENERATION_AT,
+    GENERATIONS,
+    HEADER,
+    HOLDER,
+    METADATA,
+    NBYTES,
+    QUICK,
+    SMALLEST,
+    WRITTEN,
+    Taker,
+    kind_of,
+)
+from tensorpipe_ipc.memory.headroom import headroom
+from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
+from tensorpipe_ipc.shared_queue import tasks
+from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
+from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
+from tensorpipe_ipc.shared_queue.token_pipe import BELL, SLICE, Buffers, TokenPipe
+from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, InDoubt
+
+__all__ = ["Copy", "Payload", "PutEnd"]
+
+_LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
+
+
+class Payload(Protocol):
+    """The bytes of a message, as put takes them."""
+
+    nbytes: int
+
+    def write_into(self, place: memoryview) -> None:
+        """Write all of them. ``place`` is 64-byte aligned and has exactly ``nbytes``."""
+
+
+class Copy:
+    """A payload's bytes in memory of their own: what it was made of may change."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.nbytes = payload.nbytes
+        self._place = torch.empty(self.nbytes, dtype=torch.uint8).numpy().data  # 64-byte aligned, as torch has it
+        payload.write_into(self._place)
+
+    def write_into(self, place: memoryview) -> None:
+        """See Payload."""
+        place[:] = self._place
+
+
+class PutEnd(QueueEnd):
+    """A producer's side of a queue.
+
+    Attributes:
+        waits, seconds_waited: of this process's puts, for room.
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._putting: list[Operation] = []  # spare ones
+        self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
+        self._backlog: deque[int] = deque()  # own tickets in the spill log
+        self.waits, self.seconds_waited = 0, 0.0
+
+    def put(self, payload: Payload, metadata: bytes = b"", timeout: float | None = None) -> None:
+        """Copy a message into shared memory and queue it. Once this returns, it survives this process.
+
+        Args:
+            payload: read before this returns.
+            metadata: a few bytes that travel before it.
+            timeout: seconds to wait for room; None: for ever; 0: not at all.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+            SharedMemoryError: the message is larger than the arena's capacity, or the machine has no memory for it.
+            ShutDown: the queue was shut down, before or while this waited. Nothing was put.
+        """
+        if self._left:
+            self._take_up()
+        try:
+            operation = self._putting[-1]
+            del self._putting[-1]
+        except IndexError:
+            operation = self._operation(PUT)
+        process = self._process
+        try:
+            words, credit = self.words, 0
+            deadline = None if timeout is None else monotonic() + timeout
+            if self.credits is not None:
+                credit = self._take_credit(operation, deadline)  # P1, P2
+            nbytes = payload.nbytes
+            room = (len(metadata) + 63 & -64) + nbytes
+            kind = kind_of(room)
+            block = self._block(kind, room, deadline, operation)
+            self._fill(block, credit, payload, metadata)  # P3
+            word = block >> 3
+            generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
+            words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
+            operation.block = 0  # from here on the word says what is to be done
+            self._queue(operation, word, generation)
+        except BaseException as error:
+            if process != self._process:
+                raise  # of a fork within; what it was about is the parent's to do
+            operation.cause = error
+            self._left.append(operation)
+            self._take_up()
+            raise
+        counted = operation.messages = operation.messages + 1
+        words[operation.counters] = counted
+        counted = operation.nbytes = operation.nbytes + nbytes
+        words[operation.counters + 1] = counted
+        self._putting.append(operation)
+
+    def _queue(self, operation: Operation, word: int, generation: int) -> None:
+        """The block is filled, and the operation's word names it: what remains, P5 to P8."""
+        words = self.words
+        if words[self._watch]:
+            self._refuse_if_shut()  # now that the word says so: see "A shutdown" in undertaker.py
+        if self._has_tasks:
+            tasks.count_put(words, operation.tally)  # J1
+        words[word] = generation << GENERATION_AT | self.arena.queued  # P5
+        if self.tickets.spills:
+            self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
+        else:
+            os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
+        if self._has_tasks:
+            tasks.settle_put(words, operation.tally, given=True)  # J2
+        words[operation.credit] = 0  # P7
+        words[operation.ticket] = 0  # P8
+
+    def _fill(self, block: int, credit: int, payload: Payload, metadata: bytes) -> None:
+        words, word, nbytes, length = self.words, block >> 3, payload.nbytes, len(metadata)
+        words[word + CREDIT] = credit
+        words[word + NBYTES] = nbytes
+        words[word + METADATA] = length << 32 | self._tag
+        start = block + HEADER
+        self.memory[start : start + length] = metadata
+        start += length + 63 & -64
+        payload.write_into(self._view[start : start + nbytes])
+
+    def put_many(self, messages: Sequence[tuple[Payload, bytes]], timeout: float | None = None) -> int:
+        """Put as many as have room, with one system call for all of their tickets. They stay in order.
+
+        Args:
+            messages: at most 64, each a payload and its metadata.
+            timeout: seconds to wait for the first one's room.
+
+        Returns:
+            How many were put, from the first on; at least one, if there is any.
+
+        Raises:
+            As ``put`` does, and then none was put.
+        """
+        if not messages:
+            return 0
+        operation = None if self._has_tasks else self._batch(PUT)
+        if operation is None:  # only single operations count tasks
+            self.put(*messages[0], timeout)
+            return 1
+        if self._left:
+            self._take_up()
+        deadline = None if timeout is None else monotonic() + timeout
+        words, count, process = self.words, len(messages), self._process
+        try:
+            if self.credits is not None:
+                count = self._take_credits(operation, count, deadline)  # P1, P2
+            for i, (payload, metadata) in enumerate(messages[:count]):
+                room = (len(metadata) + 63 & -64) + payload.nbytes
+                kind = kind_of(room)
+                block = self._block(kind, room, deadline, operation, waits=not i)
+                if not block:
+                    break
+                operation.blocks += (block,)
+                operation.block = 0
+                self._fill(block, words[operation.credit + i], payload, metadata)  # P3
+            tickets = [
+                block >> SMALLEST << 32 | ((words[block >> 3] >> GENERATION_AT) + 1) % GENERATIONS
+                for block in operation.blocks
+            ]
+            nbytes = sum(payload.nbytes for payload, _ in messages[: len(tickets)])
+            for i in range(len(tickets)):
+                words[operation.ticket + i] = tickets[i]  # P4
+            operation.blocks = []
+            if words[self._watch]:
+                self._refuse_if_shut()
+            for ticket in tickets:
+                words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
+            buffers = [operation.ticket_buffers[0][: 8 * len(tickets)]]
+            if self.tickets.spills:
+                self._give_or_spill(buffers, tickets)
+            else:
+                os.writev(self._tickets_fd, buffers)  # P6
+            for i in range(len(tickets)):
+                words[operation.credit + i] = 0  # P7
+                words[operation.ticket + i] = 0  # P8
+            if self.credits is not None and len(tickets) < count:
+                self._give_unused(operation, len(tickets), count)
+            count = len(tickets)
+        except BaseException as error:
+            if process != self._process:
+                raise  # as in put
+            operation.cause = error
+            self._left.append(operation)
+            self._take_up()
+            raise
+        operation.messages += count
+        operation.nbytes += nbytes
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+        self._batches[PUT].append(operation)
+        return count
+
+    def put_held(self, handover: Handover, metadata: bytes, timeout: float | None = None) -> bool:
+        """Queue a block that this process holds, as it lies. Whatever is raised, its lease goes on.
+
+        Args:
+            handover: the block; nobody may use its tensors meanwhile. Once it is queued, they are empty.
+            metadata: as for put.
+            timeout: as for put.
+
+        Returns:
+            Whether it was done. If not, the block has no room for the metadata; or a child that was forked meanwhile has its
+            tensors, too, or an alias was made of one.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+        """
+        if self._left:
+            self._take_up()
+        at = _room(handover, len(metadata))
+        if not at or self.words[handover.word] != handover.held:
+            return False
+        try:
+            operation = self._putting[-1]
+            del self._putting[-1]
+        except IndexError:
+            operation = self._operation(PUT)
+        is_seen_to, process = False, self._process
+        try:
+            words, credit = self.words, 0
+            if words[self._watch]:
+                self._refuse_if_shut()
+            deadline = None if timeout is None else monotonic() + timeout
+            if self.credits is not None:
+                credit = self._take_credit(operation, deadline)  # P1, P2
+            with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
+                try:
+                    self._hand_over(operation, handover, metadata, at, credit)
+                except BaseException as error:  # seen to before anybody forks
+                    is_seen_to = True
+                    if process == self._process:
+                        operation.cause = error
+                        self._left.append(operation)
+                        self._take_up()
+                    raise
+        except BaseException as error:
+            if not is_seen_to and process == self._process:
+                operation.cause = error
+                self._left.append(operation)
+                self._take_up()
+            if isinstance(error, _MayNotLeave):
+                return False
+            raise
+        operation.messages += 1
+        operation.nbytes += handover.nbytes
+        words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
+        self._putting.append(operation)
+        return True
+
+    def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
+        """P3 to P8 of a held block, and the emptying of its tensors.
+
+        Raises:
+            _MayNotLeave: somebody else has some, too.
+        """
+        words, word, length = self.words, handover.word, len(metadata)
+        self._handovers[operation.ticket] = handover
+        handover.begin()
+        if not handover.may_leave():
+            raise _MayNotLeave
+        words[word + CREDIT] = credit  # P3
+        words[word + NBYTES] = handover.nbytes
+        words[word + METADATA] = (FORWARDED | length) << 32 | self._tag
+        words[word + METADATA_AT], words[word + PAYLOAD_AT] = at - (word << 3), handover.start - (word << 3)
+        self.memory[at : at + length] = metadata
+        generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
+        words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
+        self._queue(operation, word, generation)
+        self._settle_handover(operation)
+
+    def _settle_handover(self, operation: Operation) -> None:
+        """See to the held block of an operation that is over or undone, if it was of one."""
+        handover = self._handovers.get(operation.ticket)
+        if handover is not None:
+            handover.settle()
+            self._handovers.pop(operation.ticket, None)
+
+    def block_for(self, timeout: float | None, nbytes: int, taker: Taker) -> int:
+        """Take a block to be held, and put later. Its state is WRITING, and the taker has it.
+
+        Returns:
+            0: there is no room, and nothing in the queue whose taking may make some. For one message only, and not for loans,
+            of which there may be many, is there memory beyond the capacity.
+
+        Raises:
+            Full: there was no room in time. The text says who holds what.
+            SharedMemoryError: there can never be room for so much.
+        """
+        self.undertaker.attach()
+        deadline = None if timeout is None else monotonic() + timeout
+        return self.arena.allocate(nbytes, taker=taker) or self._wait_for_block(nbytes, deadline, taker, force=False)
+
+    def _refuse_if_shut(self) -> None:
+        if self.words[self.record.shut]:
+            raise ShutDown(f"the queue was shut down: nothing more can be put (maxsize {self.maxsize})")
+
+    def _take_credit(self, operation: Operation, deadline: float | None) -> int:
+        self._take_credits(operation, 1, deadline)
+        return self.words[operation.credit]
+
+    def _take_credits(self, operation: Operation, most: int, deadline: float | None) -> int:
+        """Wait for one, and take as many more as are there. They stand in the operation's first words."""
+        credits, words, first = self.credits, self.words, operation.credit
+        assert credits is not None
+        buffers = operation.credit_buffers if most == operation.size else [operation.credit_buffers[0][: 8 * most]]
+        while True:
+            # early or not: credits have no order
+            count = abs(credits.take_nowait(buffers)) or self._wait_for_credits(credits, buffers, deadline)
+            if BELL in words[first : first + count]:
+                taken = [credit for credit in words[first : first + count] if credit != BELL]
+                zeros = [0] * (count - len(taken))  # in one store: an exception is not to find a credit in two words
+                words[first : first + count] = memoryview(array("Q", taken + zeros))
+                count = len(taken)
+            for i in range(first, first + count):
+                credit = words[i]
+                words[self._laps + (credit & SLOTS)] = credit >> SLOT_BITS
+            if count:
+                return count
+
+    def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
+        self._refuse_if_shut()  # at once, and not after the first slice
+        began = monotonic()
+        self.undertaker.look_in_turn(begins=True)
+        try:
+            count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
+            if not count:  # who does not wait does not look in slices, and the dead may have one
+                self.undertaker.look()
+                count = abs(credits.take_nowait(buffers))
+        finally:
+            self.waits += 1
+            self.seconds_waited += monotonic() - began
+            self._tell_waits()
+        if not count:
+            self._refuse_if_shut()
+            raise Full(self._why_full("has no free place"))
+        return count
+
+    def _block(
+        self, kind: int, nbytes: int, deadline: float | None, taker: Operation | None = None, *, waits: bool = True
+    ) -> int:
+        arena = self.arena
+        if taker is not None:
+            # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
+            free = arena.free[kind]
+            if kind > QUICK or not free:
+                arena.mind_idle(self.undertaker.look)
+                arena.harvest(kind)
+            try:
+                block = free[-1]
+                del free[-1]
+            except IndexError:
+                pass
+            else:
+                words, word, hazard = self.words, block >> 3, taker.hazard
+                words[hazard] = block
+                if words[arena.table + (block >> 20)] == arena.own[kind] and (
+                    kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
+                ):
+                    words[word] = words[word] & ~HOLDER | arena.writing
+                    taker.block = block
+                    words[hazard] = 0
+                    arena.young[kind].append(block)
+                    return block
+                words[hazard] = 0
+                free.append(block)
+        return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
+
+    def _wait_for_block(
+        self, nbytes: int, deadline: float | None, taker: Operation | Taker | None, *, force: bool = True
+    ) -> int:
+        """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
+        arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
+        that could come free, there is nothing to wait for.
+
+        Args:
+            force: False: such a queue's block is none, and 0 is returned.
+        """
+        pause, began = 0.0005, monotonic()
+        self.waits += 1
+        try:
+            while True:
+                if self.words[self._watch]:
+                    self._refuse_if_shut()
+                looked = monotonic()
+                was_in_use = self.arena.is_in_use()  # first: what comes free from here on may be missed below
+                self.undertaker.make_room(nbytes)
+                looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
+                block = self.arena.allocate(nbytes, taker=taker, collected=True)
+                if not block and force and not self.qsize():
+                    block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
+                if block:
+                    return block
+                if not self.qsize():
+                    if not was_in_use and not self.arena.is_in_use():
+                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
+                    if not force and headroom() >= nbytes:
+                        return 0
+                remaining = SLICE if deadline is None else deadline - monotonic()
+                if remaining <= 0:
+                    raise Full(self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
+                time.sleep(min(max(pause, min(2 * looked, 10 * SLICE)), remaining))
+                pause = min(2 * pause, SLICE)
+        finally:
+            self.seconds_waited += monotonic() - began
+            self._tell_waits()
+
+    def _tell_waits(self) -> None:
+        """For onlookers: how often and how long this process waited to put here, beside any one of its operations."""
+        for operation in self._operations[:1]:
+            self.words[operation.counters + WAITS] = self.waits
+            self.words[operation.counters + MICROSECONDS] = int(self.seconds_waited * 1e6)
+
+    def _give_or_spill(self, buffers: Buffers, tickets: Iterable[int]) -> None:
+        """Order is kept by spilling as long as an own spilled ticket waits: token_pipe.py, rule 1."""
+        backlog = self._backlog
+        # There may be a million. What is left is looked at by later puts, which spill until then: that is never wrong.
+        for _ in range(_LOOKS):
+            try:
+                first = backlog[0]
+            except IndexError:
+                break
+            if self._waits(first):
+                backlog.rotate(-1)  # it may wait for long, with a process that is stopped; the next is looked at next
+                break
+            if backlog and backlog[0] == first:  # else another thread, or a handler, dropped it meanwhile
+                del backlog[0]  # with no call since the look
+        if not backlog:
+            try:
+                os.writev(self._tickets_fd, buffers)  # P6
+                return
+            except BlockingIOError:
+                self.record.set(self.record.spilled)
+        backlog.extend(tickets)
+        self.tickets.spill(buffers)  # P6
+        self.words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
+        self.tickets.ring()
+
+    def _waits(self, ticket: int) -> bool:
+        """Return whether what this process put with a ticket was not taken yet."""
+        block, state = ticket >> 32 << SMALLEST, ticket % GENERATIONS << GENERATION_AT | self.arena.queued
+        # First: where its extent was given up, reading its state would make a page that is nobody's.
+        return self.arena.begins(block) and self.words[block >> 3] == state
+
+    def _idle(self) -> None:
+        self._refuse_if_shut()
+        self.undertaker.look_in_turn()
+        self.leases.settle(at_once=False)
+        self.arena.mind_idle()
+        self._take_up()
+
+    def _why_full(self, what: str) -> str:
+        waiting = f"the queue (maxsize {self.maxsize}, {self.qsize()} waiting)"
+        return f"{waiting} {what}; {self.undertaker.describe_holders()}"
+
+    def _finish_put(self, operation: Operation) -> bool:
+        """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
+        spare = self._putting if operation.size == 1 else self._batches[PUT]
+        words, blocks = self.words, operation.blocks
+        named = {ticket >> 32 for ticket in words[operation.ticket : operation.ticket + operation.size]}
+        if operation.block:
+            blocks += (operation.block,)
+            operation.block = 0
+        while blocks:
+            if blocks[-1] >> SMALLEST not in named:
+                words[blocks[-1] >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free
+            del blocks[-1]
+        try:
+            self._give_back(operation)
+        except InDoubt:
+            return False
+        operation.cause = None
+        spare += (operation,)
+        return True
+
+    def _give_unused(self, operation: Operation, start: int, stop: int) -> None:
+        """Give back credits of a batch that were taken and not needed, as a get gives those of its messages."""
+        words, credit, given = self.words, operation.credit, operation.given
+        assert self.credits is not None
+        for i in range(start, stop):
+            words[given + i] = words[credit + i] + NEXT_LAP
+        self.credits.give([operation.given_buffers[0][8 * start : 8 * stop]])
+        for i in range(start, stop):
+            words[credit + i] = 0
+        for i in range(start, stop):
+            words[given + i] = 0
+
+    def _give_back(self, operation: Operation) -> None:
+        """Credits and tickets that stand in an operation, as far as they were not given."""
+        record = Record(
+            operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
+        )
+        is_held = operation.ticket in self._handovers
+        for each in record.each():
+            self.undertaker.finish_put(self._ends, self.number, self.rows.index, each, frees=not is_held)
+        self._settle_handover(operation)
+
+
+class _MayNotLeave(Exception):
+    """Others have tensors of a block that is to be handed over, too."""
+
+
+def _room(handover: Handover, nbytes: int) -> int:
+    """Return where in a held block metadata can lie: in front of what the tensors lie on, or behind it; 0: nowhere."""
+    block = handover.word << 3
+    end = block + (1 << kind_of(handover.start - block - HEADER + handover.nbytes))
+    behind = handover.start + handover.nbytes + 63 & -64
+    if block + HEADER + nbytes <= handover.start:
+        return block + HEADER
+    return behind if behind + nbytes <= end else 0

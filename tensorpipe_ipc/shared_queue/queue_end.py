@@ -1,0 +1,197 @@
+"""The knowledge that both ends of a queue in shared memory have, and the operations on record that they work with.
+
+**Exceptions.** A signal's handler may raise wherever CPython looks for signals: after a call, on entering a function and on
+jumping back; and again while the first exception is on its way. What is then promised is what is promised of a death, but that
+this process finishes its operation itself, as the undertaker would:
+
+* A put was done, or nothing of it is left. A get loses its message at most, and counts it, and that only if the message's
+  block had been let go. Else its ticket is set aside, and the next get serves it.
+* What put or get had begun stands in the operation's words. In its ``except`` clause the operation is put into ``_left``,
+  before any call at which another exception could come, and from there taken up, at once or by the next put or get.
+* Whoever takes something out of a list, and whoever marks what is done, does so with no call until it is on record again.
+  So a list's last entry is taken by ``values[-1]`` and ``del values[-1]``: after ``values.pop()`` an exception may come. No
+  other thread comes in between either: CPython lets it run at the same moments.
+
+Python 3.10 looks for signals also when a function has returned, before its caller has what it returned. What is lost there is
+lost, and not counted, as in the caller's own ``message = queue.get()``.
+
+**Forks** within a put or a get, by a signal's handler, a finalizer or ``__setstate__``: what is under way is the parent's, and
+so is its operation. In the child it ends at the first exception, or when the message is decoded, with no store to shared
+memory: ``_process`` is another there. A child must not return into a put or into a wait, which nothing can stop.
+"""
+
+from __future__ import annotations
+
+import os
+from threading import get_ident
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
+from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.shared_queue.queue_record import Life, QueueRecord
+from tensorpipe_ipc.shared_queue.tasks import Tasks
+from tensorpipe_ipc.shared_queue.token_pipe import BELL, DROP, SHUT, TokenPipe
+from tensorpipe_ipc.shared_queue.undertaker import Ends, Undertaker
+
+__all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "Aside", "QueueEnd"]
+
+FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header, but where these words of the header say
+METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
+
+
+class _Turn:
+    """A lock of a byte of the record, by the description that carries this process's row.
+
+    To the kernel all threads of this process are one holder, so they are told apart here.
+    """
+
+    __slots__ = ("_byte", "_rows", "_thread")
+
+    def __init__(self, rows: Rows, byte: int) -> None:
+        self._rows, self._byte, self._thread = rows, byte, 0
+
+    def take(self) -> bool:
+        """See token_pipe.Turn."""
+        thread = get_ident()
+        if self._thread not in (0, thread):
+            return False
+        self._thread = thread  # no call since the look: no other thread has come in between
+        try:
+            if self._rows.try_lock(self._byte, 1):
+                return True
+        except BaseException:  # a signal handler's, when it was just locked, perhaps
+            self.leave()
+            raise
+        self._thread = 0
+        return False
+
+    def leave(self) -> None:
+        """See token_pipe.Turn."""
+        self._rows.unlock(self._byte, 1)
+        self._thread = 0
+
+
+class QueueEnd:
+    """The ground that PutEnd and GetEnd stand on.
+
+    Attributes:
+        maxsize: how many messages may be in the queue; 0: any number.
+        tickets, credits: the queue's pipes; no credits where there is no bound.
+        record: what all processes know of it.
+        tasks: which of its messages are not dealt with, if it can be joined.
+    """
+
+    def __init__(
+        self, undertaker: Undertaker, number: int, tickets: TokenPipe, credits: TokenPipe | None, life: Life
+    ) -> None:
+        self.undertaker, self.arena, self.rows = undertaker, undertaker.arena, undertaker.rows
+        self.leases = undertaker.leases
+        self.words, self.memory = self.arena.words, self.arena.segment.memory
+        self._view = memoryview(self.memory)
+        self.number, self.tickets, self.credits, self._life = number, tickets, credits, life
+        self.record = QueueRecord(self.arena, number)
+        self.maxsize, self._tag = self.record.maxsize, number & 0xFFFFFFFF
+        self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
+        self._tickets_fd = tickets.fd
+        # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
+        self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
+        self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
+        self.leases.gives_back = False
+        self.rows.after_fork(self._renew)
+        self._forget()
+
+    def _forget(self) -> None:
+        """This process has done nothing with the queue yet."""
+        self._process = os.getpid()
+        self.tickets.turn = _Turn(self.rows, self.record.turn)
+        self._batches: dict[int, list[Operation]] = {PUT: [], GET: []}  # spare ones
+        self._operations: list[Operation] = []  # all of them
+        self._left: list[Operation | Aside] = []  # what exceptions ended
+        self.tasks = Tasks(self.rows, self.record, self._operations)
+
+    def _renew(self) -> None:
+        self.tickets.renew()
+        if self.credits is not None:
+            self.credits.renew()
+        self._forget()
+
+    def _operation(self, direction: int) -> Operation:
+        """A further operation: this process's first, or others are under way in threads or interrupted code."""
+        self.undertaker.attach()
+        operation = self.rows.operation(self.number, direction)
+        self._operations += (operation,)
+        return operation
+
+    def _batch(self, direction: int) -> Operation | None:
+        """None: this process's row has no room for one more; for single ones it has."""
+        spare = self._batches[direction]
+        if spare:
+            operation = spare[-1]
+            del spare[-1]
+            return operation
+        self.undertaker.attach()
+        try:
+            operation = self.rows.operation(self.number, direction, BATCH)
+        except SharedMemoryError:
+            return None
+        self._operations += (operation,)
+        return operation
+
+    def _take_up(self) -> None:
+        """Finish what exceptions ended, as far as it can be judged now."""
+        for _ in range(len(self._left)):
+            try:
+                left = self._left[0]
+                del self._left[0]
+            except IndexError:  # another thread takes it up
+                return
+            done = False
+            try:
+                done = left.cause is None or self._finish(left)
+            finally:
+                if not done:
+                    self._left.append(left)
+
+    def _finish(self, left: Operation | Aside) -> bool:
+        """Finish a put, or have a get served later. Whether that could be done."""
+        raise NotImplementedError
+
+    def qsize(self) -> int:
+        """Return how many messages wait. Others may put and get meanwhile."""
+        words, waiting = self.words, self.tickets.unread()
+        if not (words[self.record.spilled] or words[self.record.shut]) or not (waiting or words[self._watch]):
+            return waiting
+        exactly = self.tickets.waiting()
+        return self.waiting() if exactly is None else exactly
+
+    def waiting(self) -> int:
+        """``qsize`` or a few more, without looking at each token."""
+        return self.tickets.unread() + (self.tickets.spilled() if self.words[self._watch] else 0)
+
+    def _hear(self, bell: int) -> None:
+        """Do what a bell says, which was taken. (``BELL`` says: look at the log.) One of a shutdown goes back: it may be
+        what another would have been woken by."""
+        words, record = self.words, self.record
+        if bell == BELL:
+            return
+        if not (words[record.shut] and (bell == SHUT or words[record.dropped])):
+            self.undertaker.shut(self._ends, self.number, drop=bell == DROP)
+        self.tickets.ring(bell)
+
+
+class Aside:
+    """A ticket of a get that was not completed, to be served by a later one.
+
+    Attributes:
+        operation, index: where it stands.
+        before: how many others go first.
+        tries: how often its message could not be decoded.
+        cause: the exception that ended the last try, until that is seen to.
+    """
+
+    __slots__ = ("before", "cause", "index", "operation", "tries")
+
+    def __init__(self, operation: Operation, index: int) -> None:
+        self.operation, self.index = operation, index
+        self.before = self.tries = 0
+        self.cause: BaseException | None = None

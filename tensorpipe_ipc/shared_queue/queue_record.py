@@ -1,0 +1,255 @@
+"""The facts of one queue that all processes know: a record in shared memory, and a lock that says that somebody has the queue.
+
+::
+
+    the record, a KEPT block of the arena
+    word 8        9           10          11       12          13        14       15        16
+    ├─ maxsize ───┼─ watch ───┼─ spilled ─┼─ shut ─┼─ dropped ┼─ tasks ─┼─ pair ─┼─ claimed ┼─ laps[maxsize] ─ the last lap in
+    one writer:     anybody                            anybody            creator  its lock  which each slot's credit was taken
+
+    the queue's number    55 ──────── 32 31 ───────── 0
+                          │ generation  │ block >> 9  │
+                          └─────────────┴─────────────┘
+
+``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
+puts (TOLD: and all who wait have been told); ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used
+(shared_queue/token_pipe.py), or bells stand in the pipe for another reason; ``tasks``: the queue can be joined (OF_OTHERS: and
+some process finishes what others took, shared_queue/tasks.py); ``pair``: it lies between two endpoints (for onlookers);
+``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second byte.
+That of the third is the turn of those who take from the spill log.
+
+**The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
+So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds
+pipe and log empty, and the queue not shut down, clears ``watch``, looks at the log once more, and sets ``watch`` if there
+is something in it. If it saw nothing, the append came after that look, and the giver's second store after the clearing. Only a
+giver that is stopped or killed between append and store leaves a token unwatched, of a put that has not returned; the
+undertaker sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last, too.
+
+**Life.** Every process that has the queue has an open file description of the segment that carries a read lock (OFD) on the
+record's first byte. The kernel drops it with the last descriptor, however its process ends. So whoever can write-lock that
+byte knows that the queue is gone, and is alone in burying it (``Undertaker.bury``). A number is never used twice: the block's
+generation goes up, so what still names a queue that is gone is seen to.
+
+A queue that children have, too, has a description of its own, inherited or passed on (``Life``). One that a process keeps to
+itself is locked through the description that carries its row (``RowLife``), which a forked child closes. Closing such a queue
+unlocks it; so a process has no queue twice (``endpoints.rendezvous``). A burial takes the lock through a description that is
+made for it (``Rows.alone``). So what this process has by its row is in its way, as what others have is; and no queue is made or
+reached in a record that another thread of this process is just burying.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import context, reduction
+from typing import Any
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, KEPT, SMALLEST, Arena
+from tensorpipe_ipc.memory.ofd_locks import read_lock
+from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
+
+__all__ = [
+    "FACTS",
+    "OF_OTHERS",
+    "SLOTS",
+    "SLOT_BITS",
+    "TOLD",
+    "Life",
+    "QueueRecord",
+    "RowLife",
+    "facts_of",
+    "number_of",
+]
+
+SLOT_BITS = 24  # of a credit, which is (slot, lap)
+SLOTS = (1 << SLOT_BITS) - 1
+TOLD = 2  # of the word ``shut``
+OF_OTHERS = 2  # of the word ``tasks``
+_MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = 8, 9, 10, 11, 12, 13, 14, 15, 16
+FACTS = 8 * _LAPS
+
+
+class Life:
+    """The descriptor that keeps a queue: inherited by fork, pickled to a child that is being spawned."""
+
+    __slots__ = ("_owned",)
+
+    def __init__(self, owned: OwnedFd | None) -> None:
+        self._owned = owned
+
+    @classmethod
+    def begin(cls, arena: Arena, block: int) -> Life | None:
+        """Lock the record in a block. None if somebody has it alone.
+
+        Raises:
+            SharedMemoryError: no descriptor is left.
+        """
+        try:
+            owned = reopened(arena.segment.descriptor, os.O_RDWR)
+        except OSError as failed:
+            raise SharedMemoryError(
+                failed.errno, f"the segment could not be opened again: {failed.strerror}"
+            ) from failed
+        return cls(owned) if read_lock(owned.fileno(), block) else None
+
+    def close(self) -> None:
+        """This process has the queue no more."""
+        if self._owned is not None:
+            self._owned.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        assert self._owned is not None
+        return _rebuild, (reduction.DupFd(self._owned.fileno()),)
+
+
+class RowLife(Life):
+    """The lock that keeps a queue and that no child inherits: its description carries this process's row."""
+
+    __slots__ = ("_block", "_rows")
+
+    def __init__(self, rows: Rows, block: int) -> None:
+        super().__init__(None)
+        self._rows, self._block = rows, block
+
+    @classmethod
+    def begin(cls, arena: Arena, block: int) -> RowLife | None:
+        """See Life."""
+        life = cls(arena.rows, block)  # first: it lets go of the lock, whatever comes
+        return life if arena.rows.share_lock(block) else None
+
+    def close(self) -> None:
+        """See Life. The lock of who claimed it (the second byte) goes, too."""
+        if self._block:
+            self._rows.unlock(self._block, 2)
+            self._block = 0
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes it back in a moment
+            with contextlib.suppress(OSError, AttributeError):
+                self.close()
+
+
+def _rebuild(duplicate: Any) -> Life:
+    return Life(owned(duplicate.detach))
+
+
+class QueueRecord:
+    """One queue's record, by its number.
+
+    Attributes:
+        block: the record's offset in the segment.
+        maxsize: how many messages may be in the queue; 0: any number.
+        has_tasks: whether the queue can be joined.
+        turn: the byte whose lock is the turn of those who take from the spill log.
+        watch, spilled, shut, dropped, tasks, pair, claimed, laps: indexes of these words.
+    """
+
+    def __init__(self, arena: Arena, number: int) -> None:
+        self.arena, self.words, self.number = arena, arena.words, number
+        self.block = (number & 0xFFFFFFFF) << SMALLEST
+        word = self.block >> 3
+        self.maxsize = self.words[word + _MAXSIZE]
+        self.tasks = word + _TASKS
+        self.has_tasks = bool(self.words[self.tasks])
+        self.watch, self.spilled, self.shut = word + _WATCH, word + _SPILLED, word + _SHUT
+        self.dropped, self.pair, self.laps = word + _DROPPED, word + _PAIR, word + _LAPS
+        self.claimed, self.turn = word + _CLAIMED, self.block + 2
+
+    @classmethod
+    def create(cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[Life]) -> tuple[QueueRecord, Life]:
+        """A new queue's.
+
+        Raises:
+            ValueError: ``maxsize`` is negative or above 16,777,215.
+            SharedMemoryError: no memory or no descriptor is left.
+        """
+        if not 0 <= maxsize <= SLOTS:
+            raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
+        nbytes = 8 * (_LAPS + maxsize)
+        block, life = _block_and_life(arena, nbytes, kept_by)
+        words, word = arena.words, block >> 3
+        words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
+        words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
+        words[word + _LAPS : word + _LAPS + maxsize] = memoryview(bytes(8 * maxsize)).cast("Q")
+        generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
+        words[word] = generation << GENERATION_AT | KEPT
+        return cls(arena, number_of(arena, block)), life
+
+    @classmethod
+    def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, Life]:
+        """That of a queue which another process told of, and a life of this process's own, which has none yet.
+
+        Raises:
+            SharedMemoryError: there is no such queue, or not any more; or no descriptor is left.
+        """
+        block = (number & 0xFFFFFFFF) << SMALLEST
+        if block + 8 * _LAPS > arena.segment.size or number >> 56:
+            raise SharedMemoryError(errno.EINVAL, f"{number:#x} is no queue's number")
+        life, record = RowLife.begin(arena, block), cls(arena, number)
+        if life is None or not record.exists():
+            raise SharedMemoryError(errno.ENOENT, f"queue {number:#x} is gone")
+        return record, life
+
+    def set(self, word: int) -> None:
+        """Set one of the words that are to be watched."""
+        self.words[word] = 1
+        self.words[self.watch] = 1
+
+    def unwatch(self, is_empty: Callable[[], bool]) -> None:
+        """Have put and get look at the pipe alone again, now that the log is empty (see above)."""
+        words = self.words
+        if not words[self.shut]:
+            words[self.watch] = 0
+            if not is_empty() or words[self.shut]:
+                words[self.watch] = 1
+
+    def narrow(self, maxsize: int) -> None:
+        """Have it say another maxsize: so many credits have been left in the queue."""
+        self.words[(self.block >> 3) + _MAXSIZE] = self.maxsize = maxsize
+
+    def exists(self) -> bool:
+        """Return whether this is still the queue's record. If not, it has been buried."""
+        state = self.words[self.block >> 3] if self.arena.begins(self.block) else 0
+        return state & 15 == KEPT and state >> GENERATION_AT & 0xFFFFFF == self.number >> 32
+
+
+def number_of(arena: Arena, block: int) -> int:
+    """The number of the queue whose record lies in a KEPT block."""
+    return (arena.words[block >> 3] >> GENERATION_AT & 0xFFFFFF) << 32 | block >> SMALLEST
+
+
+def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
+    """Of the first ``FACTS`` bytes of a queue's record: maxsize, and whether it was shut down, can be joined, is a pair's."""
+    words = memoryview(record).cast("Q")
+    return words[_MAXSIZE], bool(words[_SHUT]), bool(words[_TASKS]), bool(words[_PAIR])
+
+
+def _block_and_life(arena: Arena, nbytes: int, kept_by: type[Life]) -> tuple[int, Life]:
+    """A block, and the read lock on its first byte.
+
+    Whoever buried the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
+    block is taken.
+    """
+    refused = []
+    try:
+        while True:
+            block = arena.allocate(nbytes, force=True)
+            if not block:
+                arena.collect(nbytes)
+                block = arena.allocate(nbytes, force=True)
+            if not block:
+                raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
+            refused.append(block)
+            life = kept_by.begin(arena, block)
+            if life is not None:
+                refused.pop()
+                return block, life
+    finally:
+        for block in refused:
+            arena.discard(block)

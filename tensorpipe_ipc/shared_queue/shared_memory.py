@@ -1,0 +1,145 @@
+"""One way of a message through shared memory: a queue of tickets, the credits that bound it, the blocks they name.
+
+::
+
+    put:  credit -> block filled -> QUEUED -> ticket        get:  ticket -> content -> credit -> HELD or FREE
+
+Which step stands on record in which word at which moment, and why nothing is lost wherever a process dies, is argued
+in shared_queue/undertaker.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
+shared_queue/put_end.py and shared_queue/get_end.py.
+
+::
+
+    ticket    63 ────────── 32 31 ──────── 0       credit    63 ─────── 24 23 ──── 0
+              │ block >> 9    │ generation │                 │ lap >= 1   │ slot   │
+              └───────────────┴────────────┘                 └────────────┴────────┘
+
+A queue with ``maxsize`` has so many slots, and for each one credit that goes round: pipe of credits, a producer's
+word, the header of a queued block, a consumer's word, and back with the next lap. As credits have identity, nobody
+ever recounts them: only those that a dead row names are questioned.
+
+What it costs (two pinned cores of a busy virtual machine, Python 3.11, 400 bytes, p50 of 16,000 round trips halved):
+one way blocked 1.4 to 1.6 times the bare hand-off of 8 bytes through a pipe without a bound, 1.7 to 2.1 times with
+one; put and get in one process, 5.2 us together. What decided the code: a plain blocking ``readv`` where nothing but
+a message can end the wait (epoll first: 1 us more); operations from a list of one's own rather than from a lock or a
+thread-local; no HELD state for a message that is copied out; one function for each end, as every call costs 50 ns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from multiprocessing import context
+from typing import Any
+
+from tensorpipe_ipc.memory.row import PUT, Operation
+from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
+from tensorpipe_ipc.shared_queue.put_end import Copy, Payload, PutEnd
+from tensorpipe_ipc.shared_queue.queue_end import Aside
+from tensorpipe_ipc.shared_queue.queue_record import Life, QueueRecord
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
+from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, Undertaker
+
+__all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
+
+
+class SharedMemoryQueue(PutEnd, GetEnd):
+    """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning.
+
+    Attributes:
+        kept_by: what says that a process has the queue.
+    """
+
+    kept_by: type[Life] = Life
+
+    _waits_in_read = True  # whether get without a timeout waits in a plain blocking read
+
+    @classmethod
+    def create(cls, undertaker: Undertaker, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
+        """A new, empty one.
+
+        Args:
+            maxsize: how many messages may be in it; 0: any number.
+            tasks: whether it is to be joined.
+
+        Raises:
+            ValueError: ``maxsize`` is negative or above 16,777,215.
+            SharedMemoryError: no memory, no pipe or no descriptor is left.
+        """
+        undertaker.attach()
+        undertaker.look()
+        undertaker.bury_left()
+        record, life = QueueRecord.create(undertaker.arena, maxsize, tasks, cls.kept_by)
+        tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)
+        credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
+        queue = cls(undertaker, record.number, tickets, credits, life)
+        queue._issue_credits()
+        return queue
+
+    def _issue_credits(self) -> None:
+        if self.credits is not None:
+            tokens = memoryview(bytearray(8 * self.maxsize)).cast("Q")
+            for slot in range(self.maxsize):
+                tokens[slot] = NEXT_LAP | slot
+            octets = tokens.cast("B")
+            for start in range(0, 8 * self.maxsize, 512):
+                self.credits.give([octets[start : start + 512]])
+
+    def shut_down(self, *, drop: bool) -> None:
+        """Refuse puts from now on, in every process, and gets once nothing is left.
+
+        Args:
+            drop: drop what waits, so that gets are refused at once.
+        """
+        self.undertaker.attach()
+        self.undertaker.shut(self._ends, self.number, drop=drop)
+        self.undertaker.settle_puts(self.number)
+        if drop:
+            self.drop_all()
+
+    def tidy(self) -> None:
+        """Finish what the dead began, a shutdown that was to drop what waits included."""
+        self.undertaker.look()
+        if self.words[self.record.dropped]:
+            self.drop_all()
+
+    def done(self, direction: int) -> tuple[int, int]:
+        """Messages and bytes of payload that this process has put, or got."""
+        operations = [each for each in self._operations if self.words[each.purpose] & 0xFF == direction]
+        return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
+
+    def _finish(self, left: Operation | Aside) -> bool:
+        """See QueueEnd."""
+        if isinstance(left, Aside):
+            return self._finish_aside(left)
+        is_put = self.words[left.purpose] & 0xFF == PUT
+        return self._finish_put(left) if is_put else self._finish_get(left)
+
+    def close(self) -> None:
+        """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
+        if self.undertaker.queues.get(self.number) is not self._ends:
+            return
+        self.give_up()
+        del self.undertaker.queues[self.number]
+        self.tickets.close()
+        if self.credits is not None:
+            self.credits.close()
+        self._life.close()
+        kept = []
+        for operation in (*self._operations, *self.tasks.operations):
+            run = self.words[operation.credit : operation.credit + (4 if operation.size == 1 else 3 * operation.size)]
+            if any(run):
+                kept.append(operation)
+            else:
+                self.rows.retire(operation)
+        self.undertaker.leave(self.number, kept)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules are half gone, and the kernel takes all back in a moment
+            with contextlib.suppress(AttributeError, OSError):
+                self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        return SharedMemoryQueue, (self.undertaker, self.number, self.tickets, self.credits, self._life)

@@ -1,0 +1,521 @@
+"""Tokens of 8 bytes through a kernel pipe: order, atomicity and wake-ups come from the kernel, and so survive any kill.
+
+A token is a number above ``LAST_BELL`` (tickets and credits: shared_queue/shared_memory.py). It is given from, and
+taken into, a word of the acting process's own row in shared memory (memory/row.py), by ``writev`` and ``readv`` on
+that very word. The kernel copies a token into the taker's word and only then removes it from the pipe, under the
+pipe's mutex, in one system call that no signal can cut in two. So at every moment a token stands in the pipe or in a
+word of some row, and who has taken it is on record. An exception that a signal handler raises finds it there too: the
+return value of ``os.read`` would be lost.
+
+**Descriptors.** A pipe costs two: ``fd`` reads and writes and never blocks; ``read_end`` is for the plain wait in a
+blocking ``readv``. Credits are never waited for so, and have ``fd`` alone. (``RWF_NOWAIT`` would save ``read_end``, but
+Linux 6.18 refuses it for a pipe that was opened again through /proc, and one opened for both is only had so.) Each flag
+belongs to an open file description, which processes share; so each of these two is used in one way by all of them.
+
+**Capacity.** A pipe of 16 pages of 4 KiB has 512 tokens a page. The page at the head may be nearly empty, and the tail
+of a page is wasted when a batch does not fit into it. Batches of at most 64 tokens waste less than 64 of each page's 512,
+so that 15 x 449 = 6,735 tokens always fit. ``CAPACITY`` is what we rely on where the pipe has 16 pages, of whatever size.
+A pipe of fewer holds what ``_capacity`` says: none, if it has one page. A queue that may have more in it gets a log.
+
+**The spill log**, for queues without a bound (or with a larger one): a memfd to which tokens are appended when the
+pipe is full, and from which consumers ``readv`` through one shared file offset: the kernel moves it under a mutex, so
+each token is taken once, into a word, like from the pipe. ``pwritev`` with ``RWF_APPEND`` appends, under the inode's lock,
+and leaves that offset alone: one descriptor does both. Order per giver is kept by three rules:
+
+1. A giver whose last spilled token has not been taken spills the next too (the caller knows it: ``spill``).
+2. A taker looks at the log only when the pipe is empty, *and saw the token at the log's head before it saw the pipe
+   empty*: what its giver had put into the pipe before has then been taken.
+3. Between these two looks others may have drained the log and filled the pipe again, so the token it gets may be
+   another. It notices, since tokens are never given twice. Then this one is *early*: take returns a negative count,
+   and the caller keeps it until it has taken as many tokens as stood in the pipe, or found the pipe empty
+   (``take_piped``). It takes nothing from the log meanwhile: that would be later than the early one.
+
+Rule 3 is needed: one shared offset "read after the pipe is empty" alone lets a taker that is stopped between the two
+looks overtake a pipe filled meanwhile. But a taker that ends with an early token loses it. So takers exclude each other
+between the looks, by a lock that the kernel drops when they die (``turn``): who has it gets the head that it saw.
+Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early. For
+``_NO_TURN`` it then does not wait for the turn again: there may be a million tokens.
+
+A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
+``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Undertaker.shut``). So a taker without a
+timeout waits in a plain blocking ``readv``, which is the fastest wait, and the one that a killed neighbour cannot rob
+of its wake-up: the kernel hands the token over or wakes the next. A bell eventfd beside the pipe would need epoll for
+every wait (two more system calls, 1 us).
+
+**Waking.** A token wakes one of those who sleep in ``readv``, and the kernel lets none of them be killed between its
+wake-up and the taking: it takes, and then dies. But a taker that was woken out of a poll may be killed before its ``readv``.
+With EPOLLEXCLUSIVE, which wakes one waiter instead of all, it would take the wake-up with it, and those who sleep in
+``readv`` have no slices in which to notice. (The kill campaign saw that: two tokens in the pipe, two takers asleep.) So waits
+with a timeout poll, and share wake-ups with nobody. Where all who wait do so in slices, as for credits, one is woken for each
+token (``exclusive``). The epoll which that takes is registered for the length of the wait and used again by the process's
+next wait, for whichever pipe: it costs a descriptor for each thread that waits, and none for a queue.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import errno
+import fcntl
+import math
+import mmap
+import os
+import resource
+import select
+import sys
+import termios
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import context, reduction
+from typing import Any, Protocol
+
+from tensorpipe_ipc import owned_fd
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.libc import libc, punch_hole
+from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
+
+__all__ = ["BELL", "BELLS", "CAPACITY", "DROP", "LAST_BELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
+
+BELL, SHUT, DROP = 1, 2, 3  # what wakes takers and is no token: look at the log; the queue is shut down; and emptied
+LAST_BELL = 3
+BELLS = frozenset((BELL, SHUT, DROP))
+CAPACITY = 6400  # tokens that always fit into a pipe of 16 pages, see above
+SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the death, and probing takes time too
+
+_PAGES = 16  # of a pipe, as Linux makes them by default
+_F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
+_SPLICE_F_NONBLOCK = 2
+_AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
+_TURN = 0.01  # seconds
+_NO_TURN = 0.1  # seconds
+_MARGIN = 1 << 20  # bytes of the log
+_PUNCH_STEP = 1 << 16  # bytes of the log between two attempts to give its memory back
+
+Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view of one or more words
+
+
+class Turn(Protocol):
+    """The turn to take from the log: a lock between processes, which the kernel drops with its holder."""
+
+    def take(self) -> bool:
+        """Return whether it was to be had."""
+
+    def leave(self) -> None:
+        """Let others have it."""
+
+
+class TokenPipe:
+    """One pipe, and perhaps a spill log. Inherited by fork; pickled to a child while that is being spawned.
+
+    Attributes:
+        fd: the pipe, to read and to write, non-blocking.
+        read_end: the pipe, to read, blocking; -1 for a pipe on which nobody waits so. Every process has ``fd`` open for both,
+            so there is no end of file and no EPIPE.
+        spills: whether there is a log.
+        turn: of those who take from the log; None: nobody minds their order.
+    """
+
+    def __init__(self, fd: OwnedFd, log: OwnedFd | None = None, read_end: OwnedFd | None = None) -> None:
+        self._owned = fd, log, read_end
+        self.fd, self._log, self.read_end = (-1 if each is None else each.fileno() for each in self._owned)
+        self.spills = log is not None
+        self.turn: Turn | None = None
+        self._punched, self._turn_missed = 0, -math.inf
+        self._epolls: _Epolls | None = None
+
+    @classmethod
+    def create(cls, tokens: int | None, *, blocking: bool = True) -> TokenPipe:
+        """A new one, with a log if need be.
+
+        Args:
+            tokens: how many may be in it at once; None: any number.
+            blocking: whether takers wait in a plain blocking ``readv``.
+
+        Raises:
+            SharedMemoryError: no descriptor is left.
+        """
+        try:
+            read_end, write_end = owned_fd.pipe()
+            with write_end:
+                # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
+                if fcntl.fcntl(write_end, _F_GETPIPE_SZ) != _PAGES * mmap.PAGESIZE:
+                    with contextlib.suppress(OSError):
+                        fcntl.fcntl(write_end, _F_SETPIPE_SZ, _PAGES * mmap.PAGESIZE)
+                fd, log = reopened(write_end.fileno(), os.O_RDWR | os.O_NONBLOCK), None
+                if tokens is None or tokens > _capacity(fd.fileno()):
+                    with owned(os.memfd_create, "tensorpipe_ipc spill log", os.MFD_CLOEXEC) as memory:
+                        # Opened anew: only a description made by open() has a locked file offset.
+                        log = reopened(memory.fileno(), os.O_RDWR)
+            return cls(fd, log, read_end if blocking else None)
+        except OSError as failed:
+            raise SharedMemoryError(failed.errno, f"no pipe for a queue: {failed.strerror}") from failed
+
+    @classmethod
+    def reach(cls, fd: OwnedFd, *, blocking: bool = True) -> TokenPipe:
+        """That of another process, which has no log.
+
+        Args:
+            fd: the pipe, opened here, O_RDWR and non-blocking.
+            blocking: whether takers wait in a plain blocking ``readv``.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        return cls(fd, read_end=reopened(fd.fileno(), os.O_RDONLY) if blocking else None)
+
+    # ---- taking ----
+
+    def take_nowait(self, buffers: Buffers) -> int:
+        """Take what is there, at most as many tokens as ``buffers`` holds.
+
+        Returns:
+            How many. Negative: they are early (see above).
+        """
+        try:
+            if not self.spills:
+                return os.readv(self.fd, buffers) >> 3
+            return self._take_or_spilled(buffers)
+        except BlockingIOError:
+            return 0
+
+    def _take_or_spilled(self, buffers: Buffers) -> int:
+        if not self._head():
+            return os.readv(self.fd, buffers) >> 3
+        with contextlib.suppress(BlockingIOError):
+            return os.readv(self.fd, buffers) >> 3
+        has_turn = self._take_turn()
+        try:
+            return self._take_spilled(buffers)
+        finally:
+            if has_turn and self.turn is not None:
+                self.turn.leave()
+
+    def tell_of_more(self) -> bool:
+        """After a taking: ring if the pipe is empty and the log is not, so that ``fileno`` goes on telling of it.
+
+        Returns:
+            Whether both were empty.
+        """
+        if self.unread():
+            return False
+        if self._head():
+            self.ring()
+            return False
+        return True
+
+    def _head(self) -> bytes:
+        """The token at the log's head; b"" if it is empty."""
+        return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
+
+    def _take_turn(self) -> bool:
+        """Return whether no other process takes from the log now, until the turn is left. False where that is not known."""
+        if self.turn is None:
+            return False
+        until = 0.0
+        while not self.turn.take():
+            now = time.monotonic()
+            until = until or now + _TURN
+            if now > until:
+                self._turn_missed = now
+            if now < self._turn_missed + _NO_TURN:
+                return False
+            time.sleep(0)  # which lets other threads run, as sched_yield does not
+        return True
+
+    def _take_spilled(self, buffers: Buffers) -> int:
+        head = self._head()
+        with contextlib.suppress(BlockingIOError):
+            return os.readv(self.fd, buffers) >> 3
+        return self._take_behind(head, buffers) if head else 0  # 0: others have taken it
+
+    def take_past_bells(self, buffers: Buffers, put_back: Callable[[int], None]) -> int:
+        """``take_nowait`` where bells go round, and the pipe is never empty for long: once as many have passed as there were
+        when the head of the log was seen, nothing is left that was in the pipe then.
+
+        Args:
+            put_back: is to put back so many bells, which were taken.
+
+        Returns:
+            How many, tokens among them; negative: they are early. 0: there were but bells.
+        """
+        has_turn = self.spills and self._take_turn()
+        try:
+            head = self._head() if self.spills else b""
+            left, looked = self.unread(), False
+            while left > 0:
+                taken = self.take_piped(buffers)
+                if not taken:
+                    break
+                if max(buffers[0][: 8 * taken].cast("Q")) > LAST_BELL:
+                    return taken
+                put_back(taken)
+                left -= taken
+                if not looked:  # there may be thousands, and as many messages in the log
+                    looked = True
+                    if self._holds_but_bells():
+                        break
+            return self._take_behind(head, buffers) if head else 0
+        finally:
+            if has_turn and self.turn is not None:
+                self.turn.leave()
+
+    def _holds_but_bells(self) -> bool:
+        """Return whether no token is in the pipe now; False where that is not known."""
+        content = self._content()
+        return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_BELL
+
+    def _take_behind(self, head: bytes, buffers: Buffers) -> int:
+        """Take from the log, whose head was seen before the pipe was seen to be empty."""
+        taken = os.readv(self._log, buffers) >> 3
+        self._punch()
+        # One look for a whole batch: what stood behind the head that was seen was spilled at that time, or later.
+        in_order = buffers[0][:8] == head and (taken == 1 or not self.unread())
+        return taken if in_order or not self.unread() else -taken
+
+    def take_piped(self, buffers: Buffers) -> int:
+        """Take what is in the pipe, and leave the log alone. How many."""
+        try:
+            return os.readv(self.fd, buffers) >> 3
+        except BlockingIOError:
+            return 0
+
+    def take(
+        self,
+        buffers: Buffers,
+        deadline: float | None,
+        idle: Callable[[], object] | None = None,
+        *,
+        exclusive: bool = False,
+    ) -> int:
+        """Wait for tokens and take them; 0 when the deadline has passed.
+
+        Args:
+            deadline: on ``time.monotonic``'s clock; None: none.
+            idle: called after each slice in which nothing came.
+            exclusive: have each token wake one of those who wait: where all of them wait in this way.
+        """
+        taken = self.take_nowait(buffers)
+        if taken or deadline is not None and deadline <= time.monotonic():
+            return taken
+        waiting = self._exclusive() if exclusive else _Shared(self.fd)
+        try:
+            while True:
+                pause = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+                if pause <= 0:
+                    return 0
+                if not waiting.poll(pause) and idle is not None:
+                    idle()
+                taken = self.take_nowait(buffers)
+                if taken:
+                    return taken
+        finally:
+            waiting.end()
+
+    def _exclusive(self) -> _Exclusive | _Shared:
+        if self._epolls is None:
+            self._epolls = _epolls.get(os.getpid()) or _epolls.setdefault(os.getpid(), _Epolls())
+        try:
+            return _Exclusive(self.fd, self._epolls.spare)
+        except OSError:  # no descriptor is left
+            return _Shared(self.fd)
+
+    def fileno(self) -> int:
+        """Readable while the pipe holds anything, a bell included. There is one while the log holds anything: its writer
+        rings, and so does whoever empties the pipe. (That a process is killed in between shows with the next put or get.)"""
+        return self.fd
+
+    def unread(self) -> int:
+        """Return how many tokens (and bells) the pipe holds now, not counting the log."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self.fd, termios.FIONREAD, count)
+        return count[0] >> 3
+
+    def spilled(self) -> int:
+        """Return how many tokens wait in the log."""
+        if not self.spills:
+            return 0
+        return max(0, os.fstat(self._log).st_size - os.lseek(self._log, 0, os.SEEK_CUR)) >> 3
+
+    # ---- giving ----
+
+    def give(self, buffers: Buffers) -> None:
+        """Give the tokens in ``buffers``, all at once: at most 64, and none of them zero. Never waits.
+
+        Raises:
+            BlockingIOError: there are more in a pipe without a log than it was made for, which only a stranger can have
+                put there. None of them was given.
+        """
+        try:
+            os.writev(self.fd, buffers)
+        except BlockingIOError:
+            if not self.spills:
+                raise
+            self.spill(buffers)
+            self.ring()
+
+    def spill(self, buffers: Buffers) -> None:
+        """Give the tokens to the log at once (rule 1). A ring is due.
+
+        Raises:
+            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``). None of them was given.
+        """
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        # Near it the kernel writes a part, perhaps of a token; and others may be writing.
+        if limit != resource.RLIM_INFINITY and os.fstat(self._log).st_size > limit - _MARGIN:
+            raise SharedMemoryError(
+                errno.EFBIG,
+                f"more waits than the queue's pipe holds, and of the rest no list may be kept: this process may write files of "
+                f"{limit} bytes (ulimit -f). Raise that, or give the queue a maxsize of at most {CAPACITY}",
+            )
+        os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
+
+    def ring(self, bell: int = BELL, count: int = 1) -> bool:
+        """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep.
+
+        Returns:
+            Whether there was room for all.
+        """
+        if count > _AT_ONCE and self.unread() and self.unread() + count > _capacity(self.fd):
+            return False  # nor shall a part of them pile up, each time that it is tried
+        try:
+            for done in range(0, count, _AT_ONCE):
+                os.write(self.fd, bell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
+        except BlockingIOError:
+            return False
+        return True
+
+    # ---- looking ----
+
+    def waiting(self) -> int | None:
+        """Return how many tokens wait in the pipe and the log now, bells not counted. None: try later."""
+        content = self._content()
+        return None if content is None else len(frozenset(memoryview(content).cast("Q")) - BELLS) + self.spilled()
+
+    def snapshot(self) -> frozenset[int] | None:
+        """All tokens that wait in the pipe and the log now, none of them removed. None: try later."""
+        content = self._content()
+        return None if content is None else frozenset(memoryview(content + self._spilled_content()).cast("Q"))
+
+    def _content(self) -> bytes | None:
+        """Read what is in the pipe, without taking it. None: try later.
+
+        ``tee`` copies it under the pipe's mutex, if the scratch pipe has as many pages.
+        """
+        try:
+            reader, writer = owned_fd.pipe(os.O_NONBLOCK)
+            with reader, writer:
+                return self._copied(reader.fileno(), writer.fileno())
+        except OSError as error:
+            if passed_a_handler(error.__traceback__):  # TimeoutError is one, too
+                raise
+            return None
+
+    def _copied(self, scratch_read: int, scratch_write: int) -> bytes:
+        size = fcntl.fcntl(self.fd, _F_GETPIPE_SZ)
+        if fcntl.fcntl(scratch_write, _F_GETPIPE_SZ) < size:
+            fcntl.fcntl(scratch_write, _F_SETPIPE_SZ, size)  # refused: a part of the pipe proves nothing
+        return os.read(scratch_read, size) if _tee(self.fd, scratch_write, size) else b""
+
+    def _spilled_content(self) -> bytes:
+        if not self.spills:
+            return b""
+        # One look at where takers are: they go on meanwhile, and what was given last stands at the end.
+        start = os.lseek(self._log, 0, os.SEEK_CUR)
+        return os.pread(self._log, max(0, os.fstat(self._log).st_size - start) & -8, start)
+
+    def _punch(self) -> None:
+        """Give back the memory of what everybody has read of the log, once in a while."""
+        offset = os.lseek(self._log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
+        if offset - self._punched >= _PUNCH_STEP:
+            start, self._punched = self._punched, offset
+            # Not by a mapping: a process may have no addresses left, or lock all that it maps. Refused, it costs memory.
+            punch_hole(self._log, start, offset)
+
+    # ---- lifetime ----
+
+    def renew(self) -> None:
+        """In a forked child: its waits share nothing with the parent's."""
+        self._epolls = None
+
+    def close(self) -> None:
+        """Close this process's descriptors."""
+        self._epolls = None
+        self.fd = self.read_end = self._log = -1
+        for each in self._owned:
+            if each is not None:
+                each.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        context.assert_spawning(self)
+        shared = (self.fd, self._log, self.read_end)
+        return _rebuild, tuple(reduction.DupFd(each) if each >= 0 else None for each in shared)
+
+
+def _rebuild(*duplicates: Any) -> TokenPipe:
+    fd, *others = (None if each is None else owned(each.detach) for each in duplicates)
+    assert fd is not None
+    return TokenPipe(fd, *others)
+
+
+def _capacity(descriptor: int) -> int:
+    """Return how many tokens always fit into a pipe."""
+    pages = fcntl.fcntl(descriptor, _F_GETPIPE_SZ) // mmap.PAGESIZE
+    return CAPACITY if pages >= _PAGES else max(0, pages - 1) * (mmap.PAGESIZE // 8 - 63)
+
+
+class _Shared:
+    """A wait for a pipe of which each token wakes all."""
+
+    def __init__(self, fd: int) -> None:
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._poll.poll(seconds * 1000))
+
+    def end(self) -> None:
+        pass
+
+
+class _Exclusive:
+    """A wait of which each token wakes one."""
+
+    def __init__(self, fd: int, spare: list[select.epoll]) -> None:
+        self._fd, self._spare = fd, spare
+        try:
+            self._epoll = spare.pop()
+        except IndexError:
+            self._epoll = select.epoll()
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._epoll.poll(seconds))
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):  # the pipe was closed meanwhile; then this epoll goes, too
+            self._epoll.unregister(self._fd)
+            self._spare.append(self._epoll)
+
+
+class _Epolls:
+    """Epoll descriptors that no wait of this process uses now. They go with the last pipe that was waited for so."""
+
+    def __init__(self) -> None:
+        self.spare: list[select.epoll] = []
+
+
+_epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary()  # by process
+
+
+def _tee(source: int, target: int, size: int) -> int:
+    """Bytes copied; 0 for an empty pipe."""
+    copied: int = libc().tee(source, target, ctypes.c_size_t(size), _SPLICE_F_NONBLOCK)
+    if copied >= 0:
+        return copied
+    number = ctypes.get_errno()
+    if number != errno.EAGAIN:
+        raise OSError(number, os.strerror(number))
+    return 0

@@ -1,1 +1,0 @@
-"""The way from a producer to a consumer: addresses, sockets, and the conversation between two ends."""

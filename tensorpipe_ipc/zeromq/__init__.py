@@ -1,0 +1,1 @@
+"""ZeroMQ's sockets: addresses, keys, frames, and each call that may fail. Nothing else imports zmq."""

@@ -1,0 +1,315 @@
+"""Connector: the socket of the end that connects. A line for each connection, one after another.
+
+A line that has ended is read out first, and then closed: what its binder said before it died, or closed, is not lost. Meanwhile
+the next binder is tried, and may be there. Two binders never mix.
+
+* A try that failed is made again after 10 ms, and ever later, up to 0.2 s; with keys after 0.2 s at once, as one with the
+  wrong ones would go on for ever. So a binder that was started anew, with other keys or a longer list, is found. It is made
+  inside put, get and flush, as there is no thread. Who waits on the descriptor alone is told when it is due, each second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import zmq
+
+from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_file, is_shared
+from tensorpipe_ipc.zeromq.alarm import Alarm
+from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
+from tensorpipe_ipc.zeromq.line import Line
+from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
+
+__all__ = ["Connector"]
+
+_SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two tries
+_RARELY = 1.0  # seconds, at most, where each wakes somebody who waits on the descriptor alone
+_AT_ONCE = 0.005  # seconds that a try is waited for, whatever the timeout: a binder on this host is there by then
+_LAST_WORDS = 1.0  # seconds that what was said by a line that is hung up may take to leave
+
+
+class Connector(FrameSocket):
+    """See FrameSocket.
+
+    Attributes:
+        with_itself: how often it had itself on the line.
+    """
+
+    def __init__(self, address: Address, *, receives: bool, window: int = 0, security: Curve | None = None) -> None:
+        """See FrameSocket."""
+        super().__init__(address, receives=receives, window=window, security=security)
+        self._context: zmq.Context[Any]
+        self._keys: dict[int, bytes] = {}
+        self._line: Line | None = None  # that is tried, or by which is sent
+        self._last: Line | None = None  # the one before it, which has ended and is not read out
+        self._open: dict[Line, None] = {}  # both, and what an exception has kept from being one of them, or closed
+        self._is_deferred = False  # whether ``_line`` waits for that
+        self._connections = 0  # so far
+        self._is_shared = False  # whether others may put a socket where this end looks for one
+        self._pause = self._shortest = _SHORTEST if security is None else _LONGEST
+        self._due = 0.0  # when the next try is
+        self._alarm: Alarm | None = None  # for who waits on ``fileno``
+        self._is_short = False  # whether there was no descriptor left for a try
+        self._fds: list[int] = []  # of the lines, that are watched
+        self._is_settled = False  # whether ``_settle`` is done since there are other lines
+        self._failed: Line | None = None  # the last whose handshake failed
+        self._failures = 0
+        self._stranger: int | None = None  # the other user whose socket is at the address, at the last look
+        self.with_itself = 0
+
+    def open(self, told: Callable[[Exception], None]) -> None:  # noqa: ARG002 - nobody comes to a connector
+        """See FrameSocket."""
+        if self.address.path:
+            check_folder(self.address.path)  # the socket may come later: it must be nobody else who puts it there
+            check_socket_file(self.address.path)
+            self._is_shared = is_shared(os.path.dirname(self.address.path))
+        self._context = acquire(self, own=False)
+        if self._security is not None:
+            self._keys = read_keys(self._security, bind=False)  # once: put is not to fail by a file that was moved
+            self.key = self._keys[int(zmq.CURVE_SERVERKEY)].decode()
+        if self._may_be_there():
+            self._try()
+        else:
+            self._pace()
+
+    def _may_be_there(self) -> bool:
+        """Return whether a try can succeed, as far as that is known: within one process it is."""
+        return self.address.scheme != "inproc" or is_bound_here(self.address.text)
+
+    def _try(self) -> None:
+        """Try to get the binder."""
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._set_up(socket, {})
+        if self._keys:
+            use_keys(socket, self._keys, bind=False)
+        line = Line(socket, self.address, is_shared=self._is_shared)
+        self._is_settled = False
+        self._open[line] = None
+        line.open(self._context)
+        self._have(line, self._last)
+        self._settle()
+
+    def _have(self, line: Line | None, last: Line | None) -> None:
+        """Go on with other lines. No exception comes within this; what then is to be done ``_settle`` does."""
+        self._is_settled = self._is_deferred = False
+        if line is not self._line:
+            self.connection, self.routing = 0, b""
+        self._line, self._last, self.reads_out = line, last, last.routing if last is not None else b""
+
+    def _hear(self) -> None:
+        """Take note of what has become of the lines, and try again where that is due."""
+        if not self._is_settled:
+            self._settle()
+        if self._line is not None:
+            self._hear_of(self._line)
+        if self._last is not None and not self._last.has_unread():
+            self._let_go_of_last()
+        if self._line is None:
+            self._try_if_due()
+
+    def _hear_of(self, line: Line) -> None:
+        line.hear()
+        if line.is_up and not line.routing:
+            self._is_settled = False
+            self._connections += 1
+            line.routing = self._connections.to_bytes(4, "little")
+            self._pause, self._failed, self._failures = self._shortest, None, 0
+            self._settle()
+        if line.is_up:
+            self.connection, self.routing = self._connections, line.routing
+        elif line.has_ended:
+            self.connection, self.routing = 0, b""
+            self._put_down(line)
+
+    def _put_down(self, line: Line) -> None:
+        """A line has ended. It is read out after the one before it."""
+        if line.has_unread():
+            if self._last is None:
+                self._have(None, line)
+                self._pace()
+                self._settle()
+            return
+        self._have(None, self._last)
+        self._pace()
+        if line.failure is not None:
+            self._failures += 1
+            if self._failed is None or line.was_answered:
+                self._failed = line
+        self._stranger = line.stranger
+        self.with_itself += line.is_to_itself
+        self._settle()
+
+    def _pace(self) -> None:
+        self._is_settled = False
+        self._due = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST if self._alarm is None else _RARELY)
+
+    def _try_if_due(self) -> None:
+        is_within, may_be_there = self.address.scheme == "inproc", self._may_be_there()
+        if time.monotonic() < self._due and not (is_within and may_be_there):
+            return
+        if not may_be_there:
+            self._pace()
+            self._settle()
+            return
+        self._is_short = not has_descriptors()  # where libzmq finds none, it ends the process
+        if self._is_short:
+            self._pace()
+            self._settle()
+            return
+        self._try()
+        deadline = time.monotonic() + _AT_ONCE
+        while (line := self._line) is not None and not line.is_up and (left := deadline - time.monotonic()) > 0:
+            line.wait(left)
+            self._hear_of(line)
+
+    def _let_go_of_last(self) -> None:
+        self._have(self._line, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Have what waits tell of the lines that there are now, and of the time for the next try. Close all others."""
+        if self._poll_fd is not None:
+            for fd in self._fds:
+                self._poll_fd.unwatch(fd)
+            self._fds = self._own_fds()
+            for fd in self._fds:
+                self._poll_fd.watch(fd, edge=False)
+        if self._alarm is not None:
+            self._alarm.set(max(_SHORTEST, self._due - time.monotonic()) if self._line is None else 0)
+        for line in [each for each in self._open if each not in (self._line, self._last)]:
+            line.close(_LAST_WORDS)
+            del self._open[line]
+        self._is_settled = True
+
+    def _socket_to(self, peer: bytes) -> zmq.Socket[bytes]:
+        """See FrameSocket."""
+        if not self.reaches(peer):
+            raise Unreachable
+        assert self._line is not None
+        return self._line.socket
+
+    def receive(self, timeout: float) -> tuple[bytes, list[Any]] | None:
+        """See FrameSocket."""
+        self._is_silent = False
+        line = self._line_to_read()
+        if line is None:
+            self.is_connected(timeout)
+            return None
+        frames = self._read(line.reader, line.socket, timeout)
+        return None if frames is None else (line.routing, self._buffers(frames))
+
+    def _line_to_read(self) -> Line | None:
+        """Return the line whose message is next: that of the one before this one, but for what this one begins with."""
+        line = self._line if self._line is not None and self._line.routing else None
+        if self._last is None or (line is not None and not self._is_deferred and line.has_unread()):
+            return line
+        if self._last.has_unread():
+            return self._last
+        self._let_go_of_last()
+        return line
+
+    def defer(self) -> None:
+        """See FrameSocket."""
+        self._is_deferred = True
+
+    def has_incoming(self) -> bool:
+        """See FrameSocket."""
+        line = self._line_to_read()
+        self._is_silent = line is None or not line.has_unread()
+        return not self._is_silent
+
+    def has_unread(self, routing: bytes) -> bool:
+        """See FrameSocket."""
+        return any(line.routing == routing and line.has_unread() for line in self._lines())
+
+    def _lines(self) -> list[Line]:
+        return [line for line in (self._last, self._line) if line is not None]
+
+    def is_connected(self, timeout: float = 0) -> bool:
+        """See FrameSocket."""
+        self._is_silent = False
+        self._hear()
+        if self.connection or timeout <= 0:
+            return self.connection > 0
+        deadline = time.monotonic() + timeout
+        while not self.connection and (left := deadline - time.monotonic()) > 0:
+            if self._line is not None:
+                self._line.wait(min(left, SLICE))
+            else:
+                time.sleep(max(0.0, min(left, self._due - time.monotonic())))
+            self._hear()
+        return self.connection > 0
+
+    def drop(self, routing: bytes) -> None:
+        """See FrameSocket."""
+        if self._last is not None and self._last.routing == routing:
+            self._let_go_of_last()
+        line = self._line
+        if line is not None and line.routing == routing:
+            self._have(None, self._last)
+            self._pace()
+            self._settle()
+
+    def is_orphaned(self, routing: bytes) -> bool:
+        """See FrameSocket."""
+        line = self._line
+        return line is not None and line.routing == routing and line.is_orphaned()
+
+    def trouble(self) -> str:
+        """See FrameSocket."""
+        self._hear()
+        if self._stranger is not None:
+            path = self.address.path
+            return (
+                f"{path} is a socket of uid {self._stranger}, not of uid {os.geteuid()}: nothing was sent to it; "
+                "remove it, or use a path in a folder of your own"
+            )
+        if self._is_short:
+            return "too few descriptors are left to connect with: close some, or raise the limit (ulimit -n)"
+        if self._failed is None:
+            return ""
+        times = f" ({self._failures} times)" if self._failures > 1 else ""
+        why = self._failed.why_it_failed(has_keys=self._security is not None)
+        return f"handshake with {self.address.text} failed{times}: {why}"
+
+    def _own_fds(self) -> list[int]:
+        return [fd for line in self._lines() for fd in line.filenos()]
+
+    def _see_to(self, found: list[int]) -> None:
+        if any(fd in found for fd in self._fds) or (self._alarm is not None and self._alarm.fd in found):
+            self.is_connected()  # which silences it
+
+    def _polling(self) -> Any:
+        if self._poll_fd is None:
+            self._is_settled = False
+            super()._polling()
+            self._settle()
+        return self._poll_fd
+
+    def fileno(self) -> int:
+        """See FrameSocket."""
+        if not self._is_shown:
+            self._alarm = self._alarm or Alarm()
+            if self._alarm.fd >= 0:
+                self.watch(self._alarm.fd)
+            self._settle()
+        return super().fileno()
+
+    def look(self) -> bool:
+        """See FrameSocket."""
+        self._hear()
+        return self.has_incoming()
+
+    def _close_sockets(self, linger: float) -> None:
+        with ExitStack() as steps:
+            for line in self._open:
+                steps.callback(line.close, linger)
+            if self._alarm is not None:
+                steps.callback(self._alarm.close)

@@ -1,0 +1,441 @@
+"""ZeroMQ's door: frames to and from peers, and their errors. The rest of the package sees no more of ZeroMQ.
+
+A binder has a ROUTER (``binder``), a connector a DEALER for each connection (``connector``, ``line``). High-water marks are
+off: what may be in flight is counted by credits, so nothing waits in ZeroMQ beyond them. But for what a consumer says over
+tcp, where a stranger may ask for ever and never read. What a producer says there, beside its messages, is not said again
+before ZeroMQ has let go of what was said before.
+
+* LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
+  and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
+* Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
+  its own (zmq.utils.garbage), which runs from the first loan until this process's last end is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import zmq
+
+from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.zeromq.addresses import Address
+from tensorpipe_ipc.zeromq.curve import DOMAIN
+from tensorpipe_ipc.zeromq.fragments import LARGEST_FRAGMENT, in_fragments, joined
+from tensorpipe_ipc.zeromq.frame_reader import FrameReader
+from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk
+from tensorpipe_ipc.zeromq.poll_fd import PollFd
+from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
+
+__all__ = ["SLICE", "FrameSocket", "SocketError", "Unreachable", "library"]
+
+SLICE = 0.1  # seconds: the longest that a wait goes without looking at who is still there
+_SLICE_MS = int(SLICE * 1000)
+_MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
+# Milliseconds. A connection by which nothing has come for 1.6 s is given up, and made anew. An attempt to connect that the
+# kernel would repeat after 1, 3, 7 ... s is made again by us, so that a line that is back is found within a second.
+_HEARTBEATS = {
+    zmq.HEARTBEAT_IVL: 400,
+    zmq.HEARTBEAT_TIMEOUT: 1600,
+    zmq.HEARTBEAT_TTL: 1600,
+    zmq.TCP_MAXRT: 3000,
+    zmq.CONNECT_TIMEOUT: 700,
+}
+# Bytes of one frame: more than fits, and not "no limit", which a hostile length would take at its word.
+_LARGEST = 1 << 40
+# Messages of one frame that ZeroMQ may hold for a peer: more than one that reads ever leaves there.
+_UNREAD = 64
+_MOST_UNREAD = 1024  # peers, until those are forgotten that have read
+
+
+SocketError = zmq.ZMQError  # of this end's own socket, whatever came
+
+
+class Unreachable(Exception):
+    """The peer is not connected (any more). Never seen by users."""
+
+
+class FrameSocket:
+    """Frames to and from peers, each known by the routing id of its connection. See ``Binder`` and ``Connector``.
+
+    Attributes:
+        address: where; with the port that was chosen, if any was to do.
+        binds: whether this end has the address.
+        key: the public key of the end that binds, in Z85; "" without keys.
+        connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
+        routing: the routing id of that connection; b"" while there is none.
+        reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
+        torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
+        dropped: messages that had come by connections that a binder had hung up on.
+    """
+
+    binds = False
+    dropped = 0
+    key = ""
+
+    def __init__(self, address: Address, *, receives: bool, window: int, security: Curve | None) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            address: where.
+            receives: whether this is the end that the messages come to.
+            window: how many messages may be in flight to or from one peer.
+            security: keys to use.
+        """
+        self.address = address
+        self.connection = 0
+        self.routing = b""
+        self.reads_out = b""
+        self.torn_at = 0.0
+
+        self._poll_fd: PollFd | None = None
+        self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
+        self._is_shown = False  # whether anybody has asked for fileno
+        self._reader: FrameReader | None = None  # of the message in hand
+        self._heard: Any = None  # the last frame that came to an end that sends
+        self._window = window
+        self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
+        self._may_be_unread = address.scheme == "tcp" and not receives
+        self._receives = receives
+        self._security = security
+        self._cuts = security is not None or address.scheme == "tcp"
+
+    def open(self, told: Callable[[Exception], None]) -> None:
+        """Bind or connect. May be cut short anywhere by an exception; then ``close`` leaves nothing of it.
+
+        Args:
+            told: is called with a ``Refused`` for everybody who comes with a key that is not on the list.
+
+        Raises:
+            ValueError: keys that are needed were not named.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
+        """
+        raise NotImplementedError
+
+    def _set_up(self, socket: zmq.Socket[bytes], options: dict[Any, Any]) -> None:
+        """Set a new socket's options: those that both kinds have, and some more."""
+        is_tcp = self.address.scheme == "tcp"
+        both: dict[Any, Any] = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: min(2 * self._window + _UNREAD, 1 << 30) if self._receives and is_tcp else 0,
+            # Over tcp libzmq ends the process (!_io_error) where a connection ends whose reading a mark has stopped.
+            zmq.RCVHWM: 0,
+            zmq.MAXMSGSIZE: LARGEST_FRAGMENT if self._cuts else _LARGEST,
+            zmq.RCVTIMEO: _SLICE_MS,
+            zmq.HANDSHAKE_IVL: 3000,
+            # Nobody is asked about it. But by a socket that has one libzmq speaks no version so old that it has no handshake.
+            # What comes without can neither be told from which connection it is, nor be hung up on.
+            zmq.ZAP_DOMAIN: DOMAIN,
+        }
+        if is_tcp:
+            both |= {zmq.IPV6: 1, **_HEARTBEATS}
+        for option, value in {**both, **options}.items():
+            socket.setsockopt(option, value)
+
+    # -- what goes out
+
+    def _socket_to(self, peer: bytes) -> zmq.Socket[bytes]:
+        """Return the socket by which a peer is sent to.
+
+        Raises:
+            Unreachable: its connection has ended.
+        """
+        raise NotImplementedError
+
+    def send(self, peer: bytes, frames: Sequence[Any]) -> None:
+        """Send one message, which is copied.
+
+        ZeroMQ could read large frames from the caller's memory. But then an exception of a signal's handler, or another
+        thread's close, would leave it reading what the caller writes anew; and put would wait for a consumer that is stopped.
+
+        Args:
+            peer: the routing id of its connection.
+            frames: bytes-like objects.
+
+        Raises:
+            Unreachable: that connection has ended. Nothing was sent.
+        """
+        self.lend(peer, frames, large=False)
+
+    def lend(self, peer: bytes, frames: Sequence[Any], *, large: bool = True, mark: bool = False) -> list[Any]:
+        """Send one message, whose large frames ZeroMQ may read from the caller's memory for as long as it likes.
+
+        Args:
+            large: False: they are copied.
+            mark: lend the last one, however small: with it ZeroMQ has let go of all that went before, to this peer.
+
+        Returns:
+            A tracker for each that was lent: it is ``done`` when ZeroMQ has let go of it, whoever got it.
+
+        Raises:
+            Unreachable: as ``send``.
+        """
+        self._is_silent = False
+        socket = self._socket_to(peer)
+        if self._cuts:
+            frames = in_fragments(frames)
+        send, last = socket.send, len(frames) - 1
+        trackers = []
+        try:
+            if self.binds:
+                send(peer, _MORE)
+            for index, frame in enumerate(frames):
+                flags = _MORE if index < last else _LAST
+                if large and len(frame) >= BULK:
+                    hold_reaper()
+                    trackers.append(send(frame, flags, copy=False, track=True))
+                elif mark and index == last:
+                    trackers.append(send(_marked(bytes(frame)), flags, copy=False, track=True))
+                else:
+                    send(frame, flags)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise Unreachable from None
+            raise
+        except BaseException:  # a signal's handler raised
+            _abort(socket)
+            raise
+        return trackers
+
+    def send_small(self, peer: bytes, frame: bytes) -> bool:
+        """Send a message of one frame, which is copied.
+
+        Nothing is sent, and True returned, to one over tcp that has not read what was sent to it so before.
+
+        Args:
+            peer: the routing id of its connection.
+            frame: its bytes.
+
+        Returns:
+            Whether that connection stands. If not, nothing was sent.
+        """
+        self._is_silent = False
+        try:
+            socket = self._socket_to(peer)
+        except Unreachable:
+            return False
+        unread = self._unread.get(peer)
+        if unread is not None and not unread.tracker.done:
+            if unread.count >= _UNREAD:
+                return True
+            unread.count += 1
+        marked = None
+        if self._may_be_unread and (unread is None or unread.tracker.done):
+            with suppress(RuntimeError):  # pyzmq's thread has ended with the program
+                marked = _marked(frame)
+        try:
+            if self.binds:
+                socket.send(peer, _MORE)
+            if marked is None:
+                socket.send(frame, _LAST)
+            else:
+                self._note_unread(peer, socket.send(marked, _LAST, copy=False, track=True))
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        except BaseException:  # a signal's handler raised
+            _abort(socket)
+            raise
+        return True
+
+    def _note_unread(self, peer: bytes, tracker: Any) -> None:
+        if len(self._unread) >= _MOST_UNREAD:
+            self._unread = {peer: unread for peer, unread in self._unread.items() if not unread.tracker.done}
+        self._unread[peer] = _Unread(tracker)
+
+    # -- what comes in
+
+    def receive(self, timeout: float) -> tuple[bytes, list[Any]] | None:
+        """Return the next message: by whose connection it came, and its frames as buffers that are nobody else's. None if
+        there is none in time, or much had come that is to be dropped.
+
+        It is the next one again until ``received`` is called.
+
+        Args:
+            timeout: seconds, at most ``SLICE``.
+        """
+        raise NotImplementedError
+
+    def _read(self, reader: FrameReader, socket: zmq.Socket[bytes], timeout: float) -> list[Any] | None:
+        """Return the frames of the message that is now in hand; None if there is none in time."""
+        self._reader = reader
+        if not reader.frames and 0 < timeout < SLICE and not socket.poll(max(1, int(timeout * 1000))):
+            return None
+        is_there = reader.read(wait=timeout >= SLICE)
+        if reader.torn_at > self.torn_at:
+            self.torn_at = reader.torn_at
+        if not is_there:
+            return None
+        if not self._receives:
+            self._heard = reader.frames[-1]
+        return reader.frames
+
+    def _buffers(self, frames: list[Any]) -> list[Any]:
+        buffers = [frame.buffer for frame in frames]
+        return joined(buffers) if self._cuts else buffers
+
+    @property
+    def surplus(self) -> str:
+        """Return why the message that ``receive`` returned is invalid; "" if it is valid.
+
+        It had more frames than one of its bytes has, and the first few were kept; or it came by a connection that is refused.
+        """
+        return "" if self._reader is None else self._reader.surplus
+
+    def received(self) -> None:
+        """The message that ``receive`` returned has been dealt with."""
+        if self._reader is not None:
+            self._reader.received()
+
+    def prepare_for_bulk(self) -> None:
+        """Have the connection that the last message came by set up for large frames, the other way."""
+        if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:
+            with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
+                prepare_for_bulk(self._heard.get(zmq.SRCFD), self.address)
+
+    def process_behind(self) -> int:
+        """Return the process that the last message came from, to a binder over ipc; 0 where it is not known."""
+        return 0
+
+    def has_incoming(self) -> bool:
+        """Return whether ``receive`` would find something now."""
+        raise NotImplementedError
+
+    def has_unread(self, routing: bytes) -> bool:  # noqa: ARG002 - a binder has all in one socket
+        """Return whether something may have come by a connection, standing or ended, that was not received yet."""
+        return self.has_incoming()
+
+    def is_connected(self, timeout: float = 0) -> bool:
+        """Return whether a connector has its binder on the line, within ``timeout`` seconds."""
+        raise NotImplementedError
+
+    def reaches(self, routing: bytes) -> bool:
+        """Return whether a connector's connection of that routing id stands."""
+        return self.is_connected() and routing == self.routing
+
+    # -- a binder's
+
+    def hang_up(self) -> None:
+        """Have nothing more come by the connection that a binder's message in hand came by."""
+
+    # -- a connector's
+
+    def drop(self, routing: bytes) -> None:
+        """Hang up a connector's connection; what came by it and was not read is dropped. Try to get the binder anew."""
+
+    def defer(self) -> None:
+        """Have the message in hand, and all that comes by its connection, wait until that of the one before is received."""
+
+    def is_orphaned(self, routing: bytes) -> bool:  # noqa: ARG002 - a binder is no child's
+        """Return whether a connector has a connection with a dead process: a child of that holds it open."""
+        return False
+
+    def trouble(self) -> str:
+        """Say why a connector does not get in; "" as long as nothing is known to be in the way."""
+        return ""
+
+    # -- waiting
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether anybody has asked for ``fileno``, so that it must be kept up to date."""
+        return self._is_shown
+
+    def watch(self, fd: int, *, edge: bool = False) -> None:
+        """Have ``wait_any``, and ``fileno``, tell of another descriptor. Again: nothing.
+
+        Args:
+            edge: tell when something is added, not as long as there is something.
+        """
+        self._polling().watch(fd, edge)
+
+    def unwatch(self, fd: int) -> None:
+        """The end of that; before the descriptor is closed."""
+        self._polling().unwatch(fd)
+
+    def wait_any(self, timeout: float) -> list[int]:
+        """Wait up to ``timeout`` seconds, at most a slice, until something comes. The descriptors, of whatever is watched.
+
+        Of a message it tells only once ``has_incoming`` has said that there is none; a connector's binder is something, too.
+        """
+        found = (self._poll_fd or self._polling()).wait(min(timeout, SLICE))
+        self._see_to(found)
+        return found
+
+    def _see_to(self, found: list[int]) -> None:
+        """See to those of this socket's own descriptors that tell of something."""
+        raise NotImplementedError
+
+    def is_silent(self) -> bool:
+        """Return whether nothing has come, for ``wait_any``'s sake; without a look where that would have told."""
+        return self._is_silent or not self.has_incoming()
+
+    def _polling(self) -> PollFd:
+        if self._poll_fd is None:
+            self._poll_fd = PollFd(self._own_fds())
+        return self._poll_fd
+
+    def _own_fds(self) -> list[int]:
+        raise NotImplementedError
+
+    def fileno(self) -> int:
+        """A descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
+        self._is_shown = True
+        return self._polling().fd
+
+    def look(self) -> bool:
+        """Return whether ``receive`` would find something now. ``fileno`` tells no more of what has changed until now."""
+        return self.has_incoming()
+
+    def show(self, ready: bool) -> None:
+        """Have ``fileno`` be readable, or only when something comes."""
+        if self._poll_fd is not None:
+            self._poll_fd.show(ready)
+
+    def close(self, linger: float) -> None:
+        """Close. What was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left undone."""
+        with ExitStack() as steps:  # from the last to the first; each is done though an exception cuts another short
+            steps.callback(release, self)
+            steps.callback(self._close_sockets, linger)
+            steps.callback(self._give_address_back, linger)
+            if self._poll_fd is not None:
+                steps.callback(self._poll_fd.close)
+
+    def _give_address_back(self, linger: float) -> None:
+        """Have the next binder get the address; what was sent goes on leaving."""
+
+    def _close_sockets(self, linger: float) -> None:
+        raise NotImplementedError
+
+
+def _abort(socket: zmq.Socket[bytes]) -> None:
+    """End a message that was cut off, somewhere, by an exception: its last frame is empty, as no payload frame is.
+
+    Where nothing is open, it goes to nobody (ROUTER) or is a message of its own (DEALER): the receiver drops both.
+    """
+    with suppress(zmq.ZMQError):
+        socket.send(b"", _LAST)
+
+
+def _marked(frame: bytes) -> zmq.Frame:
+    """A small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it."""
+    hold_reaper()
+    return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+
+
+class _Unread:
+    """The messages that were sent to one peer, and may still be with ZeroMQ."""
+
+    __slots__ = ("count", "tracker")
+
+    def __init__(self, tracker: Any) -> None:
+        self.tracker = tracker  # of the first of them
+        self.count = 1
+
+
+def library() -> tuple[str, str, bool]:
+    """The versions of pyzmq and libzmq, and whether that has CURVE."""
+    return zmq.__version__, zmq.zmq_version(), bool(zmq.has("curve"))

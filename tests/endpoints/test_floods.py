@@ -1,0 +1,373 @@
+"""Floods of strangers: whoever may come in goes on as before, and the binder does not grow.
+
+``make kills TESTS=tests/endpoints/test_floods.py`` runs the long one, or, with figures::
+
+    python -m pytest -s -m kills tests/endpoints/test_floods.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from pathlib import Path
+
+import children
+import exchange
+import psutil
+import pytest
+from children import PATIENCE, Child, in_thread, wait_until
+from raw_ends import RawEnd, RawLine, hello, wait_in_vain
+from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints import link
+from tensorpipe_ipc.wire.header import Kind, pack
+from tensorpipe_ipc.zeromq import kernel_sockets
+
+MIB = 1 << 20
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+def flooded(folder: Path, count: int, strangers: int) -> tuple[float, float, float, float]:
+    """A binder in a process of its own, to which a friend puts a message 200 times a second, while others knock.
+
+    Returns:
+        Messages a second before the flood and during it, by how many bytes the binder grew, and connections a second.
+    """
+    keys = make_keys(folder / "keys")
+    with Child() as binder, Child() as friend, Child() as flood:
+        endpoint = binder.call(open_binder, "tcp://127.0.0.1:*", str(keys), shared_memory="off")
+        port = int(endpoint.rpartition(":")[2])
+        binder.begin(take_until, "enough")
+        friend.call(open_connector, endpoint, str(keys), shared_memory="off")
+        flood.call(knock_often, port, 100, str(keys), 50)  # what a first connection of each kind makes stays
+        calm = friend.call(put_at_a_pace, bytes(10_000), 200.0, 1.0)
+        before = psutil.Process(binder.pid).memory_info().rss
+        flood.begin(knock_often, port, count, str(keys), strangers)
+        busy = []
+        while not (busy and flood.has_result()):
+            busy.append(friend.call(put_at_a_pace, bytes(10_000), 200.0, 0.5))
+        took = flood.result()
+        grown = psutil.Process(binder.pid).memory_info().rss - before
+        friend.call(children.put, "enough")
+        binder.result()
+        assert binder.call(children.consumer_statistics).rejected >= strangers
+    return calm, sum(busy) / len(busy), grown, count / took
+
+
+def test_a_small_flood(tmp_path: Path) -> None:
+    """300 connections: all messages of the friend come, and the binder's memory stays."""
+    _, busy, grown, _ = flooded(tmp_path, 300, 100)
+    assert busy > 0
+    assert grown < 10 * MIB
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("silence", [2.0, 4.0])
+def test_who_says_nothing_is_let_go_after_three_seconds(silence: float, tmp_path: Path) -> None:
+    """A connection that does not begin a handshake, and one that stops within it, are closed then, and not before."""
+    with Child() as binder:
+        endpoint = binder.call(open_binder, "tcp://127.0.0.1:*", str(make_keys(tmp_path / "keys")))
+        address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        with socket.create_connection(address) as mute, socket.create_connection(address) as halting:
+            halting.sendall(GREETING + b"CURVE".ljust(20, b"\0") + bytes(32))
+            for caller in (mute, halting):
+                caller.settimeout(5)
+                assert caller.recv(64, socket.MSG_WAITALL)  # the binder's greeting
+            time.sleep(silence)
+            for caller in (mute, halting):
+                caller.setblocking(False)
+                if silence < 3:
+                    with pytest.raises(BlockingIOError):
+                        caller.recv(1)
+                else:
+                    assert caller.recv(1) == b""
+
+
+@pytest.mark.kills
+@pytest.mark.limit(400)
+def test_a_flood(tmp_path: Path) -> None:
+    """10,000 connections, half of them of clients with a key that is not listed: the friend keeps its pace."""
+    calm, busy, grown, rate = flooded(tmp_path, 10_000, 5_000)
+    print(f"{calm:.0f} messages/s before, {busy:.0f} during {rate:.0f} connections/s; {grown / MIB:.1f} MiB more")
+    assert busy >= 0.8 * calm
+    assert grown <= 10 * MIB
+
+
+def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
+    """All that came by its connection is dropped and counted. One that is refused may ask again from time to time."""
+    with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as bad, RawLine(consumer.endpoint) as refused:
+        bad.say(*[b"garbage"] * 1000)
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
+        assert bad.is_hung_up_on()
+        for _ in range(3):
+            time.sleep(link._ANSWER_AGAIN)
+            refused.say(hello("consumer"))
+            before = consumer.statistics().rejected
+            wait_in_vain(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
+            assert refused.heard(0.1) > 0, "it was not answered"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [pack(Kind.CREDIT, 0), hello("producer"), exchange.sent("first", sequence=1)[0]],
+    ids=["rubbish", "greetings", "duplicates"],
+)
+def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: bytes) -> None:
+    """Rubbish, greetings, and what it had sent before: each message costs time, also that which is dropped."""
+    with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as raw:
+        raw.say(hello("producer"), exchange.sent("first", sequence=1)[0])
+        assert consumer.get(PATIENCE) == "first"
+        raw.say(*[said] * 200)
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
+        assert raw.is_hung_up_on()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [hello("producer", end=number) for number in range(1, 200)],
+        [hello("producer", end=1), pack(Kind.GOODBYE, 0), *[pack(Kind.CREDIT, 0)] * 500],
+        [hello("producer", end=1), pack(Kind.GOODBYE, 0), *[hello("producer", end=2), pack(Kind.GOODBYE, 0)] * 300],
+    ],
+    ids=["another each time", "goodbye and more", "goodbye, and another"],
+)
+def test_who_is_another_by_each_greeting_or_has_said_goodbye_is_hung_up_on(said: list[bytes]) -> None:
+    """Each message costs time, whoever says that it is from: so a connection is counted, and not only a peer."""
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, RawLine(consumer.endpoint) as raw:
+        raw.say(*said)
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
+        assert raw.is_hung_up_on()
+
+
+def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_goes_on() -> None:
+    """Also one to the same port of another host: a stranger who leaves in time had it hung up on."""
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, contextlib.ExitStack() as stack:
+        port = int(consumer.endpoint.rpartition(":")[2])
+        elsewhere = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        before = set(os.listdir("/proc/self/fd"))
+        with RawLine(consumer.endpoint) as stranger:
+            stranger.say(b"garbage", b"more")
+            wait_until(consumer._link.socket.has_incoming)
+            taken = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
+        wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
+        own: list[socket.socket] = []
+        while not taken <= {each.fileno() for each in own}:
+            assert len(own) < 30
+            own.append(stack.enter_context(socket.create_connection(elsewhere.getsockname())))
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 1)
+        for each in own:
+            each.setblocking(False)
+            with pytest.raises(BlockingIOError):  # it has not ended
+                each.recv(1)
+
+
+def test_who_cannot_be_hung_up_on_for_want_of_a_descriptor_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a friend, who came in a crowd: neither heard nor hung up on, it would wait for ever."""
+
+    def none_left(_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_sockets, "_duplicate", none_left)
+            raw.say(b"garbage")
+            raw.say(b"more")
+            wait_in_vain(consumer, lambda: consumer.statistics().rejected >= 2)
+        time.sleep(link._ANSWER_AGAIN)
+        raw.say(hello("producer"))
+        raw.until_answered(consumer)
+
+
+def test_a_peer_may_send_again_what_is_in_flight() -> None:
+    """After a line was cut all of it comes a second time, and more often if the line is cut again."""
+    with tp.Consumer(LOOPBACK, maxsize=200) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", window=200, round=1))
+        for number in range(1, 201):
+            raw.say(*exchange.sent(number, sequence=number))
+        assert [consumer.get(PATIENCE) for _ in range(200)] == list(range(1, 201))
+        for number in [*range(1, 201)] * 3 + [201]:
+            raw.say(*exchange.sent(number, sequence=number))
+        assert consumer.get(PATIENCE) == 201
+        assert (consumer.statistics().duplicates, consumer.statistics().rejected) == (600, 0)
+
+
+def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:
+    """A stranger is hung up on unheard then, and comes in when there is time for it."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as stranger:
+        consumer._link._strangers_from = time.monotonic() + 60
+        stranger.say(hello("producer"))
+        wait_in_vain(consumer, lambda: "more strangers" in consumer.statistics().last_rejection)
+        assert consumer.statistics().peers == ()
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "friend"))
+        assert consumer.get(PATIENCE) == "friend"
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        putting()
+        consumer._link._strangers_from = 0.0
+        stranger.say(hello("producer"))
+        wait_in_vain(consumer, lambda: consumer.statistics().peers)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_their_time(count: int) -> None:
+    """It claimed a queue, put into it, and is gone: its goodbye ends the stream all the same, and nobody vanished."""
+    with tp.Consumer(LOOPBACK, producers=1) as consumer:
+        with contextlib.suppress(tp.Empty):
+            consumer.get(0)
+        producer = tp.Producer(consumer.endpoint, linger=0)
+        producer.wait_for(1, PATIENCE)
+        for number in range(count):
+            producer.put(number, PATIENCE)
+        with pytest.warns(RuntimeWarning, match="1 messages") if count else contextlib.nullcontext():
+            producer.close()
+        consumer._link._strangers_from = time.monotonic() + 60
+        assert [consumer.get(PATIENCE) for _ in range(count)] == [*range(count)]
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("before", ["strangers", "friends"])
+def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
+    before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One out of sight waits for no friend's sake, and a second at most for that of strangers who are peers by now."""
+    monkeypatch.setattr(link, "_STRANGERS", 1_000_000)  # as if each thing that was said took seconds
+    with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
+        if before == "strangers":
+            one.say(hello("producer"))
+            wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 1)
+        else:
+            putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "friend"))
+            assert consumer.get(PATIENCE) == "friend"
+            wait_in_vain(consumer, lambda: consumer.statistics().ended == 1)
+            putting()
+        began, there = time.monotonic(), len(consumer.statistics().peers)
+        with RawEnd(consumer.endpoint) as next_one:
+            while len(consumer.statistics().peers) == there:
+                assert time.monotonic() - began < 3
+                next_one.say(hello("producer"))
+                with contextlib.suppress(tp.Empty):
+                    consumer.get(0.15)
+        assert before == "strangers" or time.monotonic() - began < 0.8
+
+
+def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It took no time from a queue. So who comes when there are messages all the time has a fifth of the time at once."""
+    with (
+        tp.Consumer("noisy", maxsize=500, producers=None) as consumer,
+        RawEnd(consumer.endpoint) as raw,
+        Child() as child,
+    ):
+        child.call(children.open_producer, "noisy", maxsize=500, linger=0)
+        child.call(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        with monkeypatch.context() as slow:
+            hear = consumer._link._hear
+            slow.setattr(consumer._link, "_hear", lambda *came: (time.sleep(0.01), hear(*came))[1])
+            for _ in range(20):
+                raw.say(b"garbage")
+            wait_in_vain(consumer, lambda: consumer.statistics().rejected == 20)
+        child.call(children.put_numbers, 0, 500)
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, "newcomer"))
+        count = 1
+        while consumer.get(PATIENCE) != "newcomer":
+            count += 1
+            time.sleep(0.002)
+        assert count < 250
+        putting()
+        child.call(children.abandon)
+
+
+def test_errors_name_some_of_many_peers() -> None:
+    """However many strangers are peers, the text of an error is short."""
+    with tp.Consumer(LOOPBACK) as consumer, contextlib.ExitStack() as stack:
+        for _ in range(18):
+            stack.enter_context(RawLine(consumer.endpoint)).say(hello("producer"))
+        wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 18)
+        with pytest.raises(tp.Empty, match="; and 2 more$"):
+            consumer.get(0)
+
+
+def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages() -> None:
+    """However much comes by the socket, what lies in shared memory is taken."""
+    count = 500
+    with tp.Consumer("noisy", maxsize=count, shared_memory="require") as consumer, Child() as one, Child() as two:
+        for child in (one, two):
+            child.call(children.open_producer, "noisy", maxsize=count)
+            child.call(children.put_numbers, 0, count)
+        came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until both are known
+        with RawEnd(consumer.endpoint) as raw:
+            for _ in range(5 * count):
+                raw.say(b"garbage")
+            wait_until(consumer._link.socket.has_incoming)
+            before = consumer.statistics().rejected
+            came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
+            assert consumer.statistics().rejected - before < count / 2, "as one for each of both producers"
+        assert sorted(came) == sorted([*range(count)] * 2)
+        for child in (one, two):
+            child.call(children.abandon)
+
+
+def _rates(consumer: tp.Consumer, seconds: float) -> tuple[float, float]:
+    """Return how many messages come in a second, and in a second of this thread's own time."""
+    count, began, worked = 0, time.monotonic(), time.thread_time()
+    while time.monotonic() - began < seconds:
+        consumer.get(PATIENCE)
+        count += 1
+    return count / (time.monotonic() - began), count / (time.thread_time() - worked)
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("shared_memory", ["require", "off"])
+def test_a_friend_keeps_its_rate_while_strangers_talk(shared_memory: str) -> None:
+    """Garbage and greetings that are refused, as fast as a process can say them, cost little of the consumer's time.
+
+    That process, and libzmq's thread, take processors from others, as any that computes: so it is compared with that.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"computes": [], "floods": []}
+    with tp.Consumer(LOOPBACK, shared_memory=shared_memory) as consumer, Child() as friend:
+        friend.call(children.open_producer, consumer.endpoint, shared_memory=shared_memory)
+        friend.begin(children.put_without_end, 100)
+        for kind in [*found] * 3:
+            with Child() as other:
+                if kind == "floods":
+                    other.begin(children.flood, consumer.endpoint, "consumer")
+                else:
+                    other.begin(children.spin)
+                _rates(consumer, 0.5)
+                found[kind].append(_rates(consumer, 1.0))
+                other.kill()
+        for kind, rates in found.items():
+            told = ", ".join(f"{rate:.0f}/s ({own:.0f})" for rate, own in rates)
+            print(f"{shared_memory}: beside a process that {kind}: {told}")
+        assert consumer.statistics().rejected > 1000
+        assert consumer.statistics().lost == 0
+        floor, flooded = (max(own for _, own in found[kind]) for kind in found)
+        assert flooded > 0.6 * floor
+        friend.kill()
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("shared_memory", ["require", "off"])
+def test_a_newcomer_is_answered_while_strangers_talk(shared_memory: str) -> None:
+    """Its first message comes within seconds; and a get that waits for it ends in time."""
+    with tp.Consumer(LOOPBACK, shared_memory=shared_memory, producers=None) as consumer, Child() as other:
+        other.begin(children.flood, consumer.endpoint, "consumer")
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
+        for number in range(5):
+            putting = in_thread(lambda number=number: children.put_and_leave(consumer.endpoint, number))
+            began = time.monotonic()
+            assert consumer.get(PATIENCE) == number
+            assert time.monotonic() - began < 2
+            putting()
+            began = time.monotonic()
+            with pytest.raises(tp.Empty):
+                consumer.get(0.2)
+            assert time.monotonic() - began < 0.4
+        other.kill()

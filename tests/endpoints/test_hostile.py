@@ -1,0 +1,96 @@
+"""The limits of hostile ends. In shared memory they spoil only their own messages; no bytes make an end run code."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import children
+import fuzz_wire
+import hostile
+import pytest
+import zoo
+from children import PATIENCE, Child
+
+import tensorpipe_ipc as tp
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+GOOD = 400
+
+
+def _survive(seed: int, rounds: int) -> tuple[int, int]:
+    """A binder takes from a good producer while a hostile one scribbles. How much was written, and how much rejected."""
+    with tp.Consumer("scribbled", shared_memory="require") as consumer, Child() as good, Child() as bad:
+        good.call(children.open_producer, "scribbled", shared_memory="require")
+        bad.begin(hostile.scribble, "scribbled", seed, rounds)
+        good.begin(children.put_numbers, 0, GOOD, "good")
+        came: list[int] = []
+        deadline = time.monotonic() + PATIENCE + rounds / 10
+        while len(came) < GOOD or not bad.has_result():
+            assert time.monotonic() < deadline, f"seed {seed}: {len(came)} of {GOOD} came"
+            with contextlib.suppress(tp.TensorPipeError):
+                tree = consumer.get(0.1)
+                if isinstance(tree, tuple) and tree[0] == "good":
+                    came.append(tree[1])
+        good.result()
+        assert came == list(range(GOOD)), f"seed {seed}"
+        assert consumer.statistics().lost == 0
+        return bad.result(), consumer.statistics().rejected
+
+
+def test_who_scribbles_hurts_his_own_messages() -> None:
+    """Random words over the blocks and tickets of one's own queue: every message of another producer comes, in order."""
+    written, rejected = _survive(seed=1, rounds=60)
+    assert written > 50
+    assert rejected > 3
+
+
+@pytest.mark.kills
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_who_scribbles_long_hurts_his_own_messages(seed: int) -> None:
+    """The same, much more of it."""
+    written, _ = _survive(seed, 600)
+    assert written > 500
+
+
+@pytest.mark.parametrize("target", fuzz_wire.TARGETS)
+def test_the_corpus_ends_as_it_did(target: str) -> None:
+    """Damaged messages that were kept end in what they ended in then: nothing is let in that was refused."""
+    found = [(end, frames) for which, end, frames in fuzz_wire.kept(CORPUS) if which == target]
+    assert len(found) > 20
+    ending = fuzz_wire.TARGETS[target][1]
+    fuzz_wire.forget_schemas()
+    assert [ending(frames) for _, frames in found] == [end for end, _ in found]
+
+
+@pytest.mark.parametrize("target", [target for target in fuzz_wire.TARGETS if target != "frames"])
+def test_the_fuzzer_gets_deep(target: str) -> None:
+    """Blocks, notices and rendezvous files: of some thousands of damaged ones each ends in a tree or our errors."""
+    ends = fuzz_wire.fuzz(2000, seed=3, target=target)
+    ways = {"notices": ("notice", "nothing"), "files": ("rendezvous", "nothing")}
+    for end in ways.get(target, ("tree", "ProtocolError", "UnknownSerializer")):
+        assert ends[end] > 10, ends
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "shared_memory"),
+    [
+        ("audited", "require"),
+        ("audited", "off"),
+        ("tcp://127.0.0.1:*", "require"),
+        ("tcp://127.0.0.1:*", "off"),
+        ("inproc://audited", "auto"),
+    ],
+)
+def test_nothing_is_unpickled(endpoint: str, shared_memory: str) -> None:
+    """Python's own audit events: while the whole zoo crosses, nothing is unpickled, compiled or run, by any serializer.
+
+    torch_save too: its files hold a pickle, which torch reads with an interpreter of its own, and looks no class up by name.
+    """
+    with Child() as child:
+        for serializer in ("raw", "numpy", "torch_save"):
+            came, seen = child.call(hostile.zoo_under_audit, list(zoo.ZOO), serializer, endpoint, shared_memory)
+            assert seen == ["pickle.find_class"]
+            assert came > len(zoo.ZOO) / 2

@@ -1,0 +1,837 @@
+"""The messages that a producer keeps over tcp, and a consumer's answers.
+
+One side is spoken by hand, so that nothing is chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import exchange
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from children import PATIENCE, in_thread, wait_until
+from proxy import Proxy
+from raw_ends import RawEnd, RawLine, hello, hello_of
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import process
+from tensorpipe_ipc.endpoints import assembly, link, meeting, peer, receiving, sending, unacknowledged
+from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
+from tensorpipe_ipc.endpoints.peer import How
+from tensorpipe_ipc.endpoints.presence import Sight
+from tensorpipe_ipc.endpoints.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
+from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.serializers import serializer_named
+from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.wire.header import Ending, Hello, Kind, Piece, pack, pack_goodbye, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.layout import ALIGN
+from tensorpipe_ipc.wire.message import encode
+
+pytestmark = pytest.mark.limit(20)
+LOOPBACK = "tcp://127.0.0.1:0"
+ELSEWHERE = Identity("far-away", "another boot", 1, 2, 3.0)
+
+
+def _piece(offset: int, total: int) -> bytes:
+    """The first frame of a piece of message 1, of which nothing was narrowed."""
+    return pack_piece(1, Piece(offset, total))
+
+
+def _listen(consumer: tp.Consumer, seconds: float = 0.05) -> str:
+    """Let the consumer deal with what comes, which is no message for its user. What it says of whom it waits for."""
+    with pytest.raises(tp.Empty) as raised:
+        consumer.get(seconds)
+    return str(raised.value)
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def _sequences(raw: RawEnd, count: int) -> list[int]:
+    return [raw.hear_of(Kind.DATA).sequence for _ in range(count)]
+
+
+def test_a_consumer_asks_for_what_is_missing() -> None:
+    """After a gap nothing is taken until it is filled; then each comes once and in order, and nothing counts as lost."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1, end=5))
+        raw.say(*exchange.sent(1, sequence=1))
+        assert consumer.get(PATIENCE) == 1
+        assert hello_of(raw.hear_of(Kind.WELCOME)).round == 1
+        for sequence in (3, 4):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+        _listen(consumer, 0.2)
+        while (asked := hello_of(raw.hear_of(Kind.WELCOME))).round == 1:
+            continue  # repeated while it waits
+        assert (asked.round, asked.sequence) == (2, 1)
+        for sequence in (1, 2, 3, 4):
+            raw.say(*exchange.sent(sequence, sequence=sequence))
+        assert [consumer.get(PATIENCE) for _ in range(3)] == [2, 3, 4]
+        found = consumer.statistics()
+        assert (found.messages, found.lost, found.duplicates) == (4, 0, 1)
+
+
+def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
+    """The producer has met it, and sent: by the next connection all comes, though the consumer has missed nothing yet."""
+    options: dict[str, Any] = {"maxsize": 4, "shared_memory": "off"}
+    with (
+        tp.Producer(LOOPBACK, bind=True, linger=0, **options) as producer,
+        Proxy(int(producer.endpoint.rpartition(":")[2])) as line,
+        tp.Consumer(line.endpoint, bind=False, **options) as consumer,
+    ):
+        wait_until(lambda: consumer._link.socket.is_connected(0.05))
+        line.silence("back")
+        _listen(consumer)
+        for number in range(4):
+            producer.put(number, PATIENCE)
+        line.cut()
+        line.heal()
+        flushing = in_thread(lambda: producer.flush(PATIENCE))
+        assert [consumer.get(PATIENCE) for _ in range(4)] == [0, 1, 2, 3]
+        flushing()
+
+
+def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was cut and is back, and nothing was said by it since. The goodbye is known for one by whom only the line tells of."""
+    monkeypatch.setattr(link.Link, "_sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    with tp.Consumer(LOOPBACK) as consumer, Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+        producer = tp.Producer(line.endpoint, shared_memory="off")
+        putting = in_thread(lambda: producer.put("word", PATIENCE))
+        assert consumer.get(PATIENCE) == "word"
+        putting()
+        producer.flush(PATIENCE)
+        socket = producer._link.socket
+        before = socket.connection
+        line.cut()
+        line.heal()
+        wait_until(lambda: socket.is_connected(0.05) and socket.connection != before)
+        producer.close()
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().rejected == 0
+
+
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("address", ["torn", LOOPBACK])
+def test_a_credit_that_an_exception_tore_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, address: str, producer_binds: bool
+) -> None:
+    """A signal's handler raised within pyzmq's recv, which had the frame. Nobody waits for what is repeated now and then."""
+    frames: dict[str, Any] = {"shared_memory": "off"}
+    for module in (link, meeting):
+        monkeypatch.setattr(module, "REPEAT", 4 * PATIENCE)
+    with contextlib.ExitStack() as stack:
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer(address, bind=True, maxsize=1, linger=0, **frames))
+            consumer = stack.enter_context(tp.Consumer(producer.endpoint, bind=False, **frames))
+        else:
+            consumer = stack.enter_context(tp.Consumer(address, **frames))
+            producer = stack.enter_context(tp.Producer(consumer.endpoint, maxsize=1, linger=0, **frames))
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        producer.flush(PATIENCE)
+        producer.put(2, PATIENCE)
+        assert consumer.get(PATIENCE) == 2
+        with monkeypatch.context() as tearing:
+            tearing.setattr(reader_of(producer), "_receive_frame", lambda flags: _tear(reader_of(producer), flags))
+            with pytest.raises(_RaisedError):
+                producer.put(3, PATIENCE)
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        producer.put(3, PATIENCE)
+        assert getting() == 3
+
+
+def reader_of(end: Any) -> Any:
+    """Return what reads the messages that come to an end."""
+    socket = end._link.socket
+    return socket._reader if socket.binds else socket._line.reader
+
+
+class _RaisedError(Exception):
+    """By a signal's handler."""
+
+
+def _tear(socket: Any, flags: tuple[int]) -> None:
+    socket._socket.recv(*flags, copy=False)
+    raise _RaisedError
+
+
+def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
+    """It was given up, and has not noticed: it is told a higher round, so that it sends again; its window may be full."""
+    with tp.Consumer(LOOPBACK, peer_timeout=0.1, producers=None) as consumer:
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", identity=ELSEWHERE, round=1, end=5))
+            _listen(consumer)
+            first = hello_of(raw.hear_of(Kind.WELCOME)).round
+        while consumer.statistics().peers:
+            _listen(consumer)
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", identity=ELSEWHERE, round=2, end=5))
+            _listen(consumer)
+            assert hello_of(raw.hear_of(Kind.WELCOME)).round > first
+
+
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says HELLO 3,000 times, each of which is answered by 300 bytes, if somebody reads them. The kernel has little room."""
+    monkeypatch.setattr(link, "_IDLE", 3000)  # else it is hung up on before
+    made: Any = tp.Consumer if role == "producer" else tp.Producer
+    with made(LOOPBACK, bind=True, shared_memory="off") as end, RawLine(end.endpoint) as deaf:
+        deaf.leave_no_room_for_answers()
+        deaf.say(*[hello(role)] * 3000)
+
+        def all_was_heard() -> bool:
+            with contextlib.suppress(tp.Empty, tp.Full):
+                end.get(0.05) if role == "producer" else end.wait_for(2, 0.05)
+            return not end._link.socket.has_incoming()
+
+        wait_until(all_was_heard)
+        answered = deaf.heard(0.2) / 300
+        assert 1 < answered < 1000, "libzmq had kept what the kernel had no room for"
+
+
+def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that waits for a peer that computes repeats itself ever more seldom, as the peer keeps unread messages."""
+    for module in (link, meeting):
+        monkeypatch.setattr(module, "REPEAT", 0.05)
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        _listen(consumer, 0.3)
+        assert raw.hear_header().kind == Kind.WELCOME
+        assert raw.is_quiet(0), "but for empty messages"
+    with RawEnd("tcp://127.0.0.1:*", bind=True) as raw, tp.Consumer(raw.endpoint, bind=False) as consumer:
+        _listen(consumer, 0.6)
+        hellos = 0
+        while not raw.is_quiet(0):
+            hellos += raw.hear_header().kind == Kind.HELLO
+        assert 1 <= hellos <= 5
+
+
+def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
+    """All that was not taken, and no more; a HELLO that is only repeated changes nothing."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", round=1))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        first = raw.hear_first()
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        for _ in range(2):
+            raw.say(hello("consumer", round=2, sequence=first + 1))
+        _until(lambda: producer.statistics().resent == 2)
+        producer.put(3, PATIENCE)
+        assert _sequences(raw, 3) == [first + 2, first + 3, first + 4]
+        raw.say(pack(Kind.CREDIT, first + 4))
+        producer.flush(PATIENCE)
+        assert producer.statistics().resent == 2
+        assert producer._link._unacknowledged.nbytes == 0
+
+
+def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_port: int) -> None:
+    """Its binder may have sent as much as may be in flight, and all of that was swallowed with the WELCOME."""
+    endpoint, rounds = f"tcp://127.0.0.1:{free_port}", []
+    with tp.Consumer(endpoint, bind=False) as consumer:
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        for _ in range(2):
+            with RawEnd(endpoint, bind=True) as raw:
+                rounds.append(hello_of(raw.hear_of(Kind.HELLO)).round)
+                if len(rounds) == 2:
+                    raw.say(hello("producer", Kind.WELCOME, round=1))
+                    raw.say(*exchange.sent("after all"))
+        assert getting() == "after all"
+        assert rounds[0] < rounds[1]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp", "ipc"])
+def test_a_producer_that_met_who_computes_and_is_gone_was_there(endpoint: str, free_port: int, tmp_path: Path) -> None:
+    """Its WELCOME, its message and its goodbye have come, though their connection has ended before anybody looked."""
+    endpoint = f"ipc://{tmp_path}/gone.sock" if endpoint == "ipc" else f"tcp://127.0.0.1:{free_port}"
+    with tp.Consumer(endpoint, bind=False) as consumer:
+        with RawEnd(endpoint, bind=True) as raw:
+            raw.until_answered(consumer)
+            raw.hear_of(Kind.HELLO)
+            raw.say(hello("producer", Kind.WELCOME, round=int(endpoint.startswith("tcp"))))
+            raw.say(*exchange.sent("before it went"))
+            raw.say(pack_goodbye(1, Ending()))
+        (tmp_path / "gone.sock").unlink(missing_ok=True)
+        wait_until(lambda: not consumer._link.socket.is_connected())
+        assert consumer.get(PATIENCE) == "before it went"
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+def test_a_producer_says_welcome_before_it_sends_again() -> None:
+    """To a consumer that did not hear the first one all that came before would be a stranger's."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", round=1))
+        for number in range(3):
+            producer.put(number, PATIENCE)
+        first = raw.hear_first()
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        raw.say(hello("consumer", round=2))
+        _until(lambda: producer.statistics().resent == 3)
+        assert raw.hear_header().kind == Kind.WELCOME
+        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        raw.say(pack(Kind.CREDIT, first + 3))
+        producer.flush(PATIENCE)
+
+
+def test_a_consumer_elsewhere_is_waited_for_and_then_given_up() -> None:
+    """It is out of sight: as long as it may come back its messages are kept, and then they are lost, told once."""
+    with tp.Producer(LOOPBACK, bind=True, linger=0, peer_timeout=2.5) as producer:
+        with RawEnd(producer.endpoint) as raw:
+            raw.say(hello("consumer", identity=ELSEWHERE))
+            producer.put(1, PATIENCE)
+            first = raw.hear_first()
+            assert _sequences(raw, 1) == [first + 1]
+        away = r"consumer pid 2 on far-away \(out of sight: .*, not heard of for \d\.\d s\)"
+        with pytest.raises(tp.Full, match=rf"not taken in time: {away} holds 1 untaken"):
+            _flush_until_away(producer)
+        with pytest.raises(tp.Full, match=rf"no room in time: {away}"):
+            producer.put(2, 0)
+        assert producer.statistics().lost == 0
+        with pytest.raises(tp.PeerLost, match=r"pid 2 on far-away vanished .* with 1 messages"):
+            producer.flush(PATIENCE)
+        producer.flush(0)
+        assert producer.statistics().lost == 1
+
+
+def _flush_until_away(producer: tp.Producer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            producer.flush(0.02)
+        except tp.Full as full:
+            if "not heard of" in str(full):
+                raise
+
+
+def test_another_end_of_the_same_process_is_another_peer(free_port: int) -> None:
+    """A producer reports messages that the last consumer had not taken as lost. The next one gets all later ones."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Producer(endpoint, linger=0) as producer:
+        for end in (1, 2):
+            with RawEnd(endpoint, bind=True) as raw:
+                putting = in_thread(lambda end=end: _put_to(producer, end))
+                raw.hear_of(Kind.HELLO)
+                raw.say(hello("consumer", Kind.WELCOME, end=end))
+                assert raw.hear_of(Kind.DATA).sequence == end
+                putting()
+                if end == 2:
+                    raw.say(pack(Kind.CREDIT, end))
+                    with pytest.raises(tp.PeerLost, match="with 1 messages"):
+                        producer.flush(PATIENCE)
+        assert producer.statistics().lost == 1
+
+
+def _put_to(producer: tp.Producer, end: int) -> None:
+    """Put, to the end that has just come."""
+    while end > 1 and producer.statistics().lost == 0:
+        continue
+    producer.put(end, PATIENCE)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond so many bytes put waits, though there is credit; a single message may always go."""
+    monkeypatch.setattr(unacknowledged, "KEPT_AT_MOST", PIECE)
+    large = torch.ones(PIECE + 1, dtype=torch.uint8)
+    with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, linger=0, shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put(large, PATIENCE))
+        assert torch.equal(consumer.get(PATIENCE), large)
+        putting()
+        producer.flush(PATIENCE)
+        producer.put(large, PATIENCE)
+        with pytest.raises(
+            tp.Full, match=r"1,048,577 bytes are kept until they are taken, and the limit is 1,048,576: "
+        ):
+            producer.put(large, 0.2)
+        assert torch.equal(consumer.get(PATIENCE), large)
+        producer.put(large, PATIENCE)
+        assert torch.equal(consumer.get(PATIENCE), large)
+
+
+def test_the_room_of_what_is_kept() -> None:
+    """Up to the limit, to the byte; and whatever comes when nothing is kept."""
+    kept = unacknowledged.Unacknowledged()
+    assert kept.has_room(1 << 40)
+    kept.nbytes = 1
+    assert kept.has_room(unacknowledged.KEPT_AT_MOST - 1)
+    assert not kept.has_room(unacknowledged.KEPT_AT_MOST)
+
+
+def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
+    """A tensor that came in pieces keeps its bytes as long as any view of it lives; then the next one lies there."""
+    with tp.Consumer(LOOPBACK, copy=False) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+
+        def through(value: int) -> torch.Tensor:
+            putting = in_thread(lambda: producer.put(torch.full((3 * PIECE,), value, dtype=torch.uint8), PATIENCE))
+            got = consumer.get(PATIENCE)
+            putting()
+            return got
+
+        first = through(1)
+        address, view = first.data_ptr(), first[10:20]
+        del first
+        second = through(2)
+        assert second.data_ptr() != address
+        assert view.tolist() == [1] * 10
+        del view
+        third = through(3)
+        assert third.data_ptr() == address
+        assert (second[-1], third[0]) == (2, 3)
+        third[0] = 4  # it is the caller's
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2], ids=str)
+def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
+    """Piece by piece."""
+    wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(2, 600_000)[:, ::2]
+    kept, keeper, made = Kept(7), Unacknowledged(), narrowing(serializer_named("raw"), dtype)
+    assert made is not None
+    message = encode(["small", torch.ones(3), wide, mixed, wide.double().t(), strided], made)
+    parts = list(keeper.keep(kept, message, PIECE_AFAR))
+    assert parts == kept.parts
+    *pieces, last = parts
+    assert unpack(memoryview(last[0])).kind == Kind.DATA
+    laid = b""
+    for head, part in pieces:
+        said = piece_of(unpack(memoryview(head)))
+        assert said.offset == len(laid)
+        assert len(part) <= PIECE_AFAR
+        assert any(np.shares_memory(part, block) for block in kept.blocks)
+        laid += bytes(part)
+    assert {piece_of(unpack(memoryview(head))).total for head, _ in pieces} == {len(laid)}
+    at = 0
+    for tensor in (wide.to(dtype), mixed, wide.to(dtype), strided.to(dtype)):
+        at = -(-at // ALIGN) * ALIGN
+        expected = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        assert laid[at : at + len(expected)] == expected
+        at += len(expected)
+    assert at == len(laid)
+
+
+@pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 13) + 1, False), (1 << 13, True)])
+def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
+    """A consumer asks for a message's memory when 8 KiB of it are missing, and not a byte earlier."""
+    total = 3 * PIECE
+    building = Assembly(1, Piece(0, total), Regions())
+    assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
+    assert (building._region is not None) == is_asked_for
+    assert bool(building._waiting) == (not is_asked_for)
+
+
+def test_what_this_machine_does_not_have_is_refused() -> None:
+    """A message may announce at most all memory of this machine."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert Regions().ready(most) is None
+    with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
+        Regions().ready(most + 1)
+
+
+def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
+    regions, least = Regions(), 2 * PIECE + (1 << 25)
+    monkeypatch.setattr(assembly, "addresses_left", lambda: least)
+    assert regions.ready(PIECE) is None
+    monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
+    with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
+        regions.ready(PIECE)
+    refused = Assembly(1, Piece(0, PIECE), regions)
+    assert refused.add(unpack(memoryview(_piece(0, PIECE))), memoryview(bytes(100)))
+    assert refused.refused
+    assert not refused._waiting  # nor is it kept for later
+    region = regions.fresh(PIECE)
+    del region
+    assert regions.ready(PIECE) is not None
+
+
+def test_which_message_is_completed() -> None:
+    """The one whose number the pieces had, and that comes with no payload of its own."""
+    tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
+    building = Assembly(1, Piece(0, PIECE), Regions())
+    assert building.add(unpack(memoryview(_piece(0, PIECE))), memoryview(tensor.numpy()))
+    (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
+    assert building.completed(unpack(memoryview(another)), [another])[1] == [another]
+    assert building.completed(unpack(memoryview(head)), [head, b"its own"])[1] == [head, b"its own"]
+    _, (_, put_together) = building.completed(unpack(memoryview(head)), [head])
+    assert bytes(put_together) == bytes(payload)
+
+
+@pytest.mark.parametrize("missing", ["a byte", "memory"])
+def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of which the last byte has not come, though it has its place; or of which all came, and had none."""
+    payload, (head, _) = memoryview(bytes(PIECE)), exchange.sent(torch.zeros(PIECE, dtype=torch.uint8))
+    if missing == "memory":
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+    building = Assembly(1, Piece(0, PIECE), Regions())
+    assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
+    assert bool(building.refused) == (missing == "memory")
+    assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
+    if missing == "a byte":
+        assert building.add(unpack(memoryview(_piece(PIECE - 1, PIECE))), payload[:1])
+        assert len(building.completed(unpack(memoryview(head)), [head])[1]) == 2
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_piece_beyond_what_was_announced(offset: int) -> None:
+    """To the last byte, and not one further; whether or not what comes before it is there."""
+    building = Assembly(1, Piece(0, 8), Regions())
+    assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
+    with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
+        building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
+
+
+def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
+    regions = Regions()
+    limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
+    monkeypatch.setattr(assembly, "_IDLE_AT_MOST", limit)
+    regions._idle.clear()
+    for most, left in ((limit, 2), (limit - 1, 1)):
+        monkeypatch.setattr(assembly, "_IDLE_AT_MOST", most)
+        handed_out = [regions.fresh(PIECE) for _ in range(2)]
+        last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
+        while handed_out:
+            del handed_out[0]
+        assert len(regions._idle) == left
+        assert regions._idle[0] is last
+        regions._idle.clear()
+
+
+def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
+    regions, asked = Regions(), []
+    building = Assembly(1, Piece(0, 2 * PIECE), regions)
+
+    def fail(*arguments: Any) -> Any:
+        asked.append(arguments)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(assembly.np, "empty", fail)
+    for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
+        header = unpack(memoryview(_piece(offset, 2 * PIECE)))
+        assert building.add(header, memoryview(bytes(size)))
+    assert len(asked) == 1
+    assert not building._waiting
+    assert "there is no memory: none left" in building.refused
+    assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"])[1] == ["header"]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([(_piece(0, 1 << 62), b"x")], id="more than there is"),
+        pytest.param([(_piece(0, (1 << 64) - 1), b"x")], id="more than there can be"),
+        pytest.param([(_piece(0, 4), b"fives")], id="beyond what was announced"),
+        pytest.param([(_piece(0, 8), b"four"), (_piece(4, 9), b"four")], id="of another length"),
+        pytest.param([(_piece(0, 4), b"four", b"more")], id="of two frames"),
+        pytest.param([(_piece(0, 4),)], id="of none"),
+    ],
+)
+def test_pieces_that_are_none(pieces: list[tuple[bytes, ...]]) -> None:
+    """They are counted, with the rule that they broke; the message they were for is dropped, and the next one comes."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1))
+        for piece in pieces:
+            raw.say(*piece)
+        raw.say(exchange.sent(torch.ones(PIECE))[0])
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert consumer.statistics().rejected == 2
+        assert "payload frames" in consumer.statistics().last_rejection
+
+
+@pytest.mark.parametrize("identity", [ELSEWHERE, process.identity()], ids=["another host", "this host"])
+def test_the_size_of_pieces(identity: Identity) -> None:
+    """None is larger than what a slow line gets over before it is taken for dead; on one host they are larger."""
+    limit = PIECE if identity is not ELSEWHERE else PIECE_AFAR
+    tree = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (limit + 1, 70_001, 3 * limit)]
+    total = limit + 64 + 70_016 + 3 * limit
+    with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
+        raw.say(hello("consumer", identity=identity, window=1))
+        producer.put(tree, PATIENCE)
+        laid = bytearray()
+        while (head := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
+            if head.kind == Kind.PIECE:
+                assert piece_of(head) == (len(laid), total)
+                assert len(frames[1]) == min(limit, total - len(laid))
+                laid += frames[1]
+        at = 0
+        for tensor in tree:
+            assert laid[at : at + len(tensor)] == bytes(tensor.numpy())
+            at += -(-len(tensor) // 64) * 64
+        raw.say(pack(Kind.CREDIT, head.sequence))
+        producer.flush(PATIENCE)
+
+
+def test_a_message_with_a_piece_missing_is_dropped() -> None:
+    """A producer that does not send its pieces again gets no more than that."""
+    head, payload = exchange.sent(torch.ones(PIECE, dtype=torch.uint8))
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", round=1))
+        raw.say(_piece(0, PIECE), payload[: PIECE // 2])
+        raw.say(head)
+        raw.say(*exchange.sent("good", sequence=2))
+        assert consumer.get(PATIENCE) == "good"
+        assert consumer.statistics().rejected == 1
+        assert raw.hear_of(Kind.CREDIT).sequence == 1
+
+
+def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in the middle of a message's pieces: it never comes, and the next one does."""
+    with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        lend, sent = producer._link.socket.lend, []
+
+        def cut(*arguments: Any, **options: Any) -> Any:
+            sent.append(arguments)
+            if len(sent) == 2:
+                raise KeyboardInterrupt
+            return lend(*arguments, **options)
+
+        monkeypatch.setattr(producer._link.socket, "lend", cut)
+        with contextlib.suppress(KeyboardInterrupt):
+            producer.put(torch.ones(4 * PIECE, dtype=torch.uint8), PATIENCE)
+        putting = in_thread(lambda: producer.put("next", PATIENCE))
+        assert consumer.get(PATIENCE) == "next"
+        putting()
+        producer.flush(PATIENCE)
+        assert (producer.statistics().in_flight, consumer.statistics().lost) == (0, 0)
+
+
+def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer remembers its last message from each producer that vanished, should it come back.
+
+    Beyond the limit it forgets the oldest.
+    """
+    monkeypatch.setattr(receiving, "_REMEMBERED", 2)
+    with tp.Consumer(LOOPBACK) as consumer:
+        link = consumer._link
+        for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
+            _part(link, end, resends, how)
+        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
+        _part(link, 0, 1, How.LOST)  # one that does not say which end it is
+        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
+        _part(link, 5, 1, How.LOST)
+        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
+        _part(link, 6, 1, How.LOST, taken=0)  # one that sent nothing
+        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
+
+
+def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
+    monkeypatch.setattr(sending, "_REMEMBERED", 2)
+    monkeypatch.setattr(link, "REPEAT", 0.05)
+    with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0, peer_timeout=0.05) as producer:
+
+        def come(end: int, sequence: int = 0) -> int:
+            with RawEnd(producer.endpoint) as raw:
+                raw.say(hello("consumer", end=end, sequence=sequence))
+                producer.wait_for(1, PATIENCE)
+                first = raw.hear_first()
+                if end == 7:
+                    producer.put("word", PATIENCE)
+                    assert raw.hear_of(Kind.DATA).sequence == first + 1
+                    raw.say(pack(Kind.CREDIT, first + 1))
+                    producer.flush(PATIENCE)
+            wait_until(lambda: not producer.statistics().peers)
+            return first
+
+        first = come(7)
+        for stranger in (1, 2, 3):
+            assert come(stranger) == first
+        assert come(7, first + 1) == first + 1
+
+
+def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How, taken: int | None = None) -> None:
+    left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
+    left.taken, left.settled, left.left = 10 * end if taken is None else taken, True, how
+    link.parted(left)
+
+
+def _peer(taken: int, *, resends: bool = True, sequence: int = 0, end: int = 7) -> peer.Peer:
+    found = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, sequence=sequence, end=end, round=int(resends)))
+    found.taken = found.began = taken
+    return found
+
+
+def _head(sequence: int) -> Any:
+    return unpack(memoryview(pack(Kind.DATA, sequence)))
+
+
+def test_which_message_is_the_next() -> None:
+    """A consumer drops a message that it took before.
+
+    If the producer can fill a gap, the consumer asks for that and drops messages behind the gap, too.
+    """
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one, old = consumer._link, _peer(5), _peer(5, resends=False)
+        assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
+        assert (consumer.statistics().duplicates, one.round) == (2, 2)
+        assert [link.expects(old, _head(sequence)) for sequence in (5, 6, 7)] == [False, True, True]
+        assert (consumer.statistics().duplicates, old.round) == (3, 1)
+
+
+def test_frames_of_a_producer_that_shares_memory() -> None:
+    """Its messages come by the queue, and nothing else does."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, sharing, other = consumer._link, _peer(0), _peer(0)
+        sharing.queue = object()  # type: ignore[assignment]
+        piece = unpack(memoryview(_piece(0, 8)))
+        assert link.expects(other, _head(1))
+        link.piece(other, piece, [b"", memoryview(bytes(4))])
+        assert other.assembly is not None
+        with pytest.raises(ProtocolError, match="DATA in frames from a producer that shares memory"):
+            link.expects(sharing, _head(1))
+        with pytest.raises(ProtocolError, match="a PIECE of 2 frames from producer pid 2"):
+            link.piece(sharing, piece, [b"", memoryview(bytes(4))])
+        assert sharing.assembly is None
+
+
+def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second; then it is asked for again."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        asked = _peer(0)
+        for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
+            with monkeypatch.context() as patch:
+                patch.setattr(receiving, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
+                consumer._link._ask(asked)
+            assert asked.round == rounds, now
+
+
+@pytest.mark.parametrize(
+    ("taken", "resends", "said", "lost"),
+    [
+        (2, True, 2, 0),
+        (2, True, 3, 0),
+        (3, True, 5, 2),
+        (3, True, 3, 0),
+        (2, False, 4, 2),
+        (2, False, 2, 0),
+        (3, True, 1, 0),
+    ],
+)
+def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
+    """A message that a producer will not send is lost, unless another end had it. An old position changes nothing."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(2, resends=resends)
+        one.taken = taken
+        one.assembly = begun = Assembly(taken + 1, Piece(0, 8), Regions())
+        link.stands_at(one, said)
+        assert (link.lost, one.taken) == (lost, max(said, taken))
+        assert one.assembly is (begun if said <= taken else None)
+
+
+def test_a_new_connection_of_the_other_end() -> None:
+    """It says so by a higher number, once; then the binder asks for what it may have swallowed."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(0)
+        for said, rounds in ((1, 1), (2, 2), (2, 2), (1, 2), (4, 3)):
+            one.hello = msgspec.structs.replace(one.hello, round=said)
+            consumer._link.stands_at(one, 0)
+            assert one.round == rounds
+
+
+@pytest.mark.parametrize(("said", "known", "taken", "lost"), [(4, 10, 10, 0), (14, 10, 14, 4), (4, 0, 4, 0)])
+def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> None:
+    """It is where more was taken, or where it says that it will not send again: whichever is more. The gap is lost."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0, sequence=said)
+        link._known = {7: (known, 1, 0), 8: (99, 1, 0)} if known else {8: (99, 1, 0)}
+        link.met(one)
+        assert (one.taken, one.began, link._known, link.lost) == (taken, taken, {8: (99, 1, 0)}, lost)
+
+
+def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message whose pieces there was none for; not one that is complete, nor another one."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        link, one = consumer._link, _peer(0)
+        link.check_memory(one, _head(1))
+        one.assembly = Assembly(1, Piece(0, 8), Regions())
+        link.check_memory(one, _head(1))
+        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
+        one.assembly = Assembly(1, Piece(0, 8), Regions())
+        link.check_memory(one, _head(2))
+        with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
+            link.check_memory(one, _head(1))
+
+
+def test_pieces_of_a_message_that_was_taken() -> None:
+    """They are dropped; those of the next are put together."""
+    with tp.Consumer(LOOPBACK) as consumer:
+        one = _peer(1, resends=False)
+        for sequence, begins in ((1, False), (2, True)):
+            said = unpack(memoryview(pack_piece(sequence, Piece(0, 8))))
+            consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
+            assert (one.assembly is not None) == begins
+
+
+@pytest.fixture
+def producer() -> Iterator[tp.Producer]:
+    """One that binds, and is closed whatever became of its messages."""
+    made = tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0)
+    yield made
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        made.close()
+
+
+@pytest.fixture
+def deaf(producer: tp.Producer) -> Iterator[zmq.Socket[bytes]]:
+    """A consumer of its that says what it likes, and reads next to nothing."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        for option, value in {zmq.RCVHWM: 1, zmq.RCVBUF: 4096, zmq.SNDHWM: 0, zmq.LINGER: 0}.items():
+            raw.setsockopt(option, value)
+        raw.connect(producer.endpoint)
+        raw.send(hello("consumer", round=1))
+        yield raw
+
+
+def test_who_asks_again_and_again_and_reads_nothing_is_sent_nothing_more(
+    producer: tp.Producer, deaf: zmq.Socket[bytes]
+) -> None:
+    """A HELLO of 250 bytes had megabytes sent again, and kept in this process."""
+    for _ in range(64):
+        producer.put(torch.zeros(60_000, dtype=torch.uint8), PATIENCE)
+    for times in range(200):
+        deaf.send(hello("consumer", round=2 + times))
+
+    def all_was_heard() -> bool:
+        with pytest.raises(tp.Full):
+            producer.put(torch.zeros(60_000, dtype=torch.uint8), 0.1)
+        return not producer._link.socket.has_incoming()
+
+    wait_until(all_was_heard)
+    assert producer.statistics().resent <= 64
+
+
+@pytest.mark.parametrize("nbytes", [60_000, PIECE])
+def test_who_says_it_took_what_it_did_not_read_gets_no_more(
+    nbytes: int, producer: tp.Producer, deaf: zmq.Socket[bytes]
+) -> None:
+    """A CREDIT of 24 bytes made room for a megabyte, which stayed in this process."""
+    tensor, put, first = torch.zeros(nbytes, dtype=torch.uint8), 0, 0
+    with contextlib.suppress(tp.Full):
+        while put * nbytes < 1 << 28:
+            producer.put(tensor, PATIENCE if not put else 0.3)
+            first = first if put else hello_of(unpack(memoryview(deaf.recv()))).sequence
+            put += 1
+            deaf.send(pack(Kind.CREDIT, first + put))
+    assert put * nbytes < 1 << 27

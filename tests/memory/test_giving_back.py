@@ -1,0 +1,1058 @@
+"""Memory goes to who needs it, whatever it was used for and whoever had it; and it is given back when nobody does."""
+
+import contextlib
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from arenas import blocks_in_use, drained, small_context
+from children import in_thread
+from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
+from programs import InFork, ran_in_fork
+from wholeness import strides
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
+from tensorpipe_ipc.memory import barrier
+from tensorpipe_ipc.memory.arena import Arena, kind_of
+from tensorpipe_ipc.memory.headroom import headroom
+from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.shared_queue.put_end import PutEnd
+from tensorpipe_ipc.shared_queue.survey import survey
+
+MIB = 1 << 20
+PART = MIB >> 2
+LIMIT = 20  # seconds
+
+
+@pytest.fixture
+def ctx():
+    yield from context_of(32 * PART)
+
+
+@pytest.fixture
+def medium_ctx():
+    yield from context_of(16 * MIB)
+
+
+@pytest.fixture
+def large_ctx():
+    yield from context_of(32 * MIB)
+
+
+def context_of(capacity):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = small_context(capacity=capacity)
+    yield made
+    vars(made).clear()
+    torch.set_num_threads(threads)
+
+
+def resident(there):
+    return there.statistics().resident
+
+
+def octets(nbytes, value=1):
+    return torch.full((nbytes,), value % 251, dtype=torch.uint8)
+
+
+def peak_memory(*, start=False):
+    """Return the most bytes that this process has had in memory since the last start."""
+    if start:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
+            peak.write("5")
+    with open("/proc/self/status", encoding="ascii") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def worth(memory, nbytes):
+    """Return about how many messages of a size take so much memory."""
+    return max(1, memory // (1 << kind_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
+
+
+def burst(there, nbytes, count):
+    for _ in range(count):
+        there.put(octets(nbytes), timeout=LIMIT / 2)
+    for _ in range(count):
+        there.get(copy=True)
+
+
+def wait_for(what):
+    until = time.monotonic() + LIMIT
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+class Helper:
+    """A forked process that does something, says so, and then stays alive, idle."""
+
+    def __init__(self, action, *, goes_on=False):
+        self._told, tell = os.pipe()
+        self.pid = in_child(lambda: self._run(action, tell, goes_on))
+        os.close(tell)
+
+    def _run(self, action, tell, goes_on):
+        if goes_on:
+            os.write(tell, b".")
+            action()
+        else:
+            kept = action()
+            os.write(tell, b".")
+            signal.pause()
+            del kept
+
+    def __enter__(self):
+        if os.read(self._told, 1) != b".":
+            self.__exit__()
+            pytest.fail("the helper failed")
+        return self
+
+    def __exit__(self, *_):
+        os.close(self._told)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.mark.parametrize("nbytes", [400, 3000, 20_000, 300_000])
+def test_after_a_burst_of_small_messages_there_is_room_for_large_ones(ctx, nbytes):
+    there = ctx.Queue()
+    burst(there, nbytes, worth(20 * PART, nbytes))
+    for number in range(2):
+        there.put(octets(12 * PART, number), timeout=0)
+    assert [int(there.get(copy=True)[-1]) for _ in range(2)] == [0, 1]
+    burst(there, nbytes, worth(20 * PART, nbytes))
+    assert resident(there) <= 33 * PART
+
+
+@pytest.mark.parametrize("state", ["idle", "stopped", "dead"])
+@pytest.mark.parametrize("nbytes", [400, 100_000, 24 * PART])
+def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
+    """Also with one that is alive, and will never use it; or is stopped, and cannot say so."""
+    there, other = ctx.Queue(), ctx.Queue()
+    there.put(0)  # so that no large one is let in as the first
+    with Helper(lambda: burst(other, nbytes, worth(24 * PART, nbytes))) as helper:
+        assert resident(there) > 20 * PART
+        if state == "stopped":
+            os.kill(helper.pid, signal.SIGSTOP)
+        elif state == "dead":
+            os.kill(helper.pid, signal.SIGKILL)
+        for number in range(2):
+            there.put(octets(13 * PART, number), timeout=0 if number else 1)
+        assert there.get() == 0
+        assert [int(there.get(copy=True)[-1]) for _ in range(2)] == [0, 1]
+        assert resident(there) <= 33 * PART
+
+
+@pytest.mark.parametrize("where", ["before it fills new memory", "as it takes a block", "as it gives back"])
+def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, monkeypatch):
+    """A part of this is his, or may be: then other memory is found that is enough."""
+    many, one, mine = (large_ctx.Queue() for _ in range(3))
+    told, tell = os.pipe()
+
+    def have():
+        for _ in range(60):
+            many.put(octets(300_000))
+        os.write(tell, b".")
+        signal.pause()
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stops():
+        arena = large_ctx.tensorpipe_undertaker().arena
+        if where == "before it fills new memory":
+            monkeypatch.setattr(Segment, "reserve", stop)
+        one.put(octets(12 * MIB))
+        os.read(told, 1)
+        if where == "as it takes a block":
+            ((start, *_),) = (each for each in arena._all_extents() if each[2] >= 12)
+            arena.words[arena._hazard] = start
+            stop()
+        monkeypatch.setattr(Segment, "punch", stop)
+        one.trim()
+
+    pids = [in_child(have)]
+    try:
+        os.read(told, 1)
+        held = [many.get(copy=number % 3 > 0) for number in range(60)]
+        mine.put(octets(1))
+        pids.append(in_child(stops))
+        if where != "before it fills new memory":
+            one.get(timeout=LIMIT, copy=True)
+            os.write(tell, b".")
+        assert os.WIFSTOPPED(os.waitpid(pids[-1], os.WUNTRACED)[1])
+        mine.put(octets(10 * MIB), timeout=2)
+        assert resident(mine) <= 32 * MIB
+        assert all((each == 1).all() for each in held)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            reap(pid)
+        os.close(told)
+        os.close(tell)
+
+
+def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
+    there = large_ctx.Queue()
+    there.put(0)
+
+    def action():
+        large_ctx.empty((24 * MIB,), torch.uint8)
+
+    with Helper(action):
+        there.put(octets(20 * MIB), timeout=1)
+
+
+def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(ctx, monkeypatch):
+    """With what waits in it, when nobody has it any more."""
+    there = ctx.Queue()
+    there.put(octets(20 * PART))
+    arena = ctx.tensorpipe_undertaker().arena
+
+    def take_all():
+        ctx.tensorpipe_undertaker().attach()
+        monkeypatch.setattr(barrier, "quick", die)
+        arena._take([extent for *extent, _ in arena._all_extents()])
+
+    assert reap(in_child(take_all)) == -signal.SIGKILL
+    del there
+    gc.collect()
+    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_undertaker().bury_left()
+    assert not arena.is_in_use()
+    other = ctx.Queue()
+    other.put(0)
+    for _ in range(2):
+        other.put(octets(13 * PART), timeout=1)
+
+
+@pytest.mark.parametrize("nbytes", [300, 5000, 20_000])
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx, nbytes, mine):
+    """A few waiting messages, which lie anywhere between the taken ones, keep little memory."""
+    waiting, taken = ctx.Queue(), ctx.Queue()
+    every = worth(MIB, nbytes)
+
+    def action():
+        count = 0
+        with contextlib.suppress(Full):
+            while True:
+                (taken if count % every else waiting).put(octets(nbytes, count // every), timeout=0)
+                count += 1
+        for _ in range(taken.qsize()):
+            taken.get(copy=True)
+
+    with Helper(action) if not mine else contextlib.nullcontext(action()):
+        left = waiting.qsize()
+        assert left > 4
+        waiting.put(octets(20 * PART, 100), timeout=1)
+        got = [waiting.get(copy=True) for _ in range(left + 1)]
+        assert [(int(x[0]), int(x[-1])) for x in got] == [(n, n) for n in [*range(left), 100]]
+        burst(taken, nbytes, 3 * every)
+        assert resident(taken) <= 33 * PART
+
+
+class Interrupted(Exception):
+    """As a signal's handler raises it."""
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("function", ["_start", "_has_pages", "_allocate", "allocate"])
+def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
+    there = ctx.Queue()
+
+    def tracer(frame, event, _):
+        if event == "return":
+            raise Interrupted
+        return tracer
+
+    sys.settrace(lambda frame, *_: tracer if frame.f_code.co_name == function else None)
+    try:
+        with pytest.raises(Interrupted):
+            there.put_many([octets(20_000)] * 3) if many else there.put(octets(20_000))
+    finally:
+        sys.settrace(None)
+    assert blocks_in_use(ctx) == {}
+    there.put_many([octets(20_000, value) for value in (1, 2, 3)])
+    assert [int(there.get()[-1]) for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.limit(200)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # raised between open() and its ``with``
+@strides(61, 397)
+def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_ctx, step):
+    """Of a process whose memory nobody else takes."""
+    there = medium_ctx.Queue()
+
+    def action():
+        for nbytes in (3 * MIB, 400, 3000, 20_000, 9 * MIB):
+            there.put(octets(nbytes), timeout=LIMIT)
+        for _ in range(5):
+            there.get(copy=True)
+        there.put(octets(14 * MIB), timeout=LIMIT)
+
+    point, done = 1, False
+    while not done:
+        burst(there, 3000, 100)
+        burst(there, 2 * MIB, 1)
+        with contextlib.suppress(Interrupted):
+            done = run_traced(action, point, _interrupt, SIGNAL_CHECKS, before=False) > 0
+        for _ in range(there.qsize()):
+            there.get(copy=True)
+        there.trim()
+        left = list(medium_ctx.tensorpipe_undertaker().arena._all_extents())
+        assert len(left) == 1, (
+            f"after an exception at step {point} there is more left than what the queue's record lies in"
+        )
+        point += step
+
+
+def _interrupt():
+    raise Interrupted
+
+
+def test_who_lost_free_memory_gets_other_memory(ctx):
+    """And nothing of what it puts then is anybody else's."""
+    there, back, go = ctx.Queue(), ctx.Queue(), ctx.Queue()
+
+    def action():
+        burst(back, 20_000, 200)
+        go.put(1)
+        for _ in range(200):
+            value = there.get()
+            back.put(octets(20_000, int(value)))
+
+    with Helper(action, goes_on=True) as helper:
+        assert go.get(timeout=LIMIT) == 1
+        for number in range(200):
+            if number % 20 == 0:
+                assert there.trim() >= 0
+            there.put(number)
+            got = back.get(timeout=LIMIT)
+            assert got.shape == (20_000,)
+            assert int(got[0]) == int(got[-1]) == number % 251
+        assert reap_quietly(helper.pid)
+
+
+def reap_quietly(pid):
+    wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
+    return True
+
+
+@pytest.mark.parametrize("count", [1000, 7000], ids=["in the pipe", "in the log, too"])
+def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
+    """It had put many messages; the other process got them all, and gave the memory back."""
+    there = large_ctx.Queue()
+    for _ in range(count):
+        there.put(octets(3000))
+
+    def action():
+        for _ in range(count):
+            there.get(copy=True)
+        there.trim()
+
+    with Helper(action):
+        large_ctx.tensorpipe_undertaker().arena.reclaim()  # as where there is no room: it looks at all that it had
+        assert _pages_of_no_extent(large_ctx) == []
+        burst(there, 3000, 1000)
+        assert _pages_of_no_extent(large_ctx) == []
+        there.trim()
+        assert resident(there) < MIB
+
+
+def test_memory_that_is_nobodys_is_found(large_ctx):
+    """A look at blocks may be a moment too late, and make pages where others have just given up the memory."""
+    there = large_ctx.Queue()
+    burst(there, 3000, 5000)
+    there.trim()
+    arena = large_ctx.tensorpipe_undertaker().arena
+    first = arena._first_unit + 40 << 20
+    for page in range(first, first + 16 * MIB, 4096):
+        assert arena.words[page >> 3] == 0
+    assert resident(there) > 16 * MIB
+    there.put(1)
+    there.put(octets(24 * MIB), timeout=0)  # not the one that may be beyond the capacity
+    assert (there.get(), len(there.get())) == (1, 24 * MIB)
+
+
+def _pages_of_no_extent(ctx):
+    arena = ctx.tensorpipe_undertaker().arena
+    extents = [(start, start + (units << 20)) for start, _, units, _ in arena._all_extents()]
+    pages = arena.written(arena._first_unit << 20, arena.segment.size)
+    return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
+
+
+def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx):
+    """Not the cold memory of the peak, one after the other."""
+    there = large_ctx.Queue()
+    for _ in range(12):
+        there.put(octets(MIB))
+    peak = [there.get(copy=False) for _ in range(12)]
+    del peak
+    places = set()
+    for _ in range(12):
+        there.put(octets(MIB))
+        places.add(there.get(copy=False).data_ptr())
+    assert len(places) <= 2
+
+
+def test_a_block_that_grows_is_charged(ctx):
+    """Blocks are sizes of a power of two: written in part once, they have pages for that part."""
+    there = ctx.Queue()
+    there.put(0)
+    for nbytes in (4 * PART + 5000, 8 * PART - 5000):
+        for _ in range(16):
+            with contextlib.suppress(Full):
+                there.put(octets(nbytes), timeout=0)
+        assert 20 * PART < resident(there) <= 33 * PART
+        while there.qsize():
+            there.get(copy=True)
+        there.put(0)
+
+
+def test_many_processes_stay_within_the_capacity_together(ctx):
+    """Each puts at once whatever fits, in all sizes."""
+    there = ctx.Queue()
+    there.put(0)
+    most, stop = [0], threading.Event()
+
+    def action(seed):
+        torch.manual_seed(seed)
+        for _ in range(30):
+            with contextlib.suppress(Full):
+                there.put(octets(int(torch.randint(100, 9 * PART, (1,)))), timeout=0)
+
+    def look():
+        while not stop.is_set():
+            most[0] = max(most[0], resident(there))
+            stop.wait(0.002)
+
+    onlooker = threading.Thread(target=look)
+    pids = [in_child(lambda seed=seed: action(seed)) for seed in range(8)]
+    onlooker.start()
+    try:
+        assert [reap(pid) for pid in pids] == [0] * 8
+    finally:
+        stop.set()
+        onlooker.join()
+    assert 20 * PART < most[0] <= 35 * PART
+
+
+def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx):
+    """A few per cent of what it took to put all that waits: in processor time, as others may be running."""
+    there, each, costs = medium_ctx.Queue(), [octets(100)] * 64, []
+    began = time.thread_time()
+    with contextlib.suppress(Full):
+        while True:
+            there.put_many(each, timeout=0)
+    filling, waiting = time.thread_time() - began, there.qsize()
+    assert waiting > 30_000
+    for _ in range(7):
+        began = time.thread_time()
+        with pytest.raises(Full, match=f"{waiting} waiting"):
+            there.put(octets(MIB), timeout=0)
+        costs.append(time.thread_time() - began)
+    assert min(costs) < 0.08 * filling
+
+
+def test_a_large_message_after_many_small_ones_looks_at_what_the_machine_leaves_a_few_times(medium_ctx, monkeypatch):
+    """That takes longer than to give a block back."""
+    there, looks = medium_ctx.Queue(), []
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: looks.append(1) or headroom())
+    for _ in range(500):
+        there.put(octets(20_000))
+    drained(there)
+    del looks[:]
+    there.put(octets(8 * MIB), timeout=0)
+    assert 0 < len(looks) < 20
+
+
+ADDRESSES = """
+import resource, torch, contextlib
+import tensorpipe_ipc as tp
+torch.set_num_threads(1)
+with open("/proc/self/statm") as line:
+    used = int(line.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (900 << 20), used + (900 << 20)))
+queue = tp.Queue()
+print(queue._queue.arena.segment.size >> 20 <= 512)
+for round in range(2):  # the first takes most of the addresses there are
+    for nbytes in (400, 5_000, 70_000, 1 << 20, 3 << 20, 9 << 20, 20 << 20, 50 << 20):
+        for _ in range(max(1, min(3000, (60 << 20) // nbytes))):
+            queue.put(torch.ones(nbytes, dtype=torch.uint8), timeout=5)
+        while queue.qsize():
+            queue.get(copy=True)
+print("done")
+"""
+
+
+def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask_for_each_block(large_ctx, monkeypatch):
+    """It took seconds after a million messages."""
+    there, number, asked = large_ctx.Queue(), 64 * 100, []
+    for _ in range(100):
+        there.put_many([1] * 64)
+    while number:
+        number -= len(there.get_many(64))
+    start = Arena._start
+    monkeypatch.setattr(Arena, "_start", lambda *a, **k: asked.append(1) or start(*a, **k))
+    with Helper(large_ctx.trim):
+        for value in range(100):
+            there.put(value, timeout=0)
+        assert drained(there) == list(range(100))
+    assert 32 < len(asked) < 400
+
+
+def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_ctx, monkeypatch):
+    """It took 0.8 s after 500,000, also with no timeout left. The order stays, and so does what others put."""
+    there, number, looks = large_ctx.Queue(), 64 * 400, []
+    for first in range(0, number, 64):
+        there.put_many(range(first, first + 64))  # more than a pipe holds
+    got = [value for _ in range(number // 64) for value in there.get_many(64)]
+    got += drained(there)
+    assert got == list(range(number))
+    waits = PutEnd._waits
+    monkeypatch.setattr(PutEnd, "_waits", lambda *a: looks.append(1) or waits(*a))
+    there.put(0, timeout=0)
+    assert 0 < len(looks) <= 4096
+    for value in range(1, 100):
+        there.put(value, timeout=0)
+    assert drained(there) == list(range(100))
+    looks.clear()
+    there.put(1, timeout=0)
+    there.put(2, timeout=0)
+    assert drained(there) == [1, 2]
+    assert len(looks) < 200  # it is over: what was a burst costs later puts nothing
+
+
+def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
+    """As that of an arena whose pages a GPU has locked: also once there was no room for something larger."""
+    there = large_ctx.Queue()
+    large_ctx.tensorpipe_undertaker().arena.words[PAGE_LOCKED] = 1
+    burst(there, 3 * MIB, 10)
+    there.put(octets(1))
+    with pytest.raises(Full):
+        there.put(octets(10 * MIB), timeout=0)
+    there.get()
+    before = resident(there)
+    burst(there, 3 * MIB, 10)
+    assert resident(there) == before
+
+
+def fill_and_empty(there):
+    """Put whatever there is memory for, and get it."""
+    with contextlib.suppress(Full):
+        while True:
+            there.put(octets(20_000), timeout=0)
+    for _ in range(there.qsize()):
+        there.get(copy=True)
+
+
+@pytest.mark.parametrize("nbytes", [3000, 5000])
+def test_a_put_that_may_not_wait_finds_what_lies_free_beside_the_little_that_is_its_own(ctx, nbytes):
+    there, other = ctx.Queue(), ctx.Queue()
+    burst(there, 3000, 100)
+    there.put(octets(10))
+    with Helper(lambda: fill_and_empty(other)):
+        assert resident(there) > 31 * PART
+        for _ in range(60):
+            there.put(octets(nbytes), timeout=0)
+
+
+@pytest.mark.parametrize("state", ["alive", "dead"])
+def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ctx, state):
+    """It needs a block of its own."""
+    there, other = ctx.Queue(), ctx.Queue()
+
+    for _ in range(40):
+        there.put(octets(300, 7))
+    with Helper(lambda: fill_and_empty(other)) as helper:
+        assert resident(there) > 31 * PART
+        if state == "dead":
+            os.kill(helper.pid, signal.SIGKILL)
+        assert all((lease == 7).all() for lease in [there.get(copy=False) for _ in range(40)])
+
+
+@pytest.mark.parametrize("nbytes", [300, 5000])
+def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkeypatch):
+    """It took milliseconds where there was much: too long for a program that gets a copy then."""
+    there, undertaker = ctx.Queue(), ctx.tensorpipe_undertaker()
+    there.put(octets(nbytes, 7))
+    monkeypatch.setattr(undertaker.leases, "_room", 4000)
+    monkeypatch.setattr(undertaker, "make_room", None)
+    with pytest.raises(SharedMemoryError, match="no lease"):
+        there.get(copy=False)
+    assert int(there.get(copy=True)[0]) == 7
+
+
+def few_addresses(ctx, units):
+    """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
+    arena = ctx.tensorpipe_undertaker().arena
+    arena._units = arena._first_unit + units
+
+
+def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_found(ctx):
+    there, other = ctx.Queue(), ctx.Queue()
+    few_addresses(ctx, 2)
+
+    def action():
+        burst(other, 100_000, 3)
+        other.put(octets(100_000, 77))
+
+    with Helper(action):
+        for number in range(5):
+            there.put(octets(100_000, number), timeout=1)
+        with pytest.raises(Full, match="no 5064 bytes free, and of 2 MiB of addresses no 1 MiB in a row"):
+            there.put(octets(5000), timeout=0)
+        for queue_, values in ((there, range(5)), (other, [77])):
+            assert [(int(x[0]), int(x[-1])) for x in drained(queue_)] == [(value, value) for value in values]
+
+
+def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_found(ctx):
+    """It lies between messages that wait, and all of it is needed."""
+    there, other, waiting = ctx.Queue(), ctx.Queue(), ctx.Queue()
+    few_addresses(ctx, 11)
+    there.put(octets(500_000))
+
+    def action():
+        for number in range(72):
+            (other if number % 8 else waiting).put(octets(100_000, number), timeout=0)
+        for _ in range(other.qsize()):
+            other.get(copy=True)
+
+    with Helper(action):
+        assert resident(there) > 30 * PART
+        there.put(octets(500_000, 1), timeout=0)
+        assert [int(x[-1]) for x in drained(waiting)] == list(range(0, 72, 8))
+
+
+def test_few_addresses_do_for_all_sizes_in_turn(tmp_path):
+    done = ran_in_fork("-c", ADDRESSES, folder=tmp_path)
+    assert (done.status, done.out) == (0, "True\ndone\n"), done.err
+
+
+def test_trim_gives_back_what_nobody_needs(large_ctx):
+    there, other = large_ctx.Queue(), large_ctx.Queue()
+    held = octets(3 * MIB, 7)
+    there.put(held)
+    lease = there.get(copy=False)
+    with Helper(lambda: burst(other, 100_000, 60)):
+        burst(there, 2 * MIB, 8)
+        before = resident(there)
+        assert before > 20 * MIB
+        given = large_ctx.trim()
+        assert given > 16 * MIB
+        assert resident(there) == before - given < 5 * MIB
+        assert torch.equal(lease, held)
+        assert there.trim() == 0
+        burst(there, 2 * MIB, 8)
+
+
+@pytest.mark.parametrize("who", ["waits", "waits with a timeout", "polls", "puts"])
+def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
+    """By whoever gets or puts, also if it never had that memory."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
+    there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
+    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+
+    def wait():
+        there.get(timeout=LIMIT if who == "waits with a timeout" else None)
+
+    with Helper(lambda: burst(other, 2 * MIB, 8)):
+        assert resident(there) > 15 * MIB
+        if who == "puts":
+            wait_for(
+                lambda: (go.put(octets(5000)), go.get(), go.put(octets(20_000)), go.get()) and resident(there) < 3 * MIB
+            )
+        elif who == "polls":
+            wait_for(lambda: drained(there) == [] and resident(there) < 3 * MIB)
+        else:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            wait_for(lambda: resident(there) < 3 * MIB)
+            there.put(1)
+            waiter.join(LIMIT)
+            assert not waiter.is_alive()
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(100_000, 128), (5000, 1200)])
+def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, count, monkeypatch):
+    """And they stay as they are; what was given back is used again."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, taken = large_ctx.Queue(), []
+    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+    for number in range(count):
+        there.put(octets(nbytes, number % 100))
+        taken.append(there.get(copy=False))
+    before, taken = resident(there), taken[::20]
+    there.put(octets(10, 1))
+    wait_for(lambda: there.get() is not None and (there.put(octets(10, 1)) or resident(there) < before // 5))
+    assert all((lease == number * 20 % 100).all() for number, lease in enumerate(taken))
+    burst(there, nbytes, count // 2)
+    assert resident(there) < before
+    assert all((lease == number * 20 % 100).all() for number, lease in enumerate(taken))
+
+
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout, monkeypatch):
+    """For a message that does not come: who waits never needs memory."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
+    there, other = large_ctx.Queue(), large_ctx.Queue()
+    for _ in range(3):
+        other.put(octets(4 * MIB))
+
+    with Helper(lambda: [other.get(copy=False) for _ in range(3)]) as holder:
+        waiter = threading.Thread(target=there.get, kwargs={"timeout": timeout})
+        waiter.start()
+        os.kill(holder.pid, signal.SIGKILL)
+        segment = large_ctx.tensorpipe_undertaker().arena.segment
+        wait_for(lambda: segment.resident() < MIB)  # and not by ``statistics``, which finishes what the dead began
+        there.put(1)
+        waiter.join(LIMIT)
+        assert not waiter.is_alive()
+
+
+def test_memory_that_an_exception_left_half_made_is_found(large_ctx, monkeypatch):
+    """By others: who began the put is idle now."""
+    there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
+
+    def interrupted(segment, start, stop):
+        steps.append(start)
+        if len(steps) == 5:
+            raise Interrupted
+        return reserve(segment, start, stop)
+
+    def begin():
+        monkeypatch.setattr(Segment, "reserve", interrupted)
+        with pytest.raises(Interrupted):
+            there.put(octets(24 * MIB))
+
+    with Helper(begin):
+        assert resident(there) > 15 * MIB
+        there.put(1)
+        there.put(octets(24 * MIB), timeout=0)
+        assert (there.get(), len(there.get())) == (1, 24 * MIB)
+
+
+@pytest.mark.parametrize("ending", ["raises", "dies"])
+def test_memory_that_was_made_and_not_told_of_is_found(large_ctx, ending, monkeypatch):
+    """By others, who need it all: who made it is idle now, or another has its row."""
+    there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
+
+    def interrupted(segment, start, stop):
+        steps.append(reserve(segment, start, stop))
+        if len(steps) == 5:
+            if ending == "dies":
+                die()
+            raise Interrupted
+        return steps[-1]
+
+    def begin():
+        monkeypatch.setattr(Segment, "reserve", interrupted)
+        with pytest.raises(Interrupted):
+            there.put(octets(24 * MIB))
+
+    if ending == "dies":
+        assert reap(in_child(begin)) == -signal.SIGKILL
+    with Helper(begin if ending == "raises" else lambda: there.put(1)):
+        assert resident(there) > 15 * MIB
+        if ending == "raises":
+            there.put(1)
+        there.put(octets(30 * MIB), timeout=0)
+        assert (there.get(), len(there.get())) == (1, 30 * MIB)
+
+
+def between_endpoints():
+    """Return the bytes that the one segment of this process takes."""
+    (segment,) = survey([os.getpid()])
+    return segment.resident
+
+
+@pytest.mark.parametrize("way", ["a consumer waits", "a consumer trims", "a producer trims"])
+def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
+    """Of a burst that is over: by a consumer that waits for the next one, or by either end's trim."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1 if way == "a consumer waits" else 1e9)
+    with tp.Consumer("idle", shared_memory="require") as consumer, tp.Producer("idle") as producer:
+        putting = in_thread(lambda: [producer.put(octets(2 * MIB), LIMIT) for _ in range(8)])
+        for _ in range(8):
+            consumer.get(LIMIT)
+        putting()
+        if way == "a consumer waits":
+            waiting = in_thread(lambda: consumer.get(LIMIT))
+            wait_for(lambda: between_endpoints() < MIB)
+            producer.put(1, LIMIT)
+            assert waiting() == 1
+        else:
+            end = consumer if way == "a consumer trims" else producer
+            before = between_endpoints()
+            given = end.trim()
+            assert given > 2 * MIB
+            assert between_endpoints() == before - given < MIB
+            assert end.trim() == 0
+
+
+def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds():
+    with tp.Consumer("next", producers=2, shared_memory="require") as consumer:
+        with tp.Producer("next") as producer:
+            putting = in_thread(lambda: [producer.put(octets(MIB, n), LIMIT) for n in range(12)])
+            got = [consumer.get(LIMIT) for _ in range(12)][:3]
+            putting()
+        with pytest.raises(queue.Empty):
+            consumer.get(0.2)
+        assert between_endpoints() < 4 * MIB
+        del got[1:]
+        assert between_endpoints() < 2 * MIB
+        with tp.Producer("next") as producer:
+            producer.put(octets(MIB, 77), LIMIT)
+            assert consumer.get(LIMIT).unique().tolist() == [77]
+        assert got[0].unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("between", ["a queue's ends", "a context's", "a context's, which goes last", "endpoints"])
+def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between):
+    """Nobody would find what is free there; and some tensors last as long as their program."""
+    if between == "endpoints":
+        with tp.Consumer("last", shared_memory="require") as consumer, tp.Producer("last") as producer:
+            putting = in_thread(lambda: [producer.put(octets(MIB, n), LIMIT) for n in range(12)])
+            got = [consumer.get(LIMIT) for _ in range(12)]
+            putting()
+            del got[6:]
+            segment = segment_at(got[0].data_ptr())
+    else:
+        ctx = tp.get_context("fork").__class__() if "context" in between else None
+        there = tp.Queue(ctx=ctx)
+        if between == "a context's":
+            del ctx
+        there.put_many([octets(MIB, n) for n in range(12)])
+        got = [there.get() for _ in range(12)][:6]
+        segment = segment_at(got[0].data_ptr())
+        del there
+        ctx = None
+    gc.collect()
+    assert segment.resident() < 7 * MIB
+    del got[2:]
+    assert segment.resident() < 3 * MIB
+    assert [each.unique().tolist() for each in got] == [[0], [1]]
+
+
+@pytest.mark.parametrize("between", ["a queue's ends", "a context's", "endpoints"])
+def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_keeps_the_segment(between):
+    """A long-lived child, as of another pool, never uses it: each queue of its parent's past cost all that it ever had."""
+    if between == "endpoints":
+        first, last = tp.Consumer("last", shared_memory="require"), tp.Producer("last")
+        putting = in_thread(lambda: [last.put(octets(MIB, n), LIMIT) for n in range(12)])
+        got = [first.get(LIMIT) for _ in range(12)][:1]
+        putting()
+    else:
+        ctx = tp.get_context("fork").__class__() if "context" in between else None
+        first = last = tp.Queue(ctx=ctx)
+        first.put_many([octets(MIB, n) for n in range(12)])
+        got = [first.get() for _ in range(12)][:1]
+        ctx = None
+    segment = segment_at(got[0].data_ptr())
+    del got
+    with Helper(lambda: None):
+        assert segment.resident() > 11 * MIB
+        first.close()
+        last.close()
+        first = last = None
+        gc.collect()
+        assert segment.resident() < MIB
+
+
+def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_keeps_a_tensor():
+    """A consumer takes weights and closes, say: it kept all that its producer had ever needed, as long as the weights."""
+
+    def keep():
+        with tp.Consumer("keeper", bind=False, shared_memory="require") as consumer:
+            return [consumer.get(LIMIT) for _ in range(12)][0]
+
+    keeper = Helper(keep)  # before there is the segment: forked later, it would have that from its parent
+    with tp.Producer("keeper", bind=True, shared_memory="require") as producer:
+        for n in range(12):
+            producer.put(octets(MIB, n), LIMIT)
+        with keeper:
+            assert between_endpoints() > 11 * MIB
+            producer.close()
+            (segment,) = survey([keeper.pid])
+            assert segment.resident < 2 * MIB
+
+
+def test_threads_put_while_others_take_their_memory_away(ctx):
+    """Nothing is ever in two messages: each arrives as it was."""
+    queues, failed = [ctx.Queue() for _ in range(3)], []
+
+    def trim():
+        for _ in range(60):
+            ctx.trim()
+
+    def use(there, seed):
+        try:
+            for number in range(150):
+                sizes = [(number * 7919 + seed * 31 + each * 104_729) % 90_000 + 1 for each in range(4)]
+                for each, nbytes in enumerate(sizes):
+                    there.put(octets(nbytes, number + each + seed), timeout=LIMIT)
+                for each, nbytes in enumerate(sizes):
+                    got = there.get(timeout=LIMIT)
+                    assert torch.equal(got, octets(nbytes, number + each + seed))
+        except BaseException as error:
+            failed.append(error)
+
+    pids = [in_child(trim), in_child(trim)]
+    threads = [threading.Thread(target=use, args=(there, seed)) for seed, there in enumerate(queues)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * LIMIT)
+    assert not failed
+    assert [reap(pid) for pid in pids] == [0, 0]
+
+
+@pytest.mark.parametrize("serializer", ["raw", "numpy"])
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_a_producer_refuses_what_can_never_fit_before_it_is_gathered(serializer, wire_dtype):
+    """It knows the capacity once a consumer has come, and says the sizes at once; no memory is used for it."""
+    with (
+        tp.Consumer("narrow") as consumer,
+        tp.Producer("narrow", serializer=serializer, wire_dtype=wire_dtype) as producer,
+    ):
+        producer.put(1, timeout=LIMIT)
+        assert consumer.get(timeout=LIMIT) == 1
+        began = time.monotonic()
+        with pytest.raises(SharedMemoryError, match=r"\d{11,12} bytes.* can never fit"):
+            producer.put([torch.ones(1, 1000).expand(40_000_000, 1000)], timeout=1)  # 160 GB
+        assert time.monotonic() - began < 1
+        producer.put(2, timeout=LIMIT)
+        assert consumer.get(timeout=LIMIT) == 2
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_a_producer_that_knows_no_capacity_yet_says_that_there_is_no_memory(wire_dtype):
+    """Nobody has come, and more is to be gathered than there are addresses for."""
+    with tp.Producer("nobody", serializer="numpy", wire_dtype=wire_dtype) as producer:
+        with pytest.raises(OutOfMemory, match="It was not sent"):
+            producer.put(torch.ones(1, 1).expand(1 << 30, 1 << 28), timeout=1)
+
+
+CONSUMER = """
+import sys
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory import arena
+arena.headroom = lambda: 2 << 20
+with tp.Consumer(sys.argv[1], bind=False, shared_memory="require") as consumer:
+    print(len(consumer.get(timeout=15)))
+"""
+
+
+def test_one_capacity_counts_for_both_ends(tmp_path):
+    """A consumer on whose side the machine has less takes what the producer may put."""
+    endpoint = f"capacity-{os.getpid()}"
+    with tp.Producer(endpoint, bind=True, shared_memory="require") as producer:
+        with InFork("-c", CONSUMER, endpoint, folder=tmp_path) as consumer:
+            producer.put(octets(5 * MIB), timeout=LIMIT)
+            producer.flush(timeout=LIMIT)
+            done = consumer.end()
+    assert (done.status, done.out) == (0, f"{5 * MIB}\n"), done.err
+
+
+@pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx, serializer, wire_dtype):
+    """The sizes are named at once, and no memory is used for it."""
+    there = ctx.Queue(serializer=serializer, wire_dtype=wire_dtype)
+    wide = torch.ones(1, 1000).expand(40_000_000, 1000)  # 160 GB
+    conjugate = torch.ones(1, 1000, dtype=torch.complex64).conj().expand(20_000_000, 1000)
+    for tree in (wide, [wide], {"x": wide, "y": torch.ones(3)}, conjugate):
+        began = time.monotonic()
+        with pytest.raises(SharedMemoryError, match=r"\d{11,12} bytes.* can never fit"):
+            there.put(tree, timeout=1)
+        assert time.monotonic() - began < 1
+    there.put(1)
+    assert there.get() == 1
+
+
+def test_a_tree_that_can_never_fit_is_refused_before_all_of_it_is_gathered(ctx):
+    """Each of its tensors would fit: no more is copied than the capacity, and one of them."""
+    there, wide = ctx.Queue(), [torch.ones(1, 1000).expand(1000, 1000) for _ in range(400)]  # 1.6 GB
+    before = peak_memory(start=True)
+    with pytest.raises(SharedMemoryError, match=r"of the 400 tensors take \d+ bytes.* can never fit"):
+        there.put(wide)
+    assert peak_memory() - before < 100 * MIB
+    there.put(1)
+    assert there.get() == 1
+
+
+@pytest.mark.parametrize("page", [pytest.param(16 << 10, marks=pytest.mark.kills), 64 << 10])
+def test_pages_may_be_larger(page, monkeypatch):
+    """As on arm64: what is given back are whole pages of that size, and nothing else is lost."""
+    monkeypatch.setattr(Segment, "page", page)
+    ctx = small_context(capacity=32 * PART)
+    there = ctx.Queue()
+    for nbytes in (400, 9000, 40_000, 100_000, 5 * PART):
+        burst(there, nbytes, worth(20 * PART, nbytes))
+        there.put(octets(nbytes, 9))
+        there.put(octets(20 * PART), timeout=0)
+        assert torch.equal(there.get(), octets(nbytes, 9))
+        assert len(there.get(copy=True)) == 20 * PART
+        assert resident(there) <= 33 * PART
+    assert ctx.trim() > 0
+    assert resident(there) < 2 * PART
+    vars(ctx).clear()
+
+
+def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
+    """One that held leases, with another alive that has free memory: together they are enough."""
+    there, other = ctx.Queue(), ctx.Queue()
+    there.put(octets(10 * PART))
+    there.put(0)
+
+    def hold():
+        burst(other, 5 * PART, 2)
+        return there.get(copy=False)
+
+    with Helper(hold) as holder:
+        with pytest.raises(Full):
+            there.put(octets(25 * PART), timeout=0)
+        os.kill(holder.pid, signal.SIGKILL)
+        there.put(octets(25 * PART), timeout=LIMIT)
+        assert (there.get(), len(there.get(copy=True))) == (0, 25 * PART)
+        with pytest.raises(queue.Empty):
+            there.get_nowait()
+
+
+def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
+    """It looks at all that there are; that there are more of them meanwhile is no error."""
+    with tp.Consumer("grown") as consumer:
+        undertaker = consumer._link.spares._queues[0].undertaker
+        ends, done = next(iter(undertaker.queues.values())), threading.Event()
+        numbers = range(1 << 40, (1 << 40) + 3000)
+
+        def make() -> None:
+            while not done.is_set():
+                for number in numbers:
+                    undertaker.queues[number] = ends
+                for number in numbers:
+                    del undertaker.queues[number]
+
+        making, interval = in_thread(make), sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                undertaker.words[GROWN] = 1
+                undertaker.rest()
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+            making()

@@ -1,0 +1,364 @@
+"""put(x, move=True): by reference where nothing else lies on the block, a copy where it does; no loss either way."""
+
+import functools
+import os
+import queue
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from arenas import blocks_in_use, drained, small_context
+from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+from wholeness import stride
+
+from tensorpipe_ipc.memory import moving
+
+SIZE = 100_000  # items
+LIMIT = 20
+
+
+def filled(ctx, dtype=torch.float32):
+    return ctx.empty((100, SIZE // 100), dtype=dtype).fill_(3)
+
+
+def received(there):
+    there.put(torch.full((100, SIZE // 100), 3.0))
+    return there.get()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_tensor_made_in_the_arena_goes_without_a_copy(ctx, dtype):
+    there = ctx.Queue()
+    sent = filled(ctx, dtype)
+    address = sent.data_ptr()
+    there.put(sent, move=True)
+    assert sent.shape == (0,)
+    got = there.get()
+    assert got.data_ptr() == address
+    assert torch.equal(got, torch.full((100, SIZE // 100), 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("maxsize", [0, 2, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lease_is_forwarded_again_and_again_without_a_copy(ctx, maxsize, dtype):
+    one, other = ctx.Queue(), ctx.Queue(maxsize)
+    one.put({"step": 0, "x": torch.full((100, SIZE // 100), 3, dtype=dtype), "label": torch.ones(3)})
+    tree = one.get()
+    address = tree["x"].data_ptr(), tree["label"].data_ptr()
+    for step in range(5):
+        tree["step"] = step
+        other.put(tree, move=True)
+        assert tree["x"].shape == tree["label"].shape == (0,)
+        tree = other.get()
+        assert (tree["step"], tree["x"].sum()) == (step, torch.full((100, SIZE // 100), 3, dtype=dtype).sum())
+        assert (tree["x"].data_ptr(), tree["label"].data_ptr()) == address
+    del tree
+    assert blocks_in_use(ctx) == {}
+
+
+def test_small_leaves_from_elsewhere_and_any_picklable_object_travel_with_it(ctx):
+    there = ctx.Queue()
+    sent = filled(ctx)
+    address = sent.data_ptr()
+    there.put([sent, {1, 2}, "text", torch.arange(5), np.arange(3), 10**30], move=True)
+    first, numbers, text, small, array, integer = there.get()
+    assert (first.data_ptr(), numbers, text, integer) == (address, {1, 2}, "text", 10**30)
+    assert (small.tolist(), array.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2])
+    assert sent.shape == (0,)
+
+
+def test_views_of_one_tensor_go_together_and_still_share(ctx):
+    there = ctx.Queue()
+    sent = filled(ctx)
+    tree, address = {"all": sent, "row": sent[3], "turned": sent.t()}, sent.data_ptr()
+    there.put(tree, move=True)
+    assert sent.shape == tree["row"].shape == tree["turned"].shape == (0,)
+    got = there.get()
+    assert got["all"].data_ptr() == address
+    got["row"].fill_(7)
+    assert got["turned"][:, 3].tolist() == [7.0] * (SIZE // 100)
+
+
+def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx):
+    there = ctx.Queue()
+    sent = filled(ctx)[20:]
+    address = sent.data_ptr()
+    there.put(sent, move=True)
+    got = there.get()
+    assert (got.data_ptr(), got.shape) == (address, (80, SIZE // 100))
+
+
+@pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
+def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx, alias):
+    """The object is copied then: what is written through the alias, the receiver does not see."""
+    there, sent = ctx.Queue(1), filled(ctx)
+    there.put("full")
+    kept, thread = [], threading.Thread(target=there.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT})
+    thread.start()
+    wait_until_asleep(thread)
+    kept.append(alias(sent))
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    got = there.get(timeout=LIMIT)
+    kept[0][:] = 9
+    assert got.unique().tolist() == [3.0]
+    assert sent.unique().tolist() == [9.0]
+
+
+def wait_until_asleep(thread):
+    """Until a thread waits in the kernel."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        with open(f"/proc/self/task/{thread.native_id}/stat") as stat:
+            if stat.read().rsplit(")", 1)[1].split()[0] == "S":
+                return
+        time.sleep(0.001)
+
+
+def test_one_tensor_that_two_threads_move_at_once_reaches_two_receivers_of_its_own(ctx):
+    queues, sent = [ctx.Queue(1), ctx.Queue(1)], filled(ctx)
+    threads = [
+        threading.Thread(target=each.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT}) for each in queues
+    ]
+    for each, thread in zip(queues, threads, strict=True):
+        each.put("full")
+        thread.start()
+        wait_until_asleep(thread)
+    assert [each.get() for each in queues] == ["full", "full"]
+    one, other = (each.get(timeout=LIMIT) for each in queues)
+    for thread in threads:
+        thread.join(LIMIT)
+    one.fill_(5)
+    assert other.sum() == 3 * SIZE
+
+
+def saved_for_backward(tensor):
+    return (tensor * torch.ones(1, requires_grad=True)).sum()
+
+
+ALIASES = {
+    "a view": lambda t: t.view(-1),
+    "a slice": lambda t: t[3],
+    "detach": lambda t: t.detach(),
+    "numpy": lambda t: t.numpy(),
+    "a view of an array": lambda t: t.numpy()[3:][:2],
+    "dlpack": lambda t: t.__dlpack__(),
+    "another library's array": lambda t: np.from_dlpack(t),
+    "the storage": lambda t: t.untyped_storage(),
+    "saved for backward": saved_for_backward,
+    "cycle": lambda t: (lambda box: box.append(box) or box)([t[3]]),
+}
+
+
+@pytest.mark.parametrize("make", [filled, lambda ctx: received(ctx.Queue())], ids=["made", "got"])
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+def test_what_has_an_alias_is_copied_and_stays_as_it_was(ctx, make, alias):
+    there = ctx.Queue()
+    sent = make(ctx)
+    kept = alias(sent)
+    there.put(sent, move=True)
+    got = there.get()
+    got.zero_()
+    assert sent.sum() == 3 * SIZE
+    if isinstance(kept, list):
+        kept.clear()  # a cycle goes when it is collected, not when it is let go
+    del kept
+    address = sent.data_ptr()
+    there.put(sent, move=True)
+    assert there.get().data_ptr() == address
+
+
+def test_what_shares_its_block_with_another_leaf_that_is_kept_is_copied(ctx):
+    there = ctx.Queue()
+    there.put({"x": torch.ones(SIZE), "y": torch.ones(SIZE)})
+    got = there.get()
+    address = got["x"].data_ptr()
+    there.put(got["x"], move=True)
+    there.get().zero_()
+    assert got["x"].sum() == got["y"].sum() == SIZE
+    kept = got.pop("y")
+    del kept
+    there.put(got["x"], move=True)
+    assert there.get().data_ptr() == address
+
+
+def test_arrays_parameters_and_storages_of_a_block_are_copied(ctx):
+    there = ctx.Queue()
+    for sent in (
+        filled(ctx).numpy(),
+        torch.nn.Parameter(filled(ctx)),
+        filled(ctx).requires_grad_(),
+        filled(ctx).untyped_storage(),
+    ):
+        there.put(sent, move=True)
+        got = there.get()
+        assert type(got) is type(sent)
+        assert len(sent) == len(got)
+
+
+def test_what_does_not_lie_in_one_block_of_this_arena_is_copied(ctx):
+    there, elsewhere = ctx.Queue(), small_context()
+    for sent in (torch.full((100, SIZE // 100), 3.0), filled(elsewhere), [filled(ctx), filled(ctx)]):
+        there.put(sent, move=True)
+        got = there.get()
+        for one, other in zip(sent, got, strict=True):
+            assert torch.equal(one, other)
+            assert one.data_ptr() != other.data_ptr()
+    vars(elsewhere).clear()
+
+
+def test_a_plain_put_of_a_lease_copies_it(ctx):
+    there = ctx.Queue()
+    lease = received(there)
+    there.put(lease)
+    got = there.get()
+    got.zero_()
+    assert lease.sum() == 3 * SIZE
+
+
+def test_under_inference_mode_it_goes_by_reference_too(ctx):
+    there = ctx.Queue()
+    with torch.inference_mode():
+        for sent in (filled(ctx), received(there)):
+            address = sent.data_ptr()
+            there.put(sent, move=True)
+            assert there.get().data_ptr() == address
+
+
+def test_a_small_tensor_is_copied(ctx):
+    there = ctx.Queue()
+    sent = ctx.empty(10).fill_(3)
+    there.put(sent, move=True)
+    assert there.get().tolist() == sent.tolist() == [3.0] * 10
+
+
+def test_without_counts_that_can_be_believed_everything_is_copied(ctx, monkeypatch):
+    there = ctx.Queue()
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    moving._counts.cache_clear()
+    try:
+        sent = filled(ctx)
+        there.put(sent, move=True)
+        assert there.get().data_ptr() != sent.data_ptr()
+        assert sent.sum() == 3 * SIZE
+    finally:
+        moving._counts.cache_clear()
+
+
+def test_each_alias_of_the_list_is_seen_by_this_torch():
+    assert [index for index, alias in enumerate(moving._ALIASES) if not moving._is_seen(alias)] == []
+
+
+def test_a_lease_inherited_over_a_fork_is_copied_by_the_child_and_by_the_parent_while_it_lives(ctx):
+    there = ctx.Queue()
+    lease = received(there)
+    address = lease.data_ptr()
+    read, write = os.pipe()
+
+    def child():
+        there.put(lease, move=True)
+        assert lease.sum() == 3 * SIZE
+        os.read(read, 1)
+        assert lease.sum() == 3 * SIZE
+
+    pid = in_child(child)
+    got = there.get(timeout=LIMIT)
+    assert got.data_ptr() != address
+    there.put(lease, move=True)
+    there.get().zero_()
+    assert lease.sum() == 3 * SIZE
+    os.write(write, b"x")
+    assert reap(pid) == 0
+    there.put(lease, move=True)
+    assert there.get().data_ptr() == address
+    os.close(read)
+    os.close(write)
+
+
+def test_its_owner_finds_the_block_again(ctx):
+    there, back = ctx.Queue(), ctx.Queue()
+    resident = []
+    for _ in range(50):
+        there.put(filled(ctx), move=True)
+        back.put(there.get(), move=True)
+        back.get()
+        resident.append(ctx.tensorpipe_undertaker().arena.segment.resident())
+    assert len(set(resident[5:])) == 1
+
+
+def test_it_survives_the_sigkill_of_its_producer_bytes_unchanged(ctx):
+    there = ctx.Queue()
+
+    def child():
+        there.put(filled(ctx), move=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    reap(in_child(child))
+    got = there.get(timeout=LIMIT)
+    ctx.tensorpipe_undertaker().look(inherit=True)
+    for _ in range(5):
+        there.put(torch.zeros(SIZE))
+        there.get()
+    assert got.sum() == 3 * SIZE
+
+
+def test_full_leaves_the_tensor_with_the_caller(ctx):
+    there = ctx.Queue(1)
+    there.put(1)
+    sent = filled(ctx)
+    address = sent.data_ptr()
+    for timeout in (0, 0.01):
+        with pytest.raises(queue.Full):
+            there.put(sent, timeout=timeout, move=True)
+    assert sent.sum() == 3 * SIZE
+    assert there.get() == 1
+    there.put(sent, timeout=0, move=True)
+    assert there.get().data_ptr() == address
+    assert blocks_in_use(ctx) == {}
+
+
+class Interrupt(Exception):
+    """The exception that a signal handler raises."""
+
+
+def interrupt():
+    raise Interrupt
+
+
+@pytest.mark.kills
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside a release
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("maxsize", [0, 2])
+def test_an_exception_at_any_moment_leaves_the_tensor_here_or_there_and_whole(ctx, maxsize):
+    there = ctx.Queue(maxsize)
+    first = filled(ctx)
+    there.put(first, move=True)  # the counts are believed from now on
+    there.get()
+    outcomes, point = set(), 1
+    while True:
+        point += stride(9)
+        sent = ctx.empty(SIZE).fill_(point)
+        try:
+            left = run_traced(
+                functools.partial(there.put, sent, timeout=0, move=True), point, interrupt, SIGNAL_CHECKS, before=False
+            )
+        except Interrupt:
+            left = 0
+        got = drained(there)
+        outcomes.add(len(got))
+        (tensor,) = got or [sent]
+        assert not got or sent.shape == (0,) or sent.data_ptr() != tensor.data_ptr()
+        assert (tensor == point).all()
+        del tensor, sent
+        got.clear()
+        ctx.tensorpipe_undertaker().leases.settle()
+        assert blocks_in_use(ctx) == {}
+        if left > 0:
+            break
+    assert outcomes == {0, 1}
+    assert point > 50
+    for _ in range(maxsize):
+        there.put(1, timeout=0)

@@ -1,0 +1,365 @@
+"""Pool and ProcessPoolExecutor with one of our contexts: tensors go through shared memory, both ways; deaths as in stock."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.pool
+import os
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import numpy as np
+import pytest
+import torch
+from arenas import left_in, small_context
+from programs import outliving, ran_in_fork
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory.row import GET
+from tensorpipe_ipc.queues.call_queue import UNREAD, CallQueue
+from tensorpipe_ipc.queues.pool import WAITING
+
+SIZE = 100_000  # items
+LIMIT = 20
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("forkserver", "spawn"))]
+
+
+@contextlib.contextmanager
+def context_of(method):
+    """A context of a start method, with nothing left in its memory at the end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ctx = small_context(method)
+    yield ctx
+    assert left_in(ctx) == {}
+    vars(ctx).clear()
+    torch.set_num_threads(threads)
+
+
+def descriptors():
+    """Return how many descriptors this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def double(x):
+    """Of a tensor, an array or a tree; and how many descriptors the worker has, and who it is."""
+    torch.set_num_threads(1)
+    return {"twice": x * 2, "descriptors": descriptors(), "pid": os.getpid()}
+
+
+def add(x, y=0):
+    """Of anything."""
+    return x + y
+
+
+class Adder:
+    """A function with state."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def add(self, x):
+        return self.first + x
+
+    __call__ = add
+
+
+def fail(x):
+    raise KeyError(f"no {x}")
+
+
+def die(x):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unpicklable(x):
+    return lambda: x
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
+    with context_of(method) as ctx:
+        with ctx.Pool(2) as pool:
+            assert isinstance(pool, multiprocessing.pool.Pool)
+            sent = [torch.full((SIZE,), float(i)) for i in range(8)]
+            # all at once, and all kept: torch's way takes a descriptor for each
+            results = pool.map(double, sent, chunksize=1)
+            assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
+            assert [int(each[0]) for each in sent] == list(range(8)), "what was sent is the sender's as before"
+            arena = ctx.tensorpipe_undertaker().leases
+            assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
+            assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
+            del results
+            assert int(pool.apply(add, (np.arange(SIZE), 1))[-1]) == SIZE
+            assert pool.starmap(add, [(1, 2), ("a", "b")]) == [3, "ab"]
+            assert sorted(pool.imap_unordered(abs, range(-50, 0))) == list(range(1, 51))
+            with pytest.raises(KeyError, match="no [12]"):
+                pool.map(fail, [1, 2])
+            with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+                pool.apply(unpicklable, (1,))
+            assert pool.apply_async(add, (1, 2)).get(LIMIT) == 3
+            pool.close()
+            pool.join()
+        del pool  # with what it told its workers at the end
+
+
+def test_a_pool_of_multiprocessings_own_class_and_one_that_renews_its_workers(ctx):
+    with multiprocessing.pool.Pool(1, maxtasksperchild=2, context=ctx) as pool:
+        pids = {each["pid"] for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)}
+        assert len(pids) == 3
+
+
+def stand_at(gate):
+    globals()["gate"] = gate
+
+
+def wait_for_gate(x):
+    with globals()["gate"]:
+        return x
+
+
+def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx):
+    gate, taken, sent = ctx.Lock(), [], torch.ones(SIZE)
+    with ctx.Pool(2, stand_at, (gate,)) as pool:
+        with gate:
+            results = pool.imap(wait_for_gate, (taken.append(i) or sent for i in range(1000)))
+            until = time.monotonic() + LIMIT
+            while not pool._inqueue._queue.full() and time.monotonic() < until:
+                os.sched_yield()
+            assert len(taken) <= WAITING + 5  # two at the gate, and one that finds no room
+        assert all(int(each.sum()) == SIZE for each in results)
+        assert len(taken) == 1000
+    del results, pool
+
+
+def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx):
+    tasks = ctx.SimpleQueue()
+    tasks.put(1)
+    assert tasks._rlock.acquire()
+    assert tasks._reader.poll()
+    assert tasks.get() == 1, "as if by a worker"
+    assert tasks._reader.recv() is None
+
+
+def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):
+    gate = ctx.Lock()
+    with gate:
+        pool = ctx.Pool(1, stand_at, (gate,))
+        results = pool.imap(wait_for_gate, [torch.ones(SIZE)] * 1000)
+        until = time.monotonic() + LIMIT
+        while not pool._inqueue._queue.full() and time.monotonic() < until:
+            os.sched_yield()
+        pool.terminate()
+        pool.join()
+    del results, pool
+    assert left_in(ctx) == {}
+
+
+def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx):
+    with ctx.Pool(2) as pool:
+        lost = pool.apply_async(die, (torch.ones(SIZE),))
+        sums = [int(each["twice"].sum()) for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)]
+        assert sums == [2 * SIZE] * 6
+        with pytest.raises(multiprocessing.TimeoutError):
+            lost.get(0.2)
+        assert int(pool.apply(add, (torch.ones(SIZE), 1))[0]) == 2
+    del lost, pool
+    assert left_in(ctx) == {}
+
+
+def test_terminating_a_busy_pool_ends_it(ctx):
+    pool = ctx.Pool(2)
+    results = [pool.apply_async(double, (torch.ones(SIZE),)) for _ in range(200)]
+    assert results[0].get(LIMIT)["twice"].sum() == 2 * SIZE
+    pool.terminate()
+    pool.join()
+    del results, pool
+    assert left_in(ctx) == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
+    with context_of(method) as ctx:
+        with ProcessPoolExecutor(2, mp_context=ctx) as executor:
+            results = list(executor.map(double, [torch.full((SIZE,), float(i)) for i in range(8)]))
+            assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
+            arena = ctx.tensorpipe_undertaker().leases
+            assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
+            assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
+            del results
+            assert list(executor.map(abs, range(-50, 0), chunksize=7)) == list(range(50, 0, -1))
+            with pytest.raises(KeyError, match="no 1"):
+                executor.submit(fail, 1).result(LIMIT)
+            with pytest.raises((AttributeError, TypeError), match="pickle|local object"):
+                executor.submit(unpicklable, 1).result(LIMIT)
+            with pytest.raises((AttributeError, TypeError), match="pickle|local object"):
+                executor.submit(lambda: 1).result(LIMIT)
+            assert executor.submit(add, 1, y=2).result(LIMIT) == 3
+        del executor
+
+
+def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
+    """Functions go by their names, and once; what has state goes with each call."""
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        assert list(executor.map(add, [1, 2], [3, 4])) == [4, 6]
+        assert list(executor.map(abs, [-1, -2])) == [1, 2]
+        assert list(executor.map(add, [1, 2])) == [1, 2]
+        partial, adder = functools.partial(add, [1]), Adder([2])
+        assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 0]]
+        assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 0]]
+        table = {0: [7]}
+        assert executor.submit(table.get, 0).result(LIMIT) == [7], "a method of a built-in type has state, too"
+        table[0].append(8)
+        assert executor.submit(table.get, 0).result(LIMIT) == [7, 8]
+        partial.args[0].append(5)
+        adder.first.append(6)
+        assert list(executor.map(partial, [[0]])) == [executor.submit(partial, [0]).result(LIMIT)] == [[1, 5, 0]]
+        assert list(executor.map(adder, [[0]])) == [executor.submit(adder.add, [0]).result(LIMIT)] == [[2, 6, 0]]
+    del executor
+
+
+OTHER_PYTHON = """
+import warnings, multiprocessing
+from concurrent.futures import ProcessPoolExecutor, process
+
+if __name__ == "__main__":
+    del process._process_chunk
+    import torch
+    import tensorpipe_ipc as tp
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("default", "this Python's ProcessPoolExecutor has no _process_chunk")
+    with ProcessPoolExecutor(2, mp_context=tp.get_context("fork")) as executor:
+        print([executor.submit(torch.add, torch.ones(3), i).result(20).tolist() for i in range(2)])
+"""
+
+
+def test_an_executor_of_a_python_that_has_other_parts_works_and_says_so_once(tmp_path):
+    """Its calls go as they do there."""
+    done = ran_in_fork("-c", OTHER_PYTHON, folder=tmp_path)
+    assert (done.status, done.out.strip()) == (0, "[[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]"), done.err
+    assert done.err.count("RuntimeWarning: this Python's ProcessPoolExecutor has no _process_chunk") == 1
+
+
+def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
+    """Also where workers answer each call before the next one is sent."""
+    send, unread = CallQueue.put, []
+
+    def put(calls, item, block=True, timeout=None):
+        send(calls, item, block, timeout)
+        if item is not None:
+            results, until = calls._results, time.monotonic() + LIMIT
+            while results.qsize() + results._queue.done(GET)[0] < calls._sent and time.monotonic() < until:
+                os.sched_yield()
+            unread.append(results.qsize())
+
+    monkeypatch.setattr(CallQueue, "put", put)
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        assert list(executor.map(abs, range(-200, 0))) == list(range(200, 0, -1))
+    del executor
+    assert len(unread) == 200
+    assert max(unread) == UNREAD
+
+
+def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch):
+    """Its one thread sends calls and reads results: it does not wait for memory that only results can give back."""
+    monkeypatch.setattr("tensorpipe_ipc.queues.call_queue.PATIENCE", 10 * LIMIT)
+    count, size = 12, 5_000_000  # of float32: 20 MB each, through 64 MB
+    with context_of("fork") as ctx, ProcessPoolExecutor(2, mp_context=ctx) as executor:
+        futures = [executor.submit(double, torch.full((size,), float(i))) for i in range(count)]
+        for i in range(count):
+            assert int(futures.pop(0).result(LIMIT)["twice"][-1]) == 2 * i
+    del executor
+
+
+def test_a_call_for_which_the_machine_has_no_memory_fails_alone(monkeypatch):
+    monkeypatch.setattr("tensorpipe_ipc.queues.call_queue.PATIENCE", 0.1)
+    with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
+        held, large = ctx.empty((8 << 20,), torch.uint8), torch.ones(30 << 20, dtype=torch.uint8)
+        assert executor.submit(add, 1, 2).result(LIMIT) == 3
+        with monkeypatch.context() as full:
+            full.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: 0)
+            with pytest.raises(tp.Full, match="finds no"):
+                executor.submit(add, large).result(LIMIT)
+            assert executor.submit(add, 1, 2).result(LIMIT) == 3
+        assert int(executor.submit(add, large, 1).result(LIMIT)[-1]) == 2
+        del held
+    del executor
+
+
+def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled():
+    with context_of("forkserver") as ctx:
+        with ProcessPoolExecutor(1, mp_context=ctx) as executor:
+            futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(20)]
+            executor.shutdown(cancel_futures=True)
+            done = [each for each in futures if not each.cancelled()]
+            assert 0 < len(done) < 20
+            assert all(int(each.result()["twice"][0]) == 2 for each in done)
+        del done, futures, executor
+
+
+def test_a_killed_worker_breaks_an_executor_as_in_stock(ctx):
+    executor = ProcessPoolExecutor(2, mp_context=ctx)
+    futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(4)]
+    began = time.monotonic()
+    with pytest.raises(BrokenProcessPool):
+        executor.submit(die, torch.ones(SIZE)).result(LIMIT)
+    assert time.monotonic() - began < LIMIT
+    executor.shutdown()
+    del futures
+    assert left_in(ctx) == {}
+
+
+def test_an_executor_of_another_context_is_left_alone(ctx):
+    other = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=other) as theirs, ProcessPoolExecutor(1, mp_context=ctx) as ours:
+        assert theirs.submit(add, 1, 2).result(LIMIT) == ours.submit(add, 1, 2).result(LIMIT) == 3
+        assert type(theirs._call_queue).__module__ == "concurrent.futures.process"
+        assert type(ours._call_queue).__module__ == "tensorpipe_ipc.queues.call_queue"
+
+
+def ignore_termination():
+    """As workers do whose program is to end them in its own way."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def run_and_tell(kind, line):
+    """A program that has workers, tells who they are, and waits to be killed."""
+    ctx = small_context("fork")
+    if kind.startswith("masked"):  # as programs do that wait for signals by sigwait
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if kind.startswith("deaf"):
+        executor = ProcessPoolExecutor(2, mp_context=ctx, initializer=ignore_termination)
+        assert executor.submit(add, 1, 2).result() == 3
+        pids = list(executor._processes)
+    elif kind == "pool":
+        pool = ctx.Pool(2)
+        pids = [each.pid for each in pool._pool]
+    else:
+        executor = ProcessPoolExecutor(2, mp_context=ctx)
+        assert executor.submit(add, 1, 2).result() == 3
+        pids = list(executor._processes)
+    line.send(pids)
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor", "masked executor"]
+)
+def test_workers_end_when_their_program_is_killed(kind):
+    """Also where they ignore or block SIGTERM. Stock's executor's do not: they keep the pipe open that would tell them."""
+    fork = multiprocessing.get_context("fork")
+    line, theirs = fork.Pipe()
+    program = fork.Process(target=run_and_tell, args=(kind, theirs))
+    program.start()
+    assert line.poll(LIMIT)
+    pids = line.recv()
+    program.kill()
+    program.join()
+    assert outliving(pids, LIMIT) == []
+    line.close()
+    theirs.close()

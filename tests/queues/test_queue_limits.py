@@ -1,0 +1,541 @@
+"""A Queue at its limits: descriptors, /dev/shm, memory, room, and processes that are stopped or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from crash_points import die, in_child, reap
+from guard import others
+from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
+
+from tensorpipe_ipc.errors import Full, SharedMemoryError
+from tensorpipe_ipc.memory import headroom
+from tensorpipe_ipc.memory.segment import CAPACITY
+from tensorpipe_ipc.queues.tensor_queue import Queue
+
+LIMIT = 20  # seconds
+MIB = 1 << 20
+LARGE = torch.ones(MIB, dtype=torch.uint8)  # a block of 2 MiB: there is metadata, too
+MARGIN = 1.0  # seconds that a busy machine may add to a timeout
+
+
+def queue_of(capacity: int, maxsize: int = 0) -> Queue:
+    """A queue whose arena may cost so many bytes, all of them under leases."""
+    made = Queue(maxsize)
+    inner = made._queue
+    inner.arena.words[CAPACITY] = capacity
+    inner.leases.budget = inner.leases._room = 1 << 40
+    return made
+
+
+@contextlib.contextmanager
+def child(action: Callable[[Callable[[], None]], None]) -> Iterator[int]:
+    """A forked process that calls ``ready``, which is waited for, and goes on until it is killed at the end."""
+    told, tell = os.pipe()
+
+    def run() -> None:
+        action(lambda: (os.write(tell, b"x"), None)[1])
+
+    pid = in_child(run)
+    os.close(tell)
+    try:
+        assert os.read(told, 1) == b"x", "the child failed"
+        yield pid
+    finally:
+        os.close(told)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        reap(pid)
+
+
+def test_a_queue_has_no_more_places_when_who_gave_one_and_who_took_it_were_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The taker at the moment at which it had it, and is found dead first."""
+    there = Queue(1)
+    there.put(0)
+
+    def dies_after(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (call(*arguments), die()))
+
+    def give() -> None:
+        dies_after(there._queue.credits, "give")
+        there.get()
+
+    def take() -> None:
+        there._queue.undertaker.attach()  # its row is before the other's
+        assert reap(in_child(give)) == -signal.SIGKILL
+        dies_after(there._queue.credits, "take_nowait")
+        there.put(1)
+
+    assert reap(in_child(take)) == -signal.SIGKILL
+    there._queue.undertaker.look()
+    there.put(2, timeout=0)
+    with pytest.raises(Full):
+        there.put(3, timeout=0)
+    assert there.get() == 2
+
+
+def free_again(there: Queue, count: int) -> None:
+    """So many large messages find room, in time."""
+    for _ in range(count):
+        there.put(LARGE, timeout=LIMIT)
+
+
+# ---- descriptors, and what a machine forbids ----
+
+FEW_DESCRIPTORS = """
+import os, resource, torch
+from tensorpipe_ipc.queues.tensor_queue import Queue
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+queue = Queue()
+before = len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+small, held = torch.arange(10), []
+for _ in range(10):
+    for _ in range(10_000):
+        queue.put(small)
+    held += [queue.get(timeout=10) for _ in range(10_000)]
+large = torch.ones(40_000, dtype=torch.uint8)
+for _ in range(3000):
+    queue.put(large)
+    held.append(queue.get(timeout=10))
+leases = len(queue._queue.leases.live)
+after = len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+assert all(int(tensor.sum()) == 45 for tensor in held[:100_000]) and all(int(t.sum()) == 40_000 for t in held[100_000:])
+print(len(held), leases, after[0] - before[0], after[1] - before[1] < 50)
+"""
+
+
+@pytest.mark.kills
+def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors(tmp_path: Path) -> None:
+    """Tensors and leases that a process holds cost no descriptor and no mapping."""
+    done = ran_in_fork("-c", FEW_DESCRIPTORS, folder=tmp_path)
+    assert (done.status, done.out) == (0, "103000 3000 0 True\n"), done.err
+
+
+TINY_SHM = """
+import os, torch
+from tensorpipe_ipc.queues.tensor_queue import Queue
+room = os.statvfs("/dev/shm")
+queue = Queue()
+queue.put(torch.ones(100 << 20, dtype=torch.uint8))
+print(room.f_blocks * room.f_frsize, int(queue.get(timeout=10).sum()), os.listdir("/dev/shm"))
+"""
+
+
+MANY_QUEUES = """
+import os, resource, torch
+from tensorpipe_ipc.queues.tensor_queue import Queue
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+first = Queue()  # which brings the arena
+first.put(0)
+before, queues = descriptors(), []
+for maxsize in (0, 10, 6400):
+    queue = Queue(maxsize)
+    queue.put(torch.ones(3))
+    queues.append(queue)
+    assert queue.get(timeout=0.01).sum() == 3
+    assert descriptors() <= before + 4 * len(queues), (maxsize, descriptors() - before)
+queues += [Queue(number % 2) for number in range(150)]
+assert descriptors() <= before + 4 * len(queues)
+for number, queue in enumerate(queues):
+    queue.put(number)
+assert [queue.get() for queue in queues] == list(range(len(queues)))
+del queue, queues
+assert descriptors() <= before
+print("few enough")
+"""
+
+
+def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process(tmp_path: Path) -> None:
+    """multiprocessing's costs 2; a limit of 1,024 is what a process usually has."""
+    done = ran_in_fork("-c", MANY_QUEUES, folder=tmp_path)
+    assert (done.status, done.out) == (0, "few enough\n"), done.err
+
+
+SMALL_PIPES = """
+import ctypes, fcntl, os, resource
+from tensorpipe_ipc.queues.tensor_queue import Queue
+first = Queue(1)
+first.put({1: 2})
+first.get()
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+os.setresuid(65533, 65533, 65533)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: else /proc/self/fd is root's
+pages = int(open("/proc/sys/fs/pipe-user-pages-soft").read())
+pipes = [os.pipe() for _ in range(pages // 16)]
+assert fcntl.fcntl(os.pipe()[1], 1032) < 1 << 16  # F_GETPIPE_SZ
+for maxsize in (0, 1, 2, 449, 450, 2000):
+    queue, count = Queue(maxsize), maxsize or 2000
+    for several in (False, True, False):
+        for start in range(0, count, 50) if several else ():
+            queue.put_many(list(range(start, min(start + 50, count))), 0)
+        for number in () if several else range(count):
+            queue.put_nowait(number)
+        assert queue.qsize() == count
+        assert not maxsize or queue.full()
+        assert [queue.get(timeout=10) for _ in range(count)] == list(range(count))
+print("nobody waited")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's budget of pipes is used up, which takes root")
+def test_a_user_who_has_used_up_his_pipes_waits_for_nothing(tmp_path: Path) -> None:
+    """The kernel gives him pipes of one or two pages: what they cannot hold at once lies beside them."""
+    done = ran_in_fork("-c", SMALL_PIPES, folder=tmp_path)
+    assert (done.status, done.out) == (0, "nobody waited\n"), done.err
+
+
+def test_100_mib_cross_where_dev_shm_has_64_kib(tmp_path: Path) -> None:
+    """A container's small /dev/shm does not matter: nothing is put there."""
+    done = ran_with_small_dev_shm(TINY_SHM, tmp_path)
+    assert (done.status, done.out) == (0, f"{64 << 10} {100 << 20} []\n"), done.err
+
+
+# ---- room ----
+
+
+def test_a_full_arena_makes_put_wait_and_then_names_who_holds_what() -> None:
+    """Full says which process holds how many bytes, and whether it lives; with a lease let go there is room."""
+    there = queue_of(8 * MIB)
+
+    def hold(ready: Callable[[], None]) -> None:
+        inner = there._queue
+        inner.undertaker.attach()
+        inner.leases.budget = inner.leases._room = 1 << 40
+        held = [there.get(timeout=LIMIT) for _ in range(3)]
+        ready()
+        signal.pause()
+        del held
+
+    for _ in range(3):
+        there.put(LARGE)
+    with child(hold) as pid:
+        there.put(LARGE)  # nothing was in flight: one may always be placed
+        with contextlib.suppress(Full):
+            for _ in range(8):
+                there.put(LARGE, timeout=0)
+        with pytest.raises(Full) as full:
+            there.put(LARGE, timeout=0.01)
+        assert f"at most {8 * MIB} bytes" in str(full.value)
+        held = re.search(rf"pid {pid} \(alive\) has 3 blocks with (\d+) bytes", str(full.value))
+        assert held, str(full.value)
+        assert 3 * MIB <= int(held[1]) <= 3 * MIB + 1000
+    free_again(there, 3)  # it was killed: its blocks are back
+
+
+def test_a_message_larger_than_the_capacity_says_so_at_once() -> None:
+    """No waiting for what can never be, not even without a timeout, and the bounded queue keeps its places."""
+    there = queue_of(8 * MIB, maxsize=1)
+    for _ in range(3):
+        with pytest.raises(SharedMemoryError, match=rf"a message of \d+ bytes can never fit.*{8 * MIB}"):
+            there.put(torch.ones(9 * MIB, dtype=torch.uint8))
+    there.put("fits", timeout=0)
+    assert there.get(timeout=0) == "fits"
+
+
+@pytest.mark.kills
+def test_100_000_puts_before_anybody_gets_do_not_block_and_come_in_order() -> None:
+    """An unbounded queue is one: far more than the pipe holds, for a consumer that starts later."""
+    there, count = Queue(), int(os.environ.get("TENSORPIPE_IPC_PUTS", "100000"))
+    for number in range(count):
+        there.put(number, timeout=0)
+    assert there.qsize() == count
+
+    def take(ready: Callable[[], None]) -> None:
+        for number in range(count):
+            assert there.get(timeout=LIMIT) == number
+        ready()
+        signal.pause()
+
+    with child(take):
+        assert there.empty()
+
+
+# ---- memory that a cgroup leaves ----
+
+
+@pytest.fixture
+def fake_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that say of the machine what /proc does."""
+    (tmp_path / "proc").mkdir()
+    monkeypatch.setattr(headroom, "_PROC", str(tmp_path / "proc"))
+    return tmp_path / "proc"
+
+
+@pytest.fixture
+def fake_cgroup(tmp_path: Path, fake_proc: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Two cgroups, one in the other, in files; set limit and usage of the outer one."""
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+
+    def set_outer(limit: int, usage: int) -> None:
+        (tmp_path / "outer" / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "outer" / "memory.current").write_text(f"{usage}\n")
+
+    for limit in ("memory.max", "memory.high"):
+        (inner / limit).write_text("max\n")
+    (tmp_path / "outer" / "memory.high").write_text("max\n")
+    (inner / "memory.current").write_text("4096\n")
+    set_outer(1 << 40, 0)
+    (fake_proc / "self").mkdir()
+    (fake_proc / "self" / "cgroup").write_text("0::/outer/inner\n")
+    monkeypatch.setattr(headroom, "_ROOT", str(tmp_path))
+    files = tuple(headroom._limits())
+    assert len(files) == 4
+    monkeypatch.setattr(headroom, "_files", lambda process: files)
+    return set_outer
+
+
+def test_growth_near_a_cgroups_limit_is_refused_with_sizes(fake_cgroup: Callable[[int, int], None]) -> None:
+    """The kernel would kill, not refuse: so the limit of every cgroup above is looked at before memory grows."""
+    there = Queue()
+    there.put("something")
+    fake_cgroup(100 * MIB, 99 * MIB)
+    with pytest.raises(Full, match=rf"finds no 20972\d\d bytes free.*the machine leaves {MIB}"):
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0.01)
+    fake_cgroup(100 * MIB, 50 * MIB)
+    there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+
+
+def test_an_empty_queue_does_not_grow_beyond_a_cgroups_limit_either(fake_cgroup: Callable[[int, int], None]) -> None:
+    """One message may always be placed beyond the arena's capacity, but not beyond what the machine has."""
+    there = Queue()
+    fake_cgroup(100 * MIB, 99 * MIB)
+    for timeout in (0, None):  # nothing that anybody holds could come free: it does not wait
+        with pytest.raises(SharedMemoryError, match=rf"finds no 20972\d\d .*the machine leaves {MIB}"):
+            there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=timeout)
+    there.put(1, timeout=0)
+    assert there.get(timeout=0) == 1
+
+
+def test_growth_beyond_what_a_cgroup_is_slowed_at_is_refused(
+    fake_cgroup: Callable[[int, int], None], tmp_path: Path
+) -> None:
+    """Beyond ``memory.high`` the kernel kills nobody, but each call that gets memory takes up to seconds."""
+    there = Queue()
+    fake_cgroup(1 << 40, 99 * MIB)
+    (tmp_path / "outer" / "memory.high").write_text(f"{100 * MIB}\n")
+    with pytest.raises(SharedMemoryError, match=f"the machine leaves {MIB}"):
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_growth_beyond_what_the_kernel_commits_is_refused(fake_proc: Path, mode: int) -> None:
+    """With ``vm.overcommit_memory=2`` it is a SIGBUS, however much is available."""
+    there = Queue()
+    (fake_proc / "sys" / "vm").mkdir(parents=True)
+    for name, number in (("overcommit_memory", mode), ("admin_reserve_kbytes", 8192), ("user_reserve_kbytes", 131072)):
+        (fake_proc / "sys" / "vm" / name).write_text(f"{number}\n")
+    (fake_proc / "meminfo").write_text(
+        f"MemAvailable: {1 << 20} kB\nCommitLimit: {200 << 10} kB\nCommitted_AS: {63 << 10} kB\n"
+    )
+    if mode < 2:
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+    else:
+        with pytest.raises(SharedMemoryError, match=f"the machine leaves {MIB}"):
+            there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=0)
+
+
+def test_files_that_were_read_leave_room(fake_cgroup: Callable[[int, int], None], tmp_path: Path) -> None:
+    """A cgroup's usage counts what files left in memory, too. The kernel takes that back before it kills."""
+    there, size = Queue(), 20 * MIB
+    fake_cgroup(100 * MIB, 99 * MIB)
+    statistics = tmp_path / "outer" / "memory.stat"
+    of_version_1 = "inactive_file {}\ntotal_inactive_file {}\ntotal_active_file {}\n"
+    statistics.write_text(of_version_1.format(size, 0, 0))  # what stands without "total_" is not of the cgroups below
+    with pytest.raises(SharedMemoryError, match=f"the machine leaves {MIB}"):
+        there.put(torch.ones(30 * MIB, dtype=torch.uint8), timeout=0)
+    for lines in (of_version_1.format(0, size, size), f"file 9\nactive_file {size}\ninactive_file {size}\n"):
+        statistics.write_text(lines)
+        there.put(torch.ones(30 * MIB, dtype=torch.uint8), timeout=0)
+
+
+OUT_OF_MEMORY = """
+import os, sys, torch
+from tensorpipe_ipc.errors import Full, SharedMemoryError
+from tensorpipe_ipc.queues.tensor_queue import Queue
+queue = Queue()
+with open(sys.argv[1], "wb") as file:  # as much as the cgroup may have: its limit is reached from here on
+    for _ in range(600):
+        file.write(bytes(1 << 20))
+    file.flush()
+    os.fsync(file.fileno())
+refused = 0
+for _ in range(100):
+    try:
+        queue.put(torch.ones(8 << 20, dtype=torch.uint8), timeout=0)
+    except (Full, SharedMemoryError) as error:
+        refused += 1
+print("refused", refused > 0, queue.qsize())
+"""
+
+
+@pytest.mark.kills
+def test_a_real_cgroup_does_not_kill(tmp_path: Path) -> None:
+    """A program in a cgroup of 512 MiB that puts 800 MiB nobody takes is refused, and lives; though it read files before."""
+    for group in _cgroups(512 * MIB):
+        try:
+            enter = f"open('{group}/cgroup.procs', 'w').write('0')\n"
+            done = ran("-c", enter + OUT_OF_MEMORY, str(tmp_path / "file"))
+            assert done.status == 0, done.err
+            assert re.fullmatch(r"refused True [23]\d\n", done.out), done.out  # half of what there was at first
+        finally:
+            group.rmdir()
+        return
+    print("no memory cgroup may be made here: the tests before this one show it on files")
+
+
+def _cgroups(limit: int) -> Iterator[Path]:
+    """A memory cgroup under ours, of version 1 or 2, with a limit; none, where none may be made."""
+    groups = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    for controller, root, file in (
+        ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("", "/sys/fs/cgroup", "memory.max"),
+    ):
+        group = Path(root + groups.get(controller, "/nowhere")) / f"tensorpipe-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                (group / file).write_text(str(limit))
+            except OSError:
+                group.rmdir()
+                raise
+            yield group
+
+
+# ---- the stopped and the killed ----
+
+
+def test_a_stopped_consumer_costs_bounded_memory_and_put_keeps_its_timeout() -> None:
+    """Full comes at the timeout, nothing grows, and when the consumer goes on it gets everything."""
+    there, back = Queue(4), Queue()
+
+    def take(ready: Callable[[], None]) -> None:
+        ready()
+        while True:
+            back.put(int(there.get()[0]))
+
+    with child(take) as pid:
+        there.put(torch.full((MIB,), 1))
+        assert back.get(timeout=LIMIT) == 1
+        os.kill(pid, signal.SIGSTOP)
+        while not re.search(r"\) T ", Path(f"/proc/{pid}/stat").read_text()):
+            pass
+        for number in range(4):
+            there.put(torch.full((MIB,), number), timeout=LIMIT)
+        resident = there._queue.arena.segment.resident()
+        for _ in range(20):
+            began = time.monotonic()
+            with pytest.raises(Full):
+                there.put(torch.full((MIB,), 5), timeout=0.05)
+            assert 0.05 <= time.monotonic() - began < 0.1 + MARGIN
+        assert there._queue.arena.segment.resident() < resident + (64 << 10)  # not by one of the messages
+        os.kill(pid, signal.SIGCONT)
+        assert [back.get(timeout=LIMIT) for _ in range(4)] == list(range(4))
+
+
+def test_a_lease_outlives_its_killed_producer() -> None:
+    """A tensor keeps its bytes though its producer is dead, its row adopted and its memory used by others."""
+    there = Queue()
+
+    def produce(ready: Callable[[], None]) -> None:
+        there.put(LARGE)
+        ready()
+        signal.pause()
+
+    with child(produce):
+        tensor = there.get(timeout=LIMIT)
+    zeros = torch.zeros_like(LARGE)
+
+    def others(ready: Callable[[], None]) -> None:
+        for _ in range(20):
+            there.put(zeros)
+            there.get()
+        ready()
+        signal.pause()
+
+    with child(others):
+        there._queue.undertaker.look(inherit=True)
+    assert bool((tensor == 1).all())
+
+
+@pytest.mark.kills
+def test_survivors_descriptors_and_mappings_do_not_grow_with_the_dead() -> None:
+    """30 processes come, put, get and are killed: the survivor holds what it held after the first."""
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:tensorpipe")
+
+    there = Queue(3)
+
+    def work(ready: Callable[[], None]) -> None:
+        there.put(LARGE, timeout=LIMIT)
+        got = there.get(timeout=LIMIT)
+        ready()
+        signal.pause()
+        del got
+
+    after = []
+    for _ in range(30):
+        with child(work):
+            there.put(1, timeout=LIMIT)
+            assert there.get(timeout=LIMIT) == 1
+        after.append(held())
+    assert set(after) == {after[0]}
+    assert len(there._queue.rows.used()) <= 3
+
+
+ALL_DIE = """
+import os, signal, time, torch
+from tensorpipe_ipc.queues.tensor_queue import Queue
+torch.set_num_threads(1)
+queue = Queue()
+for _ in range(3):
+    if os.fork() == 0:
+        break
+for _ in range(100):
+    queue.put(torch.ones(1 << 20, dtype=torch.uint8))
+os.write(1, b"ready\\n")
+signal.pause()
+"""
+
+
+@pytest.mark.kills
+def test_when_all_are_killed_nothing_is_left() -> None:
+    """kill -9 of every process at once: /dev/shm is as it was, and the shared memory is the machine's again."""
+
+    def shared() -> int:
+        found = re.search(r"Shmem: +(\d+) kB", Path("/proc/meminfo").read_text())
+        assert found
+        return int(found[1]) << 10
+
+    def entries() -> set[str]:  # that torch or multiprocessing make; other programs on this machine have others
+        names = set(os.listdir("/dev/shm"))
+        return names - others(names)
+
+    before, there = shared(), entries()
+    with started("-c", ALL_DIE) as program:
+        assert program.stdout
+        for _ in range(4):
+            assert program.stdout.readline() == "ready\n"
+        assert shared() - before > 300 * MIB
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+        deadline = time.monotonic() + LIMIT
+        while shared() - before > 100 * MIB:  # other programs on this machine may have some
+            assert time.monotonic() < deadline, "the shared memory is not given back"
+        assert entries() <= there

@@ -1,0 +1,189 @@
+"""A process may die at any store and any system call of put, get, attach and of the undertaker's own work."""
+
+import pytest
+from crash_points import dies_at
+from wholeness import check_whole, drain, points, stride
+
+from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.memory.arena import kind_of
+from tensorpipe_ipc.memory.row import GET, PUT
+from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+
+pytestmark = pytest.mark.kills
+
+MAXSIZE = 3
+# of the undertaker's steps at each of the states that it may find; others at the next
+STRIDE = stride(299)
+SIZES = {"copied": 400, "leased": 100_000}
+
+
+def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_one_takes(undertaker, payload):
+    queue = SharedMemoryQueue.create(undertaker, MAXSIZE)
+    for _ in points(lambda point: dies_at(point, undertaker.attach), stride=stride(3)):
+        check_whole(undertaker, queue, payload)
+    assert undertaker.rows.used() == [0, 1]  # one after another, all had the same
+
+
+@pytest.mark.parametrize("nbytes", [400, 5 << 20])
+def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_can_be_walked(undertaker, nbytes):
+    arena = undertaker.arena
+
+    def first():
+        arena.attach()
+        arena.free.clear()
+        arena._fresh.clear()
+
+    for _ in points(lambda point: dies_at(point, lambda: arena.allocate(nbytes), first), stride=stride(13)):
+        undertaker.look(inherit=True)
+        extents = list(arena._all_extents())
+        assert {row for *_, row in extents} <= {0}
+        for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
+            assert start + (units << 20) <= following
+        for start, _, _, _ in extents:  # so that there are none each time
+            arena.words[arena.table + (start >> 20)] = 0
+        for blocks in (arena.free, arena._fresh, arena.young, arena._old, arena._mine):
+            blocks.clear()
+    assert arena.allocate(nbytes)
+
+
+@pytest.mark.parametrize("maxsize", [0, MAXSIZE])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("memory", ["warm", "fresh"])
+def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(undertaker, payload, maxsize, size, memory):
+    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    content = b"x" * size
+    seen = set()
+
+    def first():
+        """So that the steps are the same each time: a row, an operation, and a free block that was used or was not."""
+        undertaker.attach()
+        queue._putting.append(queue._operation(PUT))
+        arena, kind = undertaker.arena, kind_of(size + 64)
+        arena.discard(arena.allocate(size + 64))
+        arena.reclaim()
+        if memory == "fresh":
+            arena._fresh[kind].append(arena.free[kind].pop())
+            arena.free[kind].clear()
+            arena._old[kind].clear()
+
+    steps = stride(2 if memory == "warm" else 7)
+    for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(content), b"m"), first), stride=steps):
+        undertaker.look()
+        got = drain(queue)
+        assert got in ([], [content])
+        seen.add(len(got))
+        check_whole(undertaker, queue, payload)
+    assert seen == {0, 1}
+    assert drain(queue) == [content]  # the last child was not killed before its put had returned
+    assert undertaker.lost() == 0
+
+
+@pytest.mark.parametrize("maxsize", [0, MAXSIZE])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_that_is_counted(
+    undertaker, payload, maxsize, size
+):
+    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    first, second = b"1" * size, b"2" * size
+    seen = set()
+
+    def dies_in_get(point):
+        queue.put(payload(first), timeout=0)
+        queue.put(payload(second), timeout=0)
+        return dies_at(point, queue.get, undertaker.attach)
+
+    for _ in points(dies_in_get, stride=stride(2)):
+        before = undertaker.lost()
+        undertaker.arena.reclaim()
+        others = [b"3" * size, b"4" * size]
+        for content in others:  # others go on, perhaps with the block and the credit that the dead had just let go
+            try:
+                queue.put(payload(content), timeout=0)
+            except Full:
+                others.remove(content)
+        undertaker.look()
+        got = drain(queue)
+        assert got[-len(others) :] == others
+        got = got[: -len(others)]
+        assert got in ([first, second], [second])
+        lost = undertaker.lost() - before
+        assert lost in ((0,) if len(got) == 2 else (0, 1))  # 0: get had returned
+        seen.add((len(got), lost))
+        check_whole(undertaker, queue, payload)
+    assert {(2, 0), (1, 1)} <= seen
+    assert drain(queue) == [second]
+
+
+class Half:
+    """A put or a get that dies half-way, again and again at the same step."""
+
+    def __init__(self, undertaker, queue, payload, role):
+        self.undertaker, self.queue, self.payload, self.role = undertaker, queue, payload, role
+
+    def first(self):
+        """So that the steps are the same each time: a row, an operation and a free block."""
+        self.undertaker.attach()
+        self.queue._putting.append(self.queue._operation(PUT))
+        self.queue._getting.append(self.queue._operation(GET))
+        arena = self.undertaker.arena
+        arena.discard(arena.allocate(4))
+        arena.reclaim()
+
+    def action(self):
+        return self.queue.put(self.payload(b"half")) if self.role == "put" else self.queue.get()
+
+    def dies(self, point):
+        if self.role == "get":
+            self.queue.put(self.payload(b"half"), timeout=0)
+        return dies_at(point, self.action, self.first)
+
+    def state(self):
+        """Return a dead row's words, the state of the block that they name, and the lengths of the pipes."""
+        rows, words, queue, state = self.undertaker.rows, self.undertaker.words, self.queue, []
+        for row in rows.used():
+            if not rows.is_alive(row):
+                for record in rows.records(row, queue.number):
+                    tokens = [words[word] for word in (record.credit, record.ticket, record.given)]
+                    block = tokens[1] >> 32 << 9
+                    state += [*map(bool, tokens), words[block >> 3] & 15 if block else 0]
+        return (*state, queue.tickets.unread(), queue.credits.unread() if queue.credits else 0)
+
+    def points(self):
+        """For each state that it can be left in, one step after which it is."""
+        found = {}
+        for point in points(self.dies):
+            found.setdefault(self.state(), point)
+            self.undertaker.look()
+            drain(self.queue)
+        drain(self.queue)
+        return sorted(found.values())
+
+
+# With the usual stride it takes seconds, with a stride of 1 twenty minutes on a busy machine.
+@pytest.mark.limit(3600)
+@pytest.mark.parametrize("maxsize", [0, MAXSIZE])
+@pytest.mark.parametrize("role", ["put", "get"])
+def test_an_undertaker_killed_at_any_step_is_followed_by_another(undertaker, payload, role, maxsize):
+    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    half = Half(undertaker, queue, payload, role)
+    states = half.points()
+    assert len(states) > (5 if maxsize else 3)
+    for number, point in enumerate(states):
+
+        def dies(step, point=point):
+            assert half.dies(point)
+            return dies_at(step, undertaker.attach)  # it finishes the dead row, to adopt it
+
+        lost, outcomes = undertaker.lost(), set()
+        for _ in points(dies, 1 + number % STRIDE, STRIDE):
+            undertaker.arena.reclaim()
+            queue.put(payload(b"else"), timeout=0)  # others go on, perhaps in a block that was just let go
+            undertaker.look()
+            *got, last = drain(queue)
+            assert last == b"else"
+            outcomes.add((len(got), undertaker.lost() - lost))
+            check_whole(undertaker, queue, payload)
+            lost = undertaker.lost()
+        assert len(outcomes) == 1  # the same verdict, and the same count, wherever the undertaker died
+        assert outcomes <= ({(0, 0), (1, 0)} if role == "put" else {(0, 0), (0, 1), (1, 0)})
+        drain(queue)
