@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import resource
 import signal
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import msgspec
 import pytest
 from children import PATIENCE, Child, in_thread
 from programs import ran_in_fork
+from raw_ends import RawEnd, hello, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
@@ -75,6 +78,30 @@ def test_as_a_program_it_says_who_is_attached(tmp_path: Path) -> None:
     assert f"bound by ok a consumer, pid {os.getpid()} on " in said
     assert f"producer ok pid {os.getpid()} on " in said
     assert said.endswith(": shared memory")
+
+
+def test_a_process_that_only_a_stranger_names_is_not_looked_at() -> None:
+    """Whoever reaches a port may say any process id: of that no file in /proc is opened, and it is sent no signal."""
+
+    def look() -> tuple[str, list[str]]:
+        seen: list[str] = []
+        sys.addaudithook(
+            lambda event, said: seen.append(f"{event} {said[0]}") if event in ("open", "os.kill") else None
+        )
+        peer = _of(endpoint)[1]
+        return peer.text, [each for each in seen if each in of_victim or each.startswith("os.kill")]
+
+    with Child() as victim, tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
+        endpoint, of_victim = (
+            consumer.endpoint,
+            [f"open /proc/{victim.pid}/{name}" for name in ("stat", "cmdline", "status")],
+        )
+        raw.say(hello("producer", identity=msgspec.structs.replace(identity(), pid=victim.pid)))
+        wait_in_vain(consumer, lambda: consumer.statistics().peers)
+        text, seen = ast.literal_eval(_in_child(look))
+        assert text.startswith(f"pid {victim.pid} on ")
+        assert "(" not in text.partition(": ")[0]
+        assert seen == []
 
 
 def test_nobody_has_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:

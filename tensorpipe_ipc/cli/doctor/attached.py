@@ -1,4 +1,7 @@
-"""Find the ends that are attached to an endpoint, their transport, and its reason."""
+"""Find the ends that are attached to an endpoint, their transport, and its reason.
+
+Only what an end's own file says of its process is looked up: what a peer said over the socket may name any.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ def findings(endpoint: str) -> Iterator[Finding]:
     if address.scheme == "inproc":
         raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
     ends = [notice for notice in notices() if notice.endpoint == address.text]
-    binders = [notice for notice in ends if notice.binds]
+    binders, own = [notice for notice in ends if notice.binds], {notice.identity for notice in ends}
     if not binders:
         yield _unbound(address)
     for binder in binders:
         yield Finding("bound by", State.OK, f"a {binder.role}, {_process(binder.identity)}{_file(address)}")
         if not binder.peers:
             yield Finding("attached", State.NOTE, "nobody")
-        yield from map(_attached, binder.peers)
+        yield from (_attached(peer, own) for peer in binder.peers)
     known = {peer.identity for binder in binders for peer in binder.peers}
     yield from (_waiting(end) for end in ends if not end.binds and end.identity not in known)
 
@@ -48,10 +51,11 @@ def _unbound(address: Address) -> Finding:
     )
 
 
-def _attached(peer: Attached) -> Finding:
+def _attached(peer: Attached, own: set[Identity]) -> Finding:
     shares = peer.transport == "shared memory"
     state = State.OK if shares else State.NO if peer.wanted else State.NOTE
-    return Finding(f"  {peer.role}", state, f"{_process(peer.identity)}: {peer.transport}")
+    process = _process(peer.identity) if peer.identity in own else str(peer.identity)
+    return Finding(f"  {peer.role}", state, f"{process}: {peer.transport}")
 
 
 def _file(address: Address) -> str:
