@@ -72,6 +72,7 @@ class ReceiveLink(Link):
         self._alarm: Alarm | None = None
         self._due = 0.0  # when it is
         self.in_hand = False
+        self._torn = 0  # messages that are known to have been torn, of ``torn`` of the socket
         super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
@@ -294,7 +295,8 @@ class ReceiveLink(Link):
         """
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
         skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
-        self.lost += skipped  # by an exception inside this end's own get, of which its caller knows
+        if skipped:
+            self._never_come(peer, skipped)
         peer.assembly, peer.asked_at = None, 0.0
         self.socket.received()
 
@@ -421,9 +423,7 @@ class ReceiveLink(Link):
             # connection by which the two met: then the end that was here before had them.
             has_met = not peer.resends or not self.socket.binds
             if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
-                is_own = not peer.resends and self.socket.torn_at > 0  # by an exception inside this end's own get
-                self.lost += (sequence - peer.taken) * is_own
-                self._never_come(peer, (sequence - peer.taken) * (not is_own))
+                self._never_come(peer, sequence - peer.taken)
             peer.taken, peer.assembly = sequence, None
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
         elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
@@ -475,9 +475,15 @@ class ReceiveLink(Link):
             peer.taken = sequence
 
     def _never_come(self, peer: Peer, count: int) -> None:
-        """Count messages that a peer had sent, and that will not come: its stream does not end well."""
+        """Count messages that a peer had sent, and that will not come: its stream does not end well.
+
+        It does where exceptions inside this end's own get tore them, of which its caller knows: one message each, of a peer
+        that sends nothing again.
+        """
+        own = 0 if peer.resends else min(count, self.socket.torn - self._torn)
+        self._torn += own
         self.lost += count
-        peer.never_came += count
+        peer.never_came += count - own
 
     def why_empty(self) -> str:
         """Return who is expected to send something."""

@@ -68,6 +68,7 @@ class FrameSocket:
         routing: the routing id of that connection; b"" while there is none.
         reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
         torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
+        torn: how often one did.
         dropped: messages that had come by connections that a binder had hung up on.
     """
 
@@ -89,6 +90,7 @@ class FrameSocket:
         self.routing = b""
         self.reads_out = b""
         self.torn_at = 0.0
+        self.torn = 0
 
         self._poll_fd: PollFd | None = None
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
@@ -267,6 +269,7 @@ class FrameSocket:
         is_there = reader.read(wait=timeout >= SLICE)
         if reader.torn_at > self.torn_at:
             self.torn_at = reader.torn_at
+            self.torn += 1
         if not is_there:
             return None
         if not self._receives:

@@ -157,6 +157,59 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
         assert getting() == 3
 
 
+@pytest.mark.parametrize("producer_binds", [False, True])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_message_that_an_exception_tore_is_counted_and_its_stream_ends_well(
+    monkeypatch: pytest.MonkeyPatch, is_last: bool, producer_binds: bool
+) -> None:
+    """Nothing is sent again over ipc. The caller of ``get`` knows of its own exception."""
+    frames: dict[str, Any] = {"shared_memory": "off"}
+    with contextlib.ExitStack() as stack:
+        if producer_binds:
+            producer = stack.enter_context(tp.Producer("torn", bind=True, **frames))
+            consumer = stack.enter_context(tp.Consumer("torn", bind=False, **frames))
+        else:
+            consumer = stack.enter_context(tp.Consumer("torn", **frames))
+            producer = stack.enter_context(tp.Producer("torn", **frames))
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        producer.put(2, PATIENCE)
+        _tear_one_out_of(consumer, monkeypatch)
+        if not is_last:
+            producer.put(3, PATIENCE)
+            assert consumer.get(PATIENCE) == 3
+        closing = in_thread(producer.close)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        closing()
+        assert consumer.statistics().lost == 1
+
+
+def test_an_exception_of_ones_own_hides_no_other_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message of those that never came was torn by it; of the others the stream's end tells."""
+    with tp.Consumer("torn", shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        raw.say(*exchange.sent(1, sequence=1))
+        assert consumer.get(PATIENCE) == 1
+        raw.say(*exchange.sent(2, sequence=2))
+        _tear_one_out_of(consumer, monkeypatch)
+        raw.say(*exchange.sent(6, sequence=6))
+        assert consumer.get(PATIENCE) == 6
+        raw.say(pack_goodbye(6, Ending()))
+        with pytest.raises(tp.PeerLost, match="3 of its messages did not come"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == 4
+
+
+def _tear_one_out_of(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an exception take the next message out of a consumer's hand."""
+    with monkeypatch.context() as tearing:
+        tearing.setattr(reader_of(consumer), "_receive_frame", lambda flags: _tear(reader_of(consumer), flags))
+        with pytest.raises(_RaisedError):
+            consumer.get(PATIENCE)
+
+
 def reader_of(end: Any) -> Any:
     """Return what reads the messages that come to an end."""
     socket = end._link.socket
