@@ -488,7 +488,8 @@ class Undertaker:
         is_kept = bool(self.leases.live or self.leases.has_forked or self._others_live())
         if is_maker or is_kept:
             self.bury_all()
-            if is_maker if any(self._records()) else is_kept:
+            others_have_queues = any(self._records())
+            if (others_have_queues and is_maker) or (is_kept and not others_have_queues):
                 self.rest()
 
     def _others_live(self) -> bool:
