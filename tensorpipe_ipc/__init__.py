@@ -10,7 +10,7 @@ The map of the house, bottom up; imports point down only:
 * ``memory``: where the bytes lie in shared memory, who has them, who of these is dead.
 * ``zeromq``: sockets and addresses; the only place that imports zmq.
 * ``shared_queue``: a queue in shared memory: pipes of tickets, and the recovery of what the dead began.
-* ``cuda``: tensors on GPUs; the only place that names CUDA.
+* ``cuda``: tensors on GPUs; the only place that calls torch.cuda.
 * ``endpoints``: ``Producer`` and ``Consumer``, the two ends of one path, and their conversation.
 * ``queues``: multiprocessing's queues, contexts, pools and executors; batches of PyTorch's DataLoader, made in shared memory.
 * ``multiprocessing``: the module of that name, with these queues.

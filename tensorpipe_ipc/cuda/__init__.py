@@ -1,1 +1,1 @@
-"""Tensors on GPUs: staging through pinned memory, and blocks that one GPU's processes share. Nothing else names CUDA."""
+"""Tensors on GPUs: staging through pinned memory, and blocks that one GPU's processes share. Nothing else calls torch.cuda."""
