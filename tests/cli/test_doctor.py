@@ -81,7 +81,7 @@ def test_as_a_program_it_says_who_is_attached(tmp_path: Path) -> None:
 
 
 def test_a_process_that_only_a_stranger_names_is_not_looked_at() -> None:
-    """Whoever reaches a port may say any process id: of that no file in /proc is opened, and it is sent no signal."""
+    """Any program that reaches a port may say any process id. No file of it in /proc is opened, and it is sent no signal."""
 
     def look() -> tuple[str, list[str]]:
         seen: list[str] = []

@@ -262,7 +262,8 @@ def test_a_queue_that_is_not_the_one_agreed_on_is_not_taken(queue: rendezvous.Pa
 
 def _doctor_says(binder: Any) -> list[str]:
     """Return the doctor's findings on each attached end."""
-    return [str(found.text).partition("): ")[2] for found in [*attached.findings(binder.endpoint)][1:]]
+    texts = [str(found.text) for found in [*attached.findings(binder.endpoint)][1:]]
+    return [re.sub(r"^pid \d+ on [^ :]+( \(.*\))?: ", "", text) for text in texts]
 
 
 def _talk(consumer: tp.Consumer, raw: RawEnd, theirs: Hello) -> Hello:
