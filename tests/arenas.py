@@ -10,7 +10,7 @@ import torch
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, STEPS, Arena
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.context import get_context
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 
 CAPACITY = 64 << 20
 
@@ -28,8 +28,8 @@ def ctx():
 
 def small_context(method="fork", capacity=CAPACITY):
     ctx = get_context(method).__class__()
-    ctx.__dict__["_undertaker"] = Undertaker(Arena(Segment.create(1 << 32), capacity))
-    ctx.tensorpipe_undertaker().attach()
+    ctx.__dict__["_attachment"] = Attachment(Arena(Segment.create(1 << 32), capacity))
+    ctx.tensorpipe_attachment().attach()
     return ctx
 
 
@@ -40,9 +40,9 @@ def blocks_in_use(ctx):
 
 
 def _blocks(ctx):
-    undertaker, found = ctx.tensorpipe_undertaker(), {}
-    undertaker.leases.settle()
-    arena = undertaker.arena
+    attachment, found = ctx.tensorpipe_attachment(), {}
+    attachment.leases.settle()
+    arena = attachment.arena
     for start, kind, units, _ in arena._all_extents():
         for block in arena._blocks(start, kind, units):
             state = arena.words[block >> 3] & HOLDER
@@ -56,8 +56,8 @@ def left_in(ctx):
     found = {}
     for collect in (lambda: 0, gc.collect):  # which takes 50 ms and more, so only where something is left
         collect()
-        ctx.tensorpipe_undertaker().look()
-        ctx.tensorpipe_undertaker().bury_all()
+        ctx.tensorpipe_attachment().recover_dead()
+        ctx.tensorpipe_attachment().destroy_orphaned_queues()
         found = _blocks(ctx)
         if not found:
             break

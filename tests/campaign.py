@@ -59,7 +59,7 @@ from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.tensor_queue import Queue
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tests.guard import others
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
@@ -187,8 +187,8 @@ class Helping:
 
     def __init__(self, queue: Queue, who: int, folder: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are reaped by the kernel
-        undertaker = queue._queue.undertaker
-        self.side = Queue(1, ctx=SimpleNamespace(tensorpipe_undertaker=lambda: undertaker))
+        attachment = queue._queue.attachment
+        self.side = Queue(1, ctx=SimpleNamespace(tensorpipe_attachment=lambda: attachment))
         self.side.put(None)
         self.board, self.choose, self.large = journal(f"{folder}/board", 8), random.Random(who), 0
 
@@ -441,8 +441,8 @@ class Round:
 
     def __init__(self, maxsize: int, choose: random.Random, folder: Path, figures: Figures, served: bool) -> None:
         self.choose, self.folder, self.figures = choose, folder, figures
-        undertaker = Undertaker(Arena(Segment.create(), CAPACITY))
-        self.queue = Queue(maxsize, ctx=SimpleNamespace(tensorpipe_undertaker=lambda: undertaker))
+        attachment = Attachment(Arena(Segment.create(), CAPACITY))
+        self.queue = Queue(maxsize, ctx=SimpleNamespace(tensorpipe_attachment=lambda: attachment))
         self.kinds = (Forked, Forked, Forked, Served) if served else (Forked,)
         self.judge = Judge()
         self.board = journal(folder / "board", 8)
@@ -623,12 +623,12 @@ class Round:
     def finish(self) -> None:
         """Drain, judge, and see that nothing is left."""
         inner = self.queue._queue
-        inner.undertaker.look()
+        inner.attachment.recover_dead()
         self.figures.forks += self.board[FORKS]
         consume(self.queue, 0, str(self.folder), until_empty=True)
         rest = journal(self.folder / "got0", JOURNAL_WORDS)
         self.judge.consumer(rest)
-        lost = inner.undertaker.lost()
+        lost = inner.attachment.lost()
         self.figures.missing += self.judge.verdict(lost)
         self.figures.lost += lost
         self.figures.got += self.judge.count
@@ -655,8 +655,8 @@ class Round:
         """Return the states of all blocks, with their holders."""
         inner = self.queue._queue
         inner.leases.settle()
-        inner.undertaker.look()
-        inner.undertaker.bury_all()
+        inner.attachment.recover_dead()
+        inner.attachment.destroy_orphaned_queues()
         arena = inner.arena
         return {
             arena.words[block >> 3] & HOLDER

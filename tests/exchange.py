@@ -18,7 +18,7 @@ def sent(tree: Any, serializer: str = "raw", sequence: int = 1, wire_dtype: Any 
     return [bytes(frame) for frame in message.encode(tree, encoder).frames(sequence)]
 
 
-def encoded(tree: Any, serializer: str = "raw") -> message.Outgoing:
+def encoded(tree: Any, serializer: str = "raw") -> message.EncodedMessage:
     """A tree ready to be sent."""
     return message.encode(tree, serializer_named(serializer))
 

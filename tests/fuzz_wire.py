@@ -36,12 +36,12 @@ import torch
 import zoo
 from exchange import encoded, forget_schemas, read, sent
 
-from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
-from tensorpipe_ipc.endpoints.notice import Attached, Notice, framed, read_notice
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, read_notice
+from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
-from tensorpipe_ipc.endpoints.unacknowledged import Kept, Unacknowledged
+from tensorpipe_ipc.endpoints.resend_buffer import Kept, ResendBuffer
 from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory import handover
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
@@ -102,7 +102,7 @@ def in_pieces(tree: Any) -> Frames:
     """The frames of a message whose floats were narrowed, piece by piece, and at last its header."""
     encoder = narrowing(serializer_named("raw"), torch.float16)
     assert encoder is not None
-    parts = Unacknowledged().keep(Kept(3), encode(tree, encoder), 1 << 16)
+    parts = ResendBuffer().keep(Kept(3), encode(tree, encoder), 1 << 16)
     return [bytes(frame) for part in parts for frame in part]
 
 
@@ -128,8 +128,8 @@ def blocks() -> list[Frames]:
 def posted() -> list[Frames]:
     """Notices, as they stand in an end's file."""
     peer = Attached("producer", SOMEBODY, "shared memory", True)
-    whole = Notice("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
-    return [[framed(whole)], [framed(Notice("ipc:///x", "producer", False, SOMEBODY))]]
+    whole = PublishedStatus("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
+    return [[framed(whole)], [framed(PublishedStatus("ipc:///x", "producer", False, SOMEBODY))]]
 
 
 def written() -> list[Frames]:
@@ -359,7 +359,7 @@ def outcome(frames: Frames) -> str:
 
 def _put_in_place(head: header.Header, frames: Frames) -> str:
     """Return the outcome of pieces, and of their message if its header follows them."""
-    assembly = Assembly(head.sequence, header.piece_of(head), Regions())
+    assembly = Reassembly(head.sequence, header.piece_of(head), BufferPool())
     for at in range(0, len(frames) - 1, 2):
         head = header.unpack(memoryview(frames[at]))
         if head.kind != header.Kind.PIECE:
@@ -385,7 +385,7 @@ def outcome_in_block(frames: Frames) -> str:
         schema = schema_of(read)
         serializer = serializer_named(schema.serializer)
         if how & BY_REFERENCE:
-            said, found = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+            said, found = handover.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
             schema.tree(said, found, serializer, ALIAS)
         else:
             schema.tree_in(values, memoryview(payload), serializer)

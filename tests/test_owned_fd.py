@@ -21,12 +21,12 @@ from tensorpipe_ipc.endpoints import presence
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import owned
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
 from tensorpipe_ipc.zeromq import kernel_sockets
-from tensorpipe_ipc.zeromq.alarm import Alarm
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
+from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 
 
 class Interrupt(Exception):
@@ -66,7 +66,7 @@ def test_what_is_not_opened_is_an_error() -> None:
 
 
 def _a_queue() -> SharedMemoryQueue:
-    return SharedMemoryQueue.create(Undertaker(Arena(Segment.create(1 << 28), capacity=1 << 20)), 3)
+    return SharedMemoryQueue.create(Attachment(Arena(Segment.create(1 << 28), capacity=1 << 20)), 3)
 
 
 def _a_connection() -> None:
@@ -92,7 +92,7 @@ OPENING: dict[str, Callable[[], Any]] = {
     "a queue": _a_queue,
     "a connection": _a_connection,
     "an end's file": _a_presence,
-    "an alarm": lambda: Alarm().close(),
+    "an alarm": lambda: TimerFd().close(),
     "a poll": _a_shown_poll,
 }
 PIPES: list[TokenPipe] = []

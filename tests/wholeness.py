@@ -21,7 +21,7 @@ def drain(queue):
             return got
 
 
-def check_whole(undertaker, queue, payload):
+def check_whole(attachment, queue, payload):
     """Nothing is missing and nothing is there twice: places, credits, blocks."""
     queue.leases.settle()
     for i in range(queue.maxsize):
@@ -32,7 +32,7 @@ def check_whole(undertaker, queue, payload):
     assert drain(queue) == [bytes([i & 255]) for i in range(queue.maxsize)]
     if queue.maxsize:
         assert sorted(credit & 0xFFFFFF for credit in queue.credits.snapshot()) == list(range(queue.maxsize))
-    arena = undertaker.arena
+    arena = attachment.arena
     steps = {
         arena.words[block >> 3] & HOLDER
         for start, kind, units, _ in arena._all_extents()

@@ -70,7 +70,7 @@ def parts(frames: Sequence[Any]) -> list[Part]:
     """A DATA message's frames, taken apart without a gap.
 
     Args:
-        frames: as ``Outgoing.frames`` gives them.
+        frames: as ``EncodedMessage.frames`` gives them.
 
     Raises:
         ProtocolError: they are no such message; the real parsers look at them first.

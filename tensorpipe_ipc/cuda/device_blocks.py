@@ -16,7 +16,7 @@ lending the memory itself would take, at the speed of the GPU's memory.
 **Both sides wait on the CPU**, and no event crosses. An event that was recorded by a process which was killed may never
 be done, and a stream that was told to wait for it would hang. So a name is sent when its bytes are there; and a device
 block is used again when the message's block in shared memory is free, which its consumer says after the copy, or the
-undertaker for a dead one. Who is dead has only read: that he may still do so for a moment harms nobody.
+recovering process for a dead one. Who is dead has only read: that he may still do so for a moment harms nobody.
 
 **What dies with its sender.** A message that goes so lies in the sender's GPU memory, and is lost if that process ends
 before it was taken; the receiver gets ``PeerLost``.

@@ -34,14 +34,14 @@ from tensorpipe_ipc.memory.arena import GENERATION_AT, GENERATIONS, HEADER, HELD
 from tensorpipe_ipc.memory.row import GET, PID, answer_word, row_word
 from tensorpipe_ipc.memory.rows import INCARNATIONS
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
-from tensorpipe_ipc.wire.arrival import Arrival
+from tensorpipe_ipc.wire.arrival import DecodeOptions
 from tensorpipe_ipc.wire.in_block import OFFERS, ON_DEVICE, in_one_block, metadata_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, Block
-from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import ALIAS, Schema
 
-__all__ = ["Lender", "Said", "Undeliverable", "answer", "said_of", "tree_of"]
+__all__ = ["CudaIpcSender", "DevicePlacement", "Undeliverable", "report_self_test", "unpack_placement", "tree_of"]
 
 LOOK = 0.1  # seconds between two looks at who gets from the queue
 IN_THE_ARENA = -1
@@ -56,7 +56,7 @@ _ANSWERS = {
 }
 
 
-class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DevicePlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The places of a message's tensors, in the place of its values.
 
     Attributes:
@@ -71,10 +71,10 @@ class Said(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Said).decode
+_decode = msgspec.msgpack.Decoder(DevicePlacement).decode
 
 
-def said_of(values: bytes) -> Said:
+def unpack_placement(values: bytes) -> DevicePlacement:
     """Return what a message with ON_DEVICE or OFFERS says.
 
     Raises:
@@ -86,7 +86,7 @@ def said_of(values: bytes) -> Said:
         raise ProtocolError(f"names of device blocks that cannot be read: {error}") from None
 
 
-class Lender:
+class CudaIpcSender:
     """The putting end of one queue, as far as GPU tensors stay on their GPU.
 
     Attributes:
@@ -100,7 +100,7 @@ class Lender:
         self._consumers: list[int] = []
         self._next_look = 0.0
 
-    def in_one_block(self, message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
+    def in_one_block(self, message: EncodedMessage, flags: int = 0) -> tuple[Block, bytes]:
         """Return what goes into the arena's block: the payloads, or the names of where they stay; and the metadata."""
         staged = [payload for payload in message.payloads if isinstance(payload, Staged)]
         if not staged:
@@ -111,12 +111,12 @@ class Lender:
             self.staged_because = str(error)
             return in_one_block(message, flags)
 
-    def _placed(self, message: Outgoing, staged: list[Staged], flags: int) -> tuple[Block, bytes]:
+    def _placed(self, message: EncodedMessage, staged: list[Staged], flags: int) -> tuple[Block, bytes]:
         blocks = self._blocks = self._blocks or device_blocks()
         first = blocks.staging.cuda.device_of(staged[0].tensor).index
         self.staged_because = self._what_is_in_the_way(blocks.token)
         if self.staged_because:
-            said = Said(message.values, (blocks.test_block(first).name,), ())
+            said = DevicePlacement(message.values, (blocks.test_block(first).name,), ())
             block, _ = in_one_block(message)
             return block, metadata_of(flags | OFFERS, message.schema, _encode(said))
         lent = _Lent(self._queue, blocks, message)
@@ -159,7 +159,7 @@ class _Lent(Block):
 
     __slots__ = ("__weakref__", "_blocks", "_by_block", "_queue", "_where", "metadata_room")
 
-    def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks, message: Outgoing) -> None:
+    def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks, message: EncodedMessage) -> None:
         others = [payload for payload in message.payloads if not isinstance(payload, Staged)]
         nbytes = sum(map(len, others))
         # At least one byte, as its place tells which block of the arena it is.
@@ -183,7 +183,7 @@ class _Lent(Block):
             self._by_block.append((block, list(zip(payloads, starts, strict=True))))
         return True
 
-    def said(self, message: Outgoing) -> Said:
+    def said(self, message: EncodedMessage) -> DevicePlacement:
         """Return where everything is."""
         frames, end = [], 0
         small = [payload for payload in message.payloads if 0 < len(payload) < BULK]
@@ -198,7 +198,7 @@ class _Lent(Block):
                 start = -(-end // ALIGN) * ALIGN
                 where, end = (IN_THE_ARENA, start), start + len(payload)
             frames.append(where)
-        return Said(message.values, tuple(block.name for block, _ in self._by_block), tuple(frames))
+        return DevicePlacement(message.values, tuple(block.name for block, _ in self._by_block), tuple(frames))
 
     def write_into(self, place: memoryview) -> None:
         """Write what goes into the arena's block, and copy what does not. Then the device blocks are bound to that block."""
@@ -231,7 +231,9 @@ class _Claim:
 # ---- the getting end
 
 
-def answer(queue: SharedMemoryQueue, said: Said, arrival: Arrival, blocks: DeviceBlocks | None = None) -> None:
+def report_self_test(
+    queue: SharedMemoryQueue, said: DevicePlacement, arrival: DecodeOptions, blocks: DeviceBlocks | None = None
+) -> None:
     """Try a test block that was offered, and say in the own row what came of it."""
     name, rows, words = said.blocks[0], queue.rows, queue.words
     if wanted(arrival) is None:
@@ -252,12 +254,12 @@ class Undeliverable:
 
 
 def tree_of(
-    said: Said,
+    said: DevicePlacement,
     values: bytes | memoryview,
     schema: Schema,
     payload: Any,
     serializer: Any,
-    arrival: Arrival,
+    arrival: DecodeOptions,
     blocks: DeviceBlocks | None = None,
 ) -> Any:
     """The tree of a message, in memory of the receiver's own; or Undeliverable.

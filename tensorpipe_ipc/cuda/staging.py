@@ -33,8 +33,8 @@ import torch
 
 from tensorpipe_ipc.errors import Closed
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
-from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
-from tensorpipe_ipc.wire.layout import BULK, Written
+from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
+from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta, meta_of
 
 __all__ = [
@@ -267,7 +267,7 @@ class StagingEncoder:
         return self._encoder.encode(tensor)  # type: ignore[no-any-return]
 
 
-class Staged(Written):
+class Staged(LazyPayload):
     """A large GPU tensor on its way into a block.
 
     Attributes:
@@ -337,7 +337,7 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
     return functools.partial(at_work.unstage, device=chosen)
 
 
-def wanted(arrival: Arrival) -> torch.device | None:
+def wanted(arrival: DecodeOptions) -> torch.device | None:
     """The GPU that a receiver wants tensors on; None if that is none."""
     found = getattr(arrival.unstage, "keywords", {}).get("device")
     return found if isinstance(found, torch.device) else None
@@ -350,7 +350,7 @@ def _device(device: Any) -> torch.device:
         raise ValueError(f"device={device!r} names no device: {error}") from None
 
 
-def arrival_of(restore: bool, as_numpy: bool, device: Any) -> Arrival:
+def arrival_of(restore: bool, as_numpy: bool, device: Any) -> DecodeOptions:
     """Return what a receiver wants, checked.
 
     Raises:
@@ -362,7 +362,11 @@ def arrival_of(restore: bool, as_numpy: bool, device: Any) -> Arrival:
             f"as_numpy=True with device={str(device)!r}: NumPy's arrays lie on the CPU; give one of the two"
         )
     unstage = unstager(device)
-    return AS_SENT if restore and not as_numpy and unstage is None else Arrival(bool(restore), bool(as_numpy), unstage)
+    return (
+        AS_SENT
+        if restore and not as_numpy and unstage is None
+        else DecodeOptions(bool(restore), bool(as_numpy), unstage)
+    )
 
 
 @functools.cache

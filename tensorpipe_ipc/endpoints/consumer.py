@@ -16,7 +16,7 @@ from tensorpipe_ipc.cuda.staging import arrival_of
 from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
 from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
-from tensorpipe_ipc.endpoints.receiving import NOTHING, ReceiveLink
+from tensorpipe_ipc.endpoints.receiver import NOTHING, ReceiveLink
 from tensorpipe_ipc.endpoints.role import how_to_accept
 from tensorpipe_ipc.errors import (
     Busy,
@@ -31,7 +31,7 @@ from tensorpipe_ipc.errors import (
 )
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, deadline_of, remaining
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.handover import values_and_frames
 from tensorpipe_ipc.memory.leases import Octets
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import Serializer, serializer_named
@@ -374,7 +374,7 @@ class Consumer:
             return True
         link.complain_if_alone()
         if left <= 0:
-            raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.trouble()}")
+            raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.connect_error()}")
         return False
 
     def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
@@ -399,16 +399,16 @@ class Consumer:
                 self._last_metadata = metadata if len(metadata) <= _KEPT else b""
             how, schema, values, serializer = parts
             if how & (ON_DEVICE | OFFERS):
-                told = on_device.said_of(values)
+                told = on_device.unpack_placement(values)
                 if how & ON_DEVICE:
                     tree = on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
                     return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
                 queue = self._link.asked.queue
                 assert queue is not None
-                on_device.answer(queue, told, self._arrival)
+                on_device.report_self_test(queue, told, self._arrival)
                 values = told.values
             if how & BY_REFERENCE:
-                said, frames = moving.values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+                said, frames = values_and_frames(memoryview(values), schema.frame_sizes(), payload)
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes

@@ -22,7 +22,7 @@ binder that misses something, or does not know who talks, says HELLO to have the
 
 **When a connection ends**, what came by it is read all the same, and a connector reads it before it hears the next binder.
 Over ipc and inproc a connection ends because a process died or closed its end: then the peer is gone, and what it had not
-taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``unacknowledged``), and
+taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``resend_buffer``), and
 a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and Empty name it and say how
 long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and it is looked
 at every half second; a connector connects anew inside its own calls. By each new connection the consumer counts its ``round``
@@ -39,7 +39,7 @@ with what is put from then on, and the consumer counts the gap.
 way when a connection broke is counted exactly, and a goodbye is known for one though it never left.
 
 Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``meeting``, ``arrangement`` and ``rendezvous``. What waits in a queue outlives the talk; and
+How they come to it stands in ``greeting``, ``negotiation`` and ``rendezvous``. What waits in a queue outlives the talk; and
 while a line that was cut is made anew, both go on with the queue.
 
 There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
@@ -56,11 +56,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.endpoints import rendezvous, whereabouts
-from tensorpipe_ipc.endpoints.arrangement import Arrangement
-from tensorpipe_ipc.endpoints.meeting import REPEAT, Meeting
-from tensorpipe_ipc.endpoints.notice import Attached, Notice, framed
+from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting
+from tensorpipe_ipc.endpoints.negotiation import Negotiation
 from tensorpipe_ipc.endpoints.peer import How, Peer, ending_by
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight, is_binders
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed
 from tensorpipe_ipc.endpoints.role import misfit
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.handlers import is_a_signals
@@ -145,7 +145,7 @@ class Opening(NamedTuple):
         return cls(endpoint, check_bool(bind, "bind"), window, shared_memory, security, patience)
 
 
-class Link(Meeting):
+class Link(Greeting):
     """One end's side of the conversation. ``SendLink`` and ``ReceiveLink`` add what is the producer's and the consumer's.
 
     Attributes:
@@ -170,7 +170,7 @@ class Link(Meeting):
             )
         self.has_keys = security is not None
         address = parse(opening.endpoint, has_keys=self.has_keys)
-        self.arrangement = Arrangement(address, opening.shared_memory, self.role, binds=bind)
+        self.negotiation = Negotiation(address, opening.shared_memory, self.role, binds=bind)
         self.window = opening.window
         self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
         self.peer_timeout = opening.peer_timeout
@@ -216,7 +216,7 @@ class Link(Meeting):
             whereabouts.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
             if self.presence is not None:
                 self.presence.open()
-            self._post()
+            self._publish()
             self.expect()
         except BaseException:
             self.has_parted = True
@@ -265,7 +265,7 @@ class Link(Meeting):
         if not self.keeps and any(peer.by_file for peer in self.peers.values()):
             self.socket.is_connected(_CONNECTS)
         if (self.peers or not self.keeps) and self.owes_greeting():
-            self.greet()
+            self.say_hello_if_due()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [self._say(self._way_to(peer), pack_goodbye(self.position(peer), self.ending)) for peer in there]
         if self.awaits_welcome():
@@ -294,7 +294,7 @@ class Link(Meeting):
             The peer, header and frames of a DATA message, again until it is ``taken``; None for all else, and for nothing.
         """
         met = len(self.peers)
-        if not self.introduce(min(timeout, SLICE)):
+        if not self.ensure_greeted(min(timeout, SLICE)):
             return None
         if len(self.peers) > met:
             return None  # by the file, which may lead to more than a socket has
@@ -429,7 +429,7 @@ class Link(Meeting):
             in_passing: with ``due`` messages, or for a fifth of the time on the whole: there may be no end of what comes.
             due: how many messages are wanted.
         """
-        self.introduce(0)
+        self.ensure_greeted(0)
         began = now = time.monotonic()
         enough = began + (now - self._drained) / 4 if in_passing else began + _AT_ONCE
         while now < began + _AT_ONCE and (due > 0 or now < enough) and self.socket.has_incoming():
@@ -453,7 +453,9 @@ class Link(Meeting):
         self._alone_since = self._alone_since or now
         if now - self._alone_since > _COMPLAINT:
             self._has_complained = True
-            log.warning("%s has waited for %.0f s: %s%s", self.endpoint, _COMPLAINT, self.why_alone(), self.trouble())
+            log.warning(
+                "%s has waited for %.0f s: %s%s", self.endpoint, _COMPLAINT, self.why_alone(), self.connect_error()
+            )
 
     def why_alone(self) -> str:
         """Say that nobody has come, and what may be the reason."""
@@ -474,7 +476,7 @@ class Link(Meeting):
         here = whereabouts.others_here(self.endpoint, self.role, met_by_binder=self.socket.binds)
         if here is not None:
             return f"the {other} of this very process, made at {here.made_at}, has to be in use meanwhile, in another thread"
-        if self.socket.binds or self.socket.trouble():
+        if self.socket.binds or self.socket.connect_error():
             return ""
         if self.socket.connection and self.socket.address.scheme != "inproc":
             return f"the {other} is there and has not answered: it computes, or is stopped"
@@ -512,10 +514,10 @@ class Link(Meeting):
             if kind == Kind.DATA:
                 if not self.expects(peer, header):
                     return None
-                if peer.assembly is not None:
+                if peer.reassembly is not None:
                     if len(frames) == 1 and self.lacks_pieces(peer, header):
                         return None
-                    header, frames = peer.assembly.completed(header, frames)
+                    header, frames = peer.reassembly.completed(header, frames)
                 return peer, header, frames
             if kind == Kind.CREDIT:
                 self.credited(peer, header.sequence)
@@ -532,12 +534,12 @@ class Link(Meeting):
             if not self.has_left(hello) and not self.is_late_answer(self.binder(), hello):
                 self._find_again(routing, hello)
                 self._admit(routing, hello)
-            self.greet()
+            self.say_hello_if_due()
         else:
             self._refusal = Refused(f"{self.endpoint}: {unpack_control(header, Refusal).reason}")
             self._greets_after = REPEAT  # it reads what is said to it, and may say otherwise at any moment
             self.turned_away()
-            self._post()
+            self._publish()
         return None
 
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
@@ -585,7 +587,7 @@ class Link(Meeting):
     def _hear_hello(self, routing: bytes, header: Header) -> None:
         if not self.socket.binds:  # a binder that does not know us asks who we are
             self._greeted = 0.0
-            self.greet()
+            self.say_hello_if_due()
             return
         hello = unpack_control(header, Hello)
         if self.has_left(hello) or self._is_said_before(routing, hello):
@@ -593,7 +595,7 @@ class Link(Meeting):
             return
         if self._is_leaving and not self.has_claimed(hello):
             return  # there is no queue for it any more: it meets the next binder
-        reason = misfit(self.own_hello(None), hello) or self.arrangement.unmet(
+        reason = misfit(self.own_hello(None), hello) or self.negotiation.violated_requirement(
             hello, rendezvous.objection(self.own_hello(None), hello)
         )
         if not reason:
@@ -603,12 +605,12 @@ class Link(Meeting):
         if not reason:
             peer = self._admit(routing, hello)
             peer.process = self.socket.process_behind()
-            reason = self.arrangement.unmet(hello, peer.why_not)
+            reason = self.negotiation.violated_requirement(hello, peer.why_not)
         if reason:
             self.reject(Refused(reason))
             if routing in self.peers:
                 self._leaves(self.peers[routing], How.REFUSED)
-            self.refuse_spare(hello)
+            self.refuse_standby(hello)
             self._answer(routing, pack_refusal(reason))
             return
         self._say(routing, pack_control(Kind.WELCOME, self.own_hello(peer)))
@@ -682,7 +684,7 @@ class Link(Meeting):
         peer = self.peers.get(routing)
         if peer is not None and self.is_old_answer(peer, hello):
             return peer
-        if peer is None or not peer.is_still(hello) or self.arrangement.begins_anew(peer, hello):
+        if peer is None or not peer.is_still(hello) or self.negotiation.begins_anew(peer, hello):
             before = peer
             if before is not None:
                 self._leaves(before, How.LOST)
@@ -696,7 +698,7 @@ class Link(Meeting):
         peer.heard_of()
         self._arrange(peer)
         self.stands_at(peer, hello.sequence)
-        self._post()
+        self._publish()
         return peer
 
     def _arrange(self, peer: Peer) -> None:
@@ -704,13 +706,15 @@ class Link(Meeting):
         if not peer.settled:
             peer.why_not = rendezvous.objection(self.own_hello(None), peer.hello)
             if not peer.why_not:
-                (self.give_spare if self.socket.binds else self.take_spare)(peer)
+                (self.give_standby if self.socket.binds else self.take_standby)(peer)
             if peer.why_not:
                 self.unshare(peer)
-                unmet = self.arrangement.unmet(peer.hello, peer.why_not)
-                peer.settled = not unmet
+                violated_requirement = self.negotiation.violated_requirement(peer.hello, peer.why_not)
+                peer.settled = not violated_requirement
                 if not self.socket.binds:
-                    self._refusal = Refused(f"{self.endpoint}: {unmet}") if unmet else None
+                    self._refusal = (
+                        Refused(f"{self.endpoint}: {violated_requirement}") if violated_requirement else None
+                    )
         if peer.queue is not None:
             self.shares(peer)
 
@@ -747,23 +751,23 @@ class Link(Meeting):
             self.parted(peer)
             del self.peers[peer.routing]  # no exception comes between what parted did last and this
             self.let_go(peer)
-            self._post()
+            self._publish()
 
-    def _post(self) -> None:
+    def _publish(self) -> None:
         """Tell whoever may look who is attached, and how."""
         self.restock(MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values()))
         self._is_posted = False
-        self._post_notice()
+        self._publish_status()
 
-    def _post_notice(self) -> None:
+    def _publish_status(self) -> None:
         """Bring this end's file up to date; with many peers, in a part of the time only, as each message may change it."""
         if self.presence is not None and not self._is_posted and time.monotonic() >= self._posts_from:
             began = time.thread_time()
-            way, wanted = self.arrangement.way_of, self.arrangement.is_wanted_with
+            way, wanted = self.negotiation.transport_with, self.negotiation.is_wanted_with
             peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
             refusal = str(self._refusal or "")
-            notice = Notice(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal)
-            self.presence.post(framed(notice))
+            status = PublishedStatus(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal)
+            self.presence.publish(framed(status))
             self._is_posted = True
             took = time.thread_time() - began
             self._posts_from = time.monotonic() + took * _POST_RARELY if took > _POST_LONG else 0.0
@@ -773,7 +777,7 @@ class Link(Meeting):
         with contextlib.ExitStack() as steps:  # from the last to the first; each is done though another raises
             steps.callback(self.peers.clear)
             steps.callback(self.socket.close, linger)
-            steps.callback(self.spares.close)
+            steps.callback(self.standby.close)
             if self.presence is not None:
                 steps.callback(self.presence.close)
             for peer in self.peers.values():
@@ -783,7 +787,7 @@ class Link(Meeting):
 
     def transport(self) -> str:
         """Return how messages travel, and why so."""
-        return self.arrangement.transport(self.peers.values())
+        return self.negotiation.transport(self.peers.values())
 
     def look_around(self, *, at_once: bool = False) -> None:
         """See who is still there, when nothing has come; not too often, but at once where a connection was lost."""
@@ -791,14 +795,14 @@ class Link(Meeting):
         if now - self._looked < SLICE / 2 and not at_once and not self.has_lost_connection():
             return
         self._looked = now
-        self._post_notice()
+        self._publish_status()
         if self.socket.torn_at > self._torn_at:
             self._torn_at = self.socket.torn_at
             self.tore()
         again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:
-                peer.queue.arena.mind_idle(peer.queue.undertaker.look)
+                peer.queue.arena.mind_idle(peer.queue.attachment.recover_dead)
             if self._is_gone(peer, again):
                 self._leaves(peer, How.LOST)
                 again = True
@@ -809,7 +813,7 @@ class Link(Meeting):
             self._greeted = now
         elif not self.socket.binds:
             self.hang_up_on_left()
-            self.greet()
+            self.say_hello_if_due()
 
     def look_now_and_then(self) -> None:
         """See who is still there, also while there is no end of what comes."""
@@ -818,8 +822,8 @@ class Link(Meeting):
 
     def trim(self) -> int:
         """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
-        undertakers = {id(peer.queue.undertaker): peer.queue.undertaker for peer in self.peers.values() if peer.queue}
-        return sum(undertaker.trim() for undertaker in undertakers.values())
+        attachments = {id(peer.queue.attachment): peer.queue.attachment for peer in self.peers.values() if peer.queue}
+        return sum(attachment.trim() for attachment in attachments.values())
 
     def tore(self) -> None:
         """An exception tore something out of a receive, perhaps a CREDIT: have those who may have sent it say it again."""
@@ -894,11 +898,11 @@ class Link(Meeting):
             VersionMismatch: the binder speaks another version.
         """
         if self._refusal is not None:
-            self.greet()
+            self.say_hello_if_due()
             self.drain()
         if self._refusal is not None and not self.socket.reaches(self._greeted_on):
             self._refusal = None  # who said so is gone: the next one may let this end in
-            self._post()
+            self._publish()
         if self._refusal is not None:
             raise self._refusal
 

@@ -6,10 +6,10 @@ import enum
 import time
 from collections import deque
 
-from tensorpipe_ipc.endpoints.assembly import Assembly
 from tensorpipe_ipc.endpoints.presence import Sight
+from tensorpipe_ipc.endpoints.reassembly import Reassembly
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.unacknowledged import Kept
+from tensorpipe_ipc.endpoints.resend_buffer import SentMessage
 from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.wire.header import Ending, Hello, failed
@@ -50,7 +50,7 @@ class Peer:
         served: the other end's ``round`` that was dealt with last.
         began: ``taken`` when the two met.
         asked_at: when a consumer asked because of a gap, until the gap is filled.
-        assembly: the large message that a consumer is getting from it in pieces.
+        reassembly: the large message that a consumer is getting from it in pieces.
         sight: what is seen of its presence.
         left: how it left; None while it is there.
         ending: how it says that it ended.
@@ -69,7 +69,7 @@ class Peer:
 
     __slots__ = (
         "asked_at",
-        "assembly",
+        "reassembly",
         "away_at",
         "began",
         "brought",
@@ -113,14 +113,14 @@ class Peer:
         self.unread_from = 0
         self.sight = sight or Sight()
         self.away_at = 0.0
-        self.kept: deque[Kept] = deque()
-        self.unread: deque[Kept] = deque()
+        self.kept: deque[SentMessage] = deque()
+        self.unread: deque[SentMessage] = deque()
         self.unmarked = 0
         self.round = 1
         self.served = hello.round
         self.began = 0
         self.asked_at = 0.0
-        self.assembly: Assembly | None = None
+        self.reassembly: Reassembly | None = None
         self.left: How | None = None
         self.ending = Ending()
         self.never_came = 0

@@ -121,7 +121,7 @@ class Presence:
         sweep()
         self.folder = _mark_of(found)
 
-    def post(self, text: bytes) -> None:
+    def publish(self, text: bytes) -> None:
         """Have the file say something, in the place of what it said, until the end closes."""
         if text != self._posted and self._file is not None and not self._has_said:
             with contextlib.suppress(OSError):  # no room for it: it is no reason to fail

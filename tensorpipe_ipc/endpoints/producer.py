@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import torch
 
-from tensorpipe_ipc.cuda.on_device import Lender
+from tensorpipe_ipc.cuda.on_device import CudaIpcSender
 from tensorpipe_ipc.cuda.staging import staged
 from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
 from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.sending import Held, NotHandedOver, SendLink
+from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, SendLink
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.handover import handover_of, placed
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, made
@@ -32,7 +32,7 @@ from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
 from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import Outgoing, encode
+from tensorpipe_ipc.wire.message import EncodedMessage, encode
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
 __all__ = ["Producer", "ProducerStatistics"]
@@ -145,7 +145,7 @@ class Producer:
         self._link = SendLink(opening, serializer)
         self._serializer = limited(named, self._link.most)
         self._narrowing = narrowing(self._serializer, wire_dtype)
-        self._lenders: weakref.WeakKeyDictionary[PairQueue, Lender] | None = None
+        self._lenders: weakref.WeakKeyDictionary[PairQueue, CudaIpcSender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()
             self._link.in_one_block = functools.partial(_lent, self._lenders)
@@ -196,7 +196,7 @@ class Producer:
         handover = self._handover_of(tree) if move else None
         if handover is not None:
             message = encode(tree, self._serializer)
-            said = moving.placed(message, handover)
+            said = placed(message, handover)
             held = None if said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
         if held is None:
             message = self._copied(tree)
@@ -379,9 +379,7 @@ class Producer:
         if queue is None:
             return None
         flat = flatten(tree)
-        return (
-            moving.handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
-        )
+        return handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
 
     def _place(self, deadline: float | None) -> PairQueue | None:
         """A queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
@@ -392,11 +390,11 @@ class Producer:
             self._wait(deadline, "no consumer")
         return link.any_queue()
 
-    def _copied(self, tree: Any) -> Outgoing:
+    def _copied(self, tree: Any) -> EncodedMessage:
         """A tree as it goes where its tensors are not handed over."""
         return encode(tree, staged(self._narrowing or self._serializer))
 
-    def _send(self, tree: Any, message: Outgoing, deadline: float | None, *, held: Held | None) -> None:
+    def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
         link = self._link
         while True:
             peer = self._reserve(deadline)
@@ -437,7 +435,7 @@ class Producer:
         self._guard.check()
         left = remaining(deadline)
         if left <= 0:
-            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.trouble()}")
+            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.connect_error()}")
         self._link.wait(left)
         self._link.complain_if_alone()
         self._link.raise_refusal()
@@ -453,9 +451,9 @@ def _lost_with(loss: tuple[Peer, int]) -> str:
 
 
 def _lent(
-    lenders: weakref.WeakKeyDictionary[PairQueue, Lender], queue: PairQueue, message: Outgoing
+    lenders: weakref.WeakKeyDictionary[PairQueue, CudaIpcSender], queue: PairQueue, message: EncodedMessage
 ) -> tuple[Block, bytes]:
-    lender = lenders.get(queue) or lenders.setdefault(queue, Lender(queue))
+    lender = lenders.get(queue) or lenders.setdefault(queue, CudaIpcSender(queue))
     return lender.in_one_block(message)
 
 
@@ -503,7 +501,7 @@ def _take_leave(link: SendLink, linger: float) -> tuple[str, float]:
             link.drain()
             link.look_around(at_once=True)  # a consumer that has just closed says what it took
     finally:
-        left, blocked = link.in_flight, link.why_blocked() + link.trouble()
+        left, blocked = link.in_flight, link.why_blocked() + link.connect_error()
         told = link.say_goodbye()
     if not left:
         return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0

@@ -2,7 +2,7 @@
 
 Each (producer, consumer) pair of peers has one queue (``shared_queue.shared_memory``), whose ``maxsize`` is the smaller of
 their windows. The binder makes some, in memory that all ends which this process binds share, and offers them in its rendezvous
-file. Connectors claim them, and say so in the conversation that the two have anyway (``meeting``). Whoever cannot share says
+file. Connectors claim them, and say so in the conversation that the two have anyway (``greeting``). Whoever cannot share says
 why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays for as long as the
 connection does.
 
@@ -13,8 +13,9 @@ record must say the offer's token. The kernel decides whether we may (ptrace's r
 capability). What is shared has no name that could be left behind. What the other end says of itself over the socket decides
 what is tried, and what people are told; it opens nothing.
 
-**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.RowLife``), so the
-queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is buried.
+**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.RowPresenceLock``),
+so the queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is
+destroyed.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.shared_queue.attachment import Attachment, attachment_of
 from tensorpipe_ipc.shared_queue.get_end import LEASE_FROM, Decode
 from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
-from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowLife
+from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowPresenceLock
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker, undertaker_of
 from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
@@ -55,7 +56,7 @@ class PairQueue(SharedMemoryQueue):
         offer: how it was made known.
     """
 
-    kept_by = RowLife
+    kept_by = RowPresenceLock
     offer: QueueOffer
     _is_claimed = False  # by an end of this process
     _waits_in_read = False  # but for several descriptors at a time
@@ -182,7 +183,7 @@ def make(maxsize: int) -> PairQueue:
     Raises:
         SharedMemoryError: no memory, no pipe or no descriptor is left.
     """
-    queue = PairQueue.create(_own_undertaker(), maxsize)
+    queue = PairQueue.create(_own_attachment(), maxsize)
     assert isinstance(queue, PairQueue)
     assert queue.credits is not None
     if queue.tickets.spills or queue.credits.spills:
@@ -233,26 +234,26 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
         if _started(process.fileno()) != binder.started:
             raise SharedMemoryError(errno.EINVAL, f"{binder} is gone, and its number is another's")
         with _opened(process.fileno(), offer.segment, os.O_RDWR, stat.S_ISREG) as memory:
-            undertaker = undertaker_of(Segment.known(memory.fileno()))
+            attachment = attachment_of(Segment.known(memory.fileno()))
         tickets, credits = (
             _opened(process.fileno(), each, os.O_RDWR | os.O_NONBLOCK, stat.S_ISFIFO)
             for each in (offer.tickets, offer.credits)
         )
-    undertaker.attach()
-    if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(undertaker.queues)}:
+    attachment.attach()
+    if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(attachment.queues)}:
         # To the kernel all ends of this process are one: who let go of it would do so for both.
         raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
-    record, life = QueueRecord.reach(undertaker.arena, offer.number)
-    if undertaker.arena.words[record.pair] != offer.token:
+    record, life = QueueRecord.reach(attachment.arena, offer.number)
+    if attachment.arena.words[record.pair] != offer.token:
         raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
-    if undertaker.arena.words[record.claimed]:  # and who has it may have made it smaller
+    if attachment.arena.words[record.claimed]:  # and who has it may have made it smaller
         raise SharedMemoryError(errno.EBUSY, "another end has just taken it")
     if not record.maxsize == offer.maxsize == maxsize:
         raise SharedMemoryError(
             errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
         )
     pipes = TokenPipe.reach(tickets, blocking=False), TokenPipe.reach(credits, blocking=False)
-    queue = PairQueue(undertaker, offer.number, *pipes, life)
+    queue = PairQueue(attachment, offer.number, *pipes, life)
     queue.offer = offer
     return queue
 
@@ -276,13 +277,13 @@ def _started(process: int) -> float:
         return float(os.pread(file.fileno(), _STAT, 0).rpartition(b")")[2].split()[19])
 
 
-def _own_undertaker() -> Undertaker:
+def _own_attachment() -> Attachment:
     """Not the one of the queues without a context: what lies there may be pickled."""
-    return _own.get(os.getpid()) or _own.setdefault(os.getpid(), Undertaker(Arena(Segment.create(_SIZE))))
+    return _own.get(os.getpid()) or _own.setdefault(os.getpid(), Attachment(Arena(Segment.create(_SIZE))))
 
 
 _made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
 _reaching: dict[int, None] = {}  # by token: those that a thread is just about to have
-_own: weakref.WeakValueDictionary[int, Undertaker] = (
+_own: weakref.WeakValueDictionary[int, Attachment] = (
     weakref.WeakValueDictionary()
 )  # by process: it goes with the last queue

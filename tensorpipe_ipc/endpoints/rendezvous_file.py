@@ -7,7 +7,7 @@ has the address::
 
     magic TPIR | u32 version | u32 crc32 of the rest | u32 n | msgpack (n bytes): where, its HELLO, the queues it offers
 
-What a connector does by it stands in ``meeting``. A file that is missing, or breaks any rule, is passed over: the two greet
+What a connector does by it stands in ``greeting``. A file that is missing, or breaks any rule, is passed over: the two greet
 each other, and use frames where there is still none then.
 
 * The folder and the file are this user's and nobody else's (0700, 0600, whatever the umask), and no symbolic link.

@@ -1,4 +1,4 @@
-"""The part that an end's role adds to the conversation: a producer's (``sending``), a consumer's (``receiving``)."""
+"""The part that an end's role adds to the conversation: a producer's (``sender``), a consumer's (``receiver``)."""
 
 from __future__ import annotations
 

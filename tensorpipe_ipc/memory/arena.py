@@ -23,7 +23,7 @@ FREE      nobody needs the content              the row that owns the extent    
 WRITING   being filled (a loan, too)            the row named in it             QUEUED (generation + 1), FREE
 QUEUED    a ticket with this generation is or   who has this ticket in a word   HELD, FREE (content copied)
           will be in a queue                    of its row; before it is given,
-                                                the row named in it             WRITING (undertaker: "not given")
+                                                the row named in it             WRITING (recovery: "not given")
 HELD      a lease: tensors lie on it            the row named in it             FREE, QUEUED (forwarded)
 KEPT      a queue's own record; names no row    who finds the queue gone        FREE
 ========  ====================================  ==============================  ============================
@@ -36,11 +36,11 @@ late or foreign by one look at the state. It takes 2 ** 32 messages in one block
 **Allocation** is private to the owner and in plain Python data: lists of free blocks by kind, most recently freed
 first, as warm memory takes a copy five times faster than fresh. What makes no call is a single step for threads and signal
 handlers, and each entry belongs to who has taken it out. A block is in one of four
-lists, or in somebody's hands: ``free``; ``_fresh``, which cost nothing or little yet; ``young`` and ``_old``, which were
+lists, or in somebody's hands: ``free``; ``_fresh``, which cost nothing or little yet; ``recent`` and ``_older``, which were
 taken and will be freed, by whoever has them. An exception of a signal's handler must not lose one on the way: so there is no
 call from where an entry leaves a list until it is in another, or WRITING with somebody who knows of it. Nobody tells the
-lists that a block is free: its state does, and a harvest finds it. See ``harvest`` for what that costs, extents.py for blocks
-that another process has taken.
+lists that a block is free: its state does, and a reclaim finds it. See ``reclaim_freed`` for what that costs, extents.py for
+blocks that another process has taken.
 
 **Memory** is what ``Segment.resident`` says: pages. Before a block gets pages that it has not had since they were last
 punched out, they are held against ``capacity``, against what the machine's cgroups leave (memory/headroom.py), and
@@ -86,7 +86,7 @@ __all__ = [
     "WRITING",
     "Arena",
     "Taker",
-    "kind_of",
+    "size_class_of",
     "payload_at",
 ]
 
@@ -109,7 +109,7 @@ PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
 STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
 PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
 STOCK = 32  # small blocks that are made free ahead of need
-YOUNG = 32  # blocks in flight that are looked at first
+RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # kind up to which a free block is taken without a look at those that others have just freed
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
@@ -135,7 +135,7 @@ class Arena(Extents):
     Attributes:
         writing, held: the low half of a block's state while this process writes or holds it.
         free: by kind, blocks that are thought to be free, and this process's.
-        young: by kind, blocks that this process took last.
+        recent: by kind, blocks that this process took last.
         own: by kind, what an extent's word is while it is this process's.
         whole: the largest kind that is no larger than a page.
         maker: the process whose arena was the segment's first, where this is that one; else 0.
@@ -160,8 +160,8 @@ class Arena(Extents):
         self.own = [0] * _KINDS
         self.free: defaultdict[int, list[int]] = defaultdict(list)
         self._fresh: defaultdict[int, list[int]] = defaultdict(list)
-        self.young: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._old: defaultdict[int, deque[int]] = defaultdict(deque)
+        self.recent: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._older: defaultdict[int, deque[int]] = defaultdict(deque)
         self._mine: dict[int, _Mine] = {}  # by unit: extents of which any block is in the lists
         self._purse = self._machine = self._grown = 0
         self._claiming, self._sweeping = {}, set()
@@ -222,7 +222,7 @@ class Arena(Extents):
         Raises:
             SharedMemoryError: there can never be room for so much.
         """
-        kind, growth = kind_of(nbytes), self._growth(nbytes)
+        kind, growth = size_class_of(nbytes), self._growth(nbytes)
         if not force:
             self.check(nbytes)
         self.mind_idle()
@@ -248,7 +248,7 @@ class Arena(Extents):
     def _allocate(self, kind: int, growth: int, force: bool, taker: Operation | Taker | None) -> int:
         taker = Taker() if taker is None else taker
         if kind > QUICK:
-            self.harvest(kind)  # what was freed last is warm; it costs less than a copy of so much
+            self.reclaim_freed(kind)  # what was freed last is warm; it costs less than a copy of so much
         lost = 0
         while True:
             source = self._next(kind)
@@ -272,17 +272,17 @@ class Arena(Extents):
             if not block:
                 lost += 1
                 # Others may have taken extents of millions of blocks, and one by one takes three times as long.
-                if lost == YOUNG and len(self._lost(kind)) > len(self._mine) // 2:
+                if lost == RECENT and len(self._lost(kind)) > len(self._mine) // 2:
                     self._drop_lost(kind)
                 continue
-            self.young[kind].append(block)
+            self.recent[kind].append(block)
             if source is self._fresh[kind] and kind <= self.whole:
                 self._stock(kind)
             return block
 
     def _next(self, kind: int) -> list[int]:
         """A list whose last block is thought to be free; an empty one: there is none."""
-        return self.harvest(kind) or self._fresh[kind]
+        return self.reclaim_freed(kind) or self._fresh[kind]
 
     def _start(self, blocks: list[int], kind: int, taker: Operation | Taker, at: int = -1) -> int:
         """Have a free block of a list WRITING, if its extent still is this process's. (extents.py, "Changing hands").
@@ -312,7 +312,7 @@ class Arena(Extents):
         return block
 
     def _stock(self, kind: int) -> None:
-        """A few more small blocks than are needed: so that not each put of a message that is taken at once has to harvest.
+        """A few more small blocks than are needed: so that not each put of a message that is taken at once has to reclaim.
 
         400 bytes to and fro: 12 us a put instead of 17.
         """
@@ -332,35 +332,35 @@ class Arena(Extents):
     def discard(self, block: int) -> None:
         """A block that this process was writing, or had queued without giving its ticket, is free again.
 
-        It still is among those that were taken last, where the next harvest finds it. A child that was forked while its parent
+        It still is among those that were taken last, where the next reclaim finds it. A child that was forked while its parent
         was at a block, and leaves that call by an exception, leaves the block alone.
         """
         words, word = self.words, block >> 3
         if words[word] & _ROW == self.writing & _ROW != 0:
             words[word] &= ~HOLDER
 
-    def harvest(self, kind: int) -> list[int]:
+    def reclaim_freed(self, kind: int) -> list[int]:
         """Look for blocks that others have freed. The list of free ones of that kind.
 
         Blocks in flight are young, the last 32 that were taken, or old. All the young are looked at. Of the old, which
         may be thousands under leases, four each time, in turn: so their number costs nothing, and a free one among them
         is found within a quarter as many allocations.
         """
-        free, young, old = self.free[kind], self.young[kind], self._old[kind]
+        free, recent, old = self.free[kind], self.recent[kind], self._older[kind]
         try:
-            while len(young) > YOUNG:
+            while len(recent) > RECENT:
                 # Not in one with its removal: a tuple that is made may have garbage collected, and a finalizer may put.
-                block = young[0]
-                del young[0]
+                block = recent[0]
+                del recent[0]
                 old.append(block)
-            self._sort_out(kind, young, len(young))
+            self._partition(kind, recent, len(recent))
             if old:
-                self._sort_out(kind, old, min(len(old), 4))
+                self._partition(kind, old, min(len(old), 4))
         except IndexError:  # another thread is at it, too
             pass
         return free
 
-    def _sort_out(self, kind: int, blocks: deque[int], looks: int) -> None:
+    def _partition(self, kind: int, blocks: deque[int], looks: int) -> None:
         """Sort some blocks that were busy: those that are free go to the free ones.
 
         So do those of an extent that another process has taken, as ``_start`` finds that out. Their state is not read. Where
@@ -377,15 +377,15 @@ class Arena(Extents):
 
     def reclaim(self) -> None:
         """Look at every block in flight: for when there is no room."""
-        for kind in list(self.young):
-            for blocks in (self.young[kind], self._old[kind]):
+        for kind in list(self.recent):
+            for blocks in (self.recent[kind], self._older[kind]):
                 if not self._any_free(kind, blocks):
                     continue
                 with contextlib.suppress(IndexError):
-                    self._sort_out(kind, blocks, len(blocks))
+                    self._partition(kind, blocks, len(blocks))
 
     def _any_free(self, kind: int, blocks: deque[int]) -> bool:
-        if len(blocks) <= YOUNG:
+        if len(blocks) <= RECENT:
             return True  # it is as quick to sort them
         places = np.array(blocks.copy(), np.int64)
         if (self.numbers[self.table + (places >> 20)] != self.own[kind]).any():
@@ -406,7 +406,7 @@ class Arena(Extents):
         written[(blocks[states != 0] - start) >> kind] = True
         fresh = every[~written[:count]][::-1].tolist()
         self._mine[start >> 20] = mine  # from here on no call
-        self._old[kind] += busy
+        self._older[kind] += busy
         self.free[kind][:0] = free
         self._fresh[kind][:0] = fresh
 
@@ -490,7 +490,7 @@ class Arena(Extents):
         return found
 
     def _lists(self, kind: int) -> tuple[list[int] | deque[int], ...]:
-        return self.free[kind], self._fresh[kind], self.young[kind], self._old[kind]
+        return self.free[kind], self._fresh[kind], self.recent[kind], self._older[kind]
 
     # ---- memory ----
 
@@ -641,7 +641,7 @@ class Arena(Extents):
             The units of further ones.
         """
         # A fresh block's state, and the two words of its extent, may each make a page before there is a look at the room.
-        kind, beside = kind_of(nbytes), 3 * self.segment.page
+        kind, beside = size_class_of(nbytes), 3 * self.segment.page
         growth = self._growth(nbytes) + beside
         self.reclaim()
         short, no_addresses = self._short_of(growth), not self._next(kind) and self._lacks_addresses(kind)
@@ -683,7 +683,7 @@ class Arena(Extents):
 
     def why_no_room(self, nbytes: int) -> str:
         """Return what there is no room for, for people."""
-        kind, text = kind_of(nbytes), f"no {nbytes} bytes free"
+        kind, text = size_class_of(nbytes), f"no {nbytes} bytes free"
         if not self._lacks_addresses(kind):
             return text
         addresses, row = self._units - self._first_unit, 1 << max(0, kind - 20)
@@ -782,7 +782,7 @@ class Arena(Extents):
             Whether that was all: what is held stays so while a child of the dead process may read it.
         """
         words, holder = self.words, self.rows.holder(row)
-        mine = {holder | WRITING} if self.rows.has_witness(row) else {holder | WRITING, holder | HELD}
+        mine = {holder | WRITING} if self.rows.has_fork_marker(row) else {holder | WRITING, holder | HELD}
         done = len(mine) == 2
         self._sweeping.add(row)
         try:
@@ -899,7 +899,7 @@ def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int
     return removed
 
 
-def kind_of(nbytes: int) -> int:
+def size_class_of(nbytes: int) -> int:
     """The kind of a block with room for so much metadata and payload: the exponent of its size."""
     return (nbytes + HEADER - 1).bit_length() if nbytes > SMALL else SMALLEST
 

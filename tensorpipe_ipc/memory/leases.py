@@ -12,17 +12,17 @@ A block may also be held from the start, for tensors that are made in it (``hold
 *handed over* to a queue, where no other tensor lies on them: then their tensors here are emptied (``Handover``).
 
 **Forks.** A child inherits the tensors, and may read them long after the parent let go. So a process that forks while
-it has leases leaves a *witness* (rows.py). A lease that was made before fork f + 1 and let go after fork l is *kept*: its
-block stays HELD until none of the witnesses f + 1 to l is there. That is asked at once, and then ten times a second at
+it has leases leaves a *fork marker* (rows.py). A lease that was made before fork f + 1 and let go after fork l is *kept*: its
+block stays HELD until none of the fork markers f + 1 to l is there. That is asked at once, and then ten times a second at
 most, when leases are made and let go, when a get waits, and whenever memory is short. Of a dead process all that it held is
-kept while any of its witnesses is there: which of them could read what is not on record.
+kept while any of its fork markers is there: which of them could read what is not on record.
 
 And a child's writes must not reach the parent's tensors. So in the child the pages that they lie on become private
 (apart.py). Nothing else lies on these pages, as a block that tensors lie on has pages of its own: it is a page at least. (A
 smaller message is copied into such a block where a lease is wanted.) Its header may lie there, too, so the child may see
 an old state of it, and can never change it. It never has to. The block is HELD by the parent's row as long as the child's
-witness is there, dead or alive. Nobody owns it, gets it, or sweeps it away meanwhile, the child included, to which the lock
-of its witness is another's. A block whose message is just being got becomes HELD before the fork: code of the user's that
+fork marker is there, dead or alive. Nobody owns it, gets it, or sweeps it away meanwhile, the child included, to which the lock
+of its fork marker is another's. A block whose message is just being got becomes HELD before the fork: code of the user's that
 makes an object of it (``__setstate__``) may fork, with tensors on it in hand. Its array is kept until the get is over
 (``early``). Other blocks that are not HELD when the process forks are nobody's tensors, and stay shared.
 
@@ -111,17 +111,17 @@ class Leases:
             handover.empty()
         self._forget()
         rows = self.arena.rows
-        by, inherited = -1 if rows.witness is None else rows.witness.fileno(), self._inherited
+        by, inherited = -1 if rows.fork_marker is None else rows.fork_marker.fileno(), self._inherited
         if set_apart(self.arena.segment, [(anchor.start, nbytes) for anchor, nbytes in inherited], by):
-            self._inherited = []  # first: mapped again by another descriptor, they would be no witness
+            self._inherited = []  # first: mapped again by another descriptor, they would be no fork marker
             self._apart.update({anchor.word: (anchor, nbytes) for anchor, nbytes in inherited})
-            rows.close_witness()
+            rows.close_fork_marker()
             for anchor, _ in inherited:
                 if anchor() is None:
                     self._let_go_in_child(anchor)
 
     def _let_go_in_child(self, anchor: _Anchor) -> None:
-        """Give up own pages of what the parent holds: the last tensor on them is gone here. They are a witness no more."""
+        """Give up own pages of what the parent holds: the last tensor on them is gone here. They are a fork marker no more."""
         run = self._apart.pop(anchor.word, None)
         if run is not None and run[0] is anchor and not sys.is_finalizing():
             set_together(self.arena.segment, anchor.start, run[1], self._identity)
@@ -189,7 +189,7 @@ class Leases:
         rows = self.arena.rows
         with rows.no_fork:
             if rows.spare is None:
-                rows.reserve_witness()
+                rows.reserve_fork_marker()
             anchor.process, anchor.forks = self.process, rows.forks
             self._starts[start] = anchor
             self._add(anchor)
@@ -267,7 +267,7 @@ class Leases:
     def may_leave(self, anchor: _Anchor) -> bool:
         """Return whether no child of a fork may read the block."""
         rows = self.arena.rows
-        return anchor.forks == rows.forks or not rows.is_witnessed(anchor.forks + 1, rows.forks)
+        return anchor.forks == rows.forks or not rows.is_marked(anchor.forks + 1, rows.forks)
 
     def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
@@ -287,7 +287,7 @@ class Leases:
                 continue
             held, first, last = entry
             if (first, last) not in answers:
-                answers[first, last] = self.arena.rows.is_witnessed(first, last)
+                answers[first, last] = self.arena.rows.is_marked(first, last)
             # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
             if not answers[first, last] and word in self.kept and self.kept[word] is entry:
                 del self.kept[word]

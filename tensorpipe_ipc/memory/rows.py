@@ -16,20 +16,20 @@ and so is alive. Process id and start time are for people only: they mean nothin
 
 **Attaching.** A dead row is adopted before a fresh one is begun, so that the blocks it owns find a new owner. But
 first it must be *finished*: what its process had begun is completed or undone by whoever holds the row's lock
-(``finish``, shared_queue/undertaker.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
+(``finish``, shared_queue/attachment.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
 raises the incarnation, by one store. All of it may be cut short by a kill at any point: the lock is free again, and
 what is not finished says so.
 
 After a fork the child has no row. It attaches anew at its first use.
 
 **Witnesses.** A child inherits the tensors that lie on its parent's leases, and may read them long after the parent let go,
-or died. So a process that forks while it has any leaves a witness: fork number k read-locks byte ``1 + k % WITNESSES`` of
+or died. So a process that forks while it has any leaves a fork marker: fork number k read-locks byte ``1 + k % WITNESSES`` of
 the row, through an open file description of its own. The parent closes that after the fork. The child maps its pages of
 the leases by it (apart.py). So the kernel keeps it, and the lock, as long as the child has these pages: until the last
 tensor on them is gone, or the child ends; even if it closes all descriptors, as daemons do. Its own children inherit it with
 the pages. So *byte k is locked
 as long as any process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at
-once, whether or not the row's process lives (``has_witness``).
+once, whether or not the row's process lives (``has_fork_marker``).
 
 The descriptor is opened ahead, when the first lease is made, so that a process that has none left can fork all the same.
 Where there is none even so, nobody can tell when that child ends. Then what it may read is never used again: the process
@@ -100,8 +100,8 @@ class Rows:
         index: of the own row; -1 while not attached.
         incarnation: how often that row has been attached to, this process included.
         forks: how many times this process has forked while it had leases.
-        spare: the descriptor of the next fork's witness; None: not open.
-        witness: in a child that has just been forked, the descriptor of the witness for it; None: none.
+        spare: the descriptor of the next fork's fork marker; None: not open.
+        fork_marker: in a child that has just been forked, the descriptor of the fork marker for it; None: none.
         no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
     """
 
@@ -116,8 +116,8 @@ class Rows:
 
     def _forget(self) -> None:
         self.spare: OwnedFd | None = None
-        self.witness: OwnedFd | None = None
-        self._unwitnessed = 0  # the last fork without a witness
+        self.fork_marker: OwnedFd | None = None
+        self._unwitnessed = 0  # the last fork without a fork marker
         self._leaves_witness = False
         self.index = -1
         self.incarnation = 0
@@ -126,7 +126,7 @@ class Rows:
         self._descriptor = -1  # the same
         self._other: OwnedFd | None = None
         self._mutex = threading.RLock()
-        self._undertaking = threading.Lock()
+        self._recovering = threading.Lock()
         self._unused = {1: 0, BATCH: SINGLES}  # by size: the number of the first that was never used
         self._spare: dict[int, list[Operation]] = {1: [], BATCH: []}
         self._inherited: dict[int, list[Operation]] = {}  # by purpose: their tallies go on
@@ -209,20 +209,21 @@ class Rows:
         self._after_fork[method.__self__] = method.__func__  # type: ignore[attr-defined]
 
     def before_fork(self, method: Callable[[], bool]) -> None:
-        """Have a bound method called before a fork, which says whether a witness is due. One for an object, not kept alive."""
+        """Have a bound method called before a fork, which says whether a fork marker is due. One for an object, not kept
+        alive."""
         self._before_fork[method.__self__] = method.__func__  # type: ignore[attr-defined]
 
-    def reserve_witness(self) -> None:
-        """Open the descriptor of the next fork's witness, if one is left."""
+    def reserve_fork_marker(self) -> None:
+        """Open the descriptor of the next fork's fork marker, if one is left."""
         if self.spare is None and self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 self.spare = reopened(self.segment.descriptor, os.O_RDWR)
 
-    def has_witness(self, row: int) -> bool:
+    def has_fork_marker(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
         return bool(self.words[row_word(row) + UNWITNESSED]) or self.is_locked(row_byte(row) + 1, WITNESSES)
 
-    def is_witnessed(self, first: int, last: int) -> bool:
+    def is_marked(self, first: int, last: int) -> bool:
         """Return whether any child of this process's own forks ``first`` to ``last`` lives, or may live."""
         if first > last:
             return False
@@ -240,7 +241,7 @@ class Rows:
         due = [method(owner) for owner, method in list(self._before_fork.items())]
         if self._descriptor < 0 or not any(due):
             return
-        self.reserve_witness()
+        self.reserve_fork_marker()
         self.forks += 1  # the child's, too: forks of others wait
         if self.spare is not None:
             ofd_locks.read_lock(self.spare.fileno(), row_byte(self.index) + 1 + self.forks % WITNESSES)
@@ -266,24 +267,24 @@ class Rows:
             )
             return
         self.spare, self._leaves_witness = None, False
-        self.reserve_witness()
+        self.reserve_fork_marker()
 
     def _drop_in_child(self) -> None:
         if self._leaves_witness and self.spare is not None:
-            self.witness, self.spare = self.spare, None
+            self.fork_marker, self.spare = self.spare, None
         self._close()
-        witness = self.witness
+        fork_marker = self.fork_marker
         self._forget()
-        self.witness = witness
+        self.fork_marker = fork_marker
 
-    def close_witness(self) -> None:
-        """In a forked child: pages that are mapped by it are the witness from now on."""
-        self.witness = None
+    def close_fork_marker(self) -> None:
+        """In a forked child: pages that are mapped by it are the fork marker from now on."""
+        self.fork_marker = None
 
     def _keep_witness(self) -> None:
-        if self.witness is not None:  # nothing is mapped by it, and it may be that something should
-            weakref.finalize(self.segment.memory, self.witness.close).atexit = False
-            self.witness = None
+        if self.fork_marker is not None:  # nothing is mapped by it, and it may be that something should
+            weakref.finalize(self.segment.memory, self.fork_marker.close).atexit = False
+            self.fork_marker = None
 
     def detach(self) -> None:
         """Let go of the row as death would: whatever was under way is left to others."""
@@ -316,8 +317,8 @@ class Rows:
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
-        undertaking = self._undertaking  # a forked child has another
-        if row == self.index or not undertaking.acquire(blocking=False):
+        recovering = self._recovering  # a forked child has another
+        if row == self.index or not recovering.acquire(blocking=False):
             yield False
             return
         try:
@@ -328,10 +329,10 @@ class Rows:
                 if held:
                     self._unlock(row)
         finally:
-            undertaking.release()
+            recovering.release()
 
     def is_alive(self, row: int) -> bool:
-        """Return whether somebody holds the row's lock. An undertaker at work in it counts."""
+        """Return whether somebody holds the row's lock. A recovering process at work in it counts."""
         return row == self.index or self.is_locked(row_byte(row))
 
     def is_locked(self, start: int, length: int = 1) -> bool:

@@ -152,7 +152,7 @@ def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
         calls, results = arguments[:2]
         inside = getattr(results, "_queue", None)
         if isinstance(inside, Queue):
-            same_memory = SimpleNamespace(tensorpipe_undertaker=lambda: inside._queue.undertaker)
+            same_memory = SimpleNamespace(tensorpipe_attachment=lambda: inside._queue.attachment)
             calls._calls = Queue(ctx=same_memory)  # of no bound: the executor asks whether it is full before it puts
             calls._results = inside
             calls.__class__ = CallQueue

@@ -3,7 +3,7 @@
 A tree's message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is the list
 of its leaves, and the pickle stands where the values would; a long one is the first of the leaves. If it has no leaves, the
 pickle is the message. What goes by reference lies in its block already; where, its metadata say in the place of the values
-(``moving``).
+(``handover.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.storage import UntypedStorage
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of, staged
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.handover import Frame, handover_of, placed, values_and_frames
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.queues import pickling
 from tensorpipe_ipc.queues.pickling import Handle, Pickled, is_shared_by_torch
 from tensorpipe_ipc.serializers import Serializer, limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue
-from tensorpipe_ipc.wire.arrival import AS_SENT, Arrival
+from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
 from tensorpipe_ipc.wire.flatten import Flat, flatten, may_be_tree
 from tensorpipe_ipc.wire.in_block import (
     A_PICKLE,
@@ -39,7 +39,7 @@ from tensorpipe_ipc.wire.in_block import (
     parts_of,
 )
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import Encoder, Outgoing, encode
+from tensorpipe_ipc.wire.message import EncodedMessage, Encoder, encode
 from tensorpipe_ipc.wire.rebuild import array_of
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
@@ -97,7 +97,7 @@ class Codec:
         serializer = limited(serializer, lambda: queue.arena.capacity)
         narrowing = Narrowing(serializer, narrowing.wire_dtype) if narrowing is not None else None
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing
-        self.lender = on_device.Lender(queue) if cuda_ipc else None
+        self.lender = on_device.CudaIpcSender(queue) if cuda_ipc else None
         self._in_one_block = in_one_block if self.lender is None else self.lender.in_one_block
         self._last_had_no_leaves = False
         self.shared_by_torch = 0
@@ -198,14 +198,14 @@ class Codec:
             flat = None if pickled[2] else _flat(list(pickled[1]))
             if flat is None:
                 return None  # the usual way says what is wrong, or takes back handles that are not sent
-        handover = moving.handover_of(flat, self._queue.leases, offered=offered)
+        handover = handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return None
         if pickled is None:
             message, flags = encode(obj, self._serializer, b"", flat), BY_REFERENCE
         else:
             message, flags = _with_pickle(pickled[0], pickled[1], self._serializer), BY_REFERENCE | PICKLED
-        said = moving.placed(message, handover)
+        said = placed(message, handover)
         return None if said is None else (handover, metadata_of(flags, message.schema, said))
 
     def decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
@@ -218,7 +218,7 @@ class Codec:
             return self.decode
         return functools.partial(self.decode, arrival=arrival_of(restore, as_numpy, device))
 
-    def decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: Arrival = AS_SENT) -> Any:
+    def decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: DecodeOptions = AS_SENT) -> Any:
         """The object of a message.
 
         Raises:
@@ -231,12 +231,12 @@ class Codec:
         how, read, said = parts_of(metadata)
         schema, values = schema_of(read), memoryview(said)
         if how & (ON_DEVICE | OFFERS):
-            told = on_device.said_of(said)
+            told = on_device.unpack_placement(said)
             values = memoryview(told.values)
             if how & OFFERS:
-                on_device.answer(self._queue, told, arrival)
+                on_device.report_self_test(self._queue, told, arrival)
         if how & BY_REFERENCE:
-            values, frames = moving.values_and_frames(values, schema.frame_sizes(), payload)
+            values, frames = values_and_frames(values, schema.frame_sizes(), payload)
         if how & PICKLED:
             data, values = values, values[:0]
         if how & ON_DEVICE:
@@ -246,9 +246,9 @@ class Codec:
         elif how & BY_REFERENCE:
             tree = schema.tree(values, frames, self._serializer, ALIAS, arrival)
         else:
-            # Each payload's buffer must count, see ``moving``; but those of ``decode_in`` are arrays, which do.
+            # Each payload's buffer must count, see ``handover.py``; but those of ``decode_in`` are arrays, which do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
-            region: Any = memoryview(payload) if many else moving.Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
+            region: Any = memoryview(payload) if many else Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
             tree = schema.tree_in(values, region, self._serializer, arrival)
         if not how & PICKLED:
             return tree
@@ -286,14 +286,14 @@ def _refusal(obj: Any, encoder: Encoder) -> UnsupportedLeaf | None:
     return None
 
 
-def _as_wanted(arrival: Arrival) -> Callable[[Any], Any] | None:
+def _as_wanted(arrival: DecodeOptions) -> Callable[[Any], Any] | None:
     """Return the function that makes a tensor of one in torch's shared memory; None: it stays there."""
     if not arrival.as_numpy and arrival.unstage is None:
         return None
     return functools.partial(_made, arrival)
 
 
-def _made(arrival: Arrival, tensor: torch.Tensor) -> Any:
+def _made(arrival: DecodeOptions, tensor: torch.Tensor) -> Any:
     plain = tensor.detach()
     if arrival.as_numpy:
         return array_of(plain)
@@ -307,7 +307,7 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
     return Codec(queue, named, narrowing(named, wire_dtype), cuda_ipc=cuda_ipc)
 
 
-def _with_pickle(data: bytes, leaves: Sequence[Any], encoder: Encoder) -> Outgoing:
+def _with_pickle(data: bytes, leaves: Sequence[Any], encoder: Encoder) -> EncodedMessage:
     """The message of a pickle and its leaves."""
     if len(data) > _BRIEF:
         return encode([data, *leaves], encoder)

@@ -1,6 +1,6 @@
 """collate: torch's default_collate, which stacks all tensors of a batch straight into one block of shared memory.
 
-A message goes by reference if its large tensors lie in one block (``moving``). So nothing is stacked before it is known
+A message goes by reference if its large tensors lie in one block (``handover.py``). So nothing is stacked before it is known
 what the whole batch takes: the batch is walked first, and where stacks are to stand, empty tensors are put; then these get
 their memory, and are filled.
 
@@ -21,20 +21,20 @@ from torch.utils.data._utils import collate as torchs
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
 
 __all__ = ["CollateMap", "collate"]
 
 CollateMap = Mapping[Any, Callable[..., Any]]
 
 
-def collate(batch: Any, undertaker: Callable[[], Undertaker], collate_fn_map: CollateMap | None = None) -> Any:
+def collate(batch: Any, attachment: Callable[[], Attachment], collate_fn_map: CollateMap | None = None) -> Any:
     """A batch of samples, as ``torch.utils.data.default_collate`` makes it.
 
     Args:
         batch: the samples.
-        undertaker: gives the one of the memory to stack into; asked in a worker of a DataLoader only.
+        attachment: gives the one of the memory to stack into; asked in a worker of a DataLoader only.
         collate_fn_map: what torch's ``collate`` takes; None: torch's own.
 
     Raises:
@@ -46,7 +46,7 @@ def collate(batch: Any, undertaker: Callable[[], Undertaker], collate_fn_map: Co
     plan = _Plan(functions)
     collated = plan.collated(batch)
     if plan.stacks:
-        plan.fill(undertaker())
+        plan.fill(attachment())
     return collated
 
 
@@ -96,26 +96,26 @@ class _Plan:
         self.stacks.append((tensors, spec, stack))
         return stack
 
-    def fill(self, undertaker: Undertaker) -> None:
+    def fill(self, attachment: Attachment) -> None:
         """Give the stacks their memory, and stack."""
         specs = [spec for _, spec, _ in self.stacks]
-        if sum(spec.nbytes for spec in specs) < LEASE_FROM or not _placed(specs, self.stacks, undertaker):
+        if sum(spec.nbytes for spec in specs) < LEASE_FROM or not _placed(specs, self.stacks, attachment):
             for _, spec, stack in self.stacks:
                 stack.resize_(spec.shape)
         for tensors, _, stack in self.stacks:
             torch.stack(tensors, 0, out=stack)
 
 
-def _placed(specs: list[TensorSpec], stacks: list[Any], undertaker: Undertaker) -> bool:
+def _placed(specs: list[TensorSpec], stacks: list[Any], attachment: Attachment) -> bool:
     """Put the stacks into one block, that the next put of them hands over. Whether there was room.
 
     There is none where the worker keeps a part of an earlier batch: each part keeps all of its block.
     """
-    leases: Leases = undertaker.leases
+    leases: Leases = attachment.leases
     if leases.offered:
         return False
     try:
-        places = made(specs, leases, undertaker.allocate, offered=True)
+        places = made(specs, leases, attachment.allocate, offered=True)
     except SharedMemoryError:
         return False  # put waits for room, and says who holds it
     for place, (_, _, stack) in zip(places, stacks, strict=True):

@@ -25,7 +25,7 @@ from tensorpipe_ipc.queues.collate import CollateMap, collate
 from tensorpipe_ipc.queues.simple_queue import SimpleQueue
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.queues.worker_memory import is_loaders_worker, work
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 
 __all__ = [
     "ForkContext",
@@ -41,20 +41,20 @@ __all__ = [
 class _WithOurQueues(context.BaseContext):
     """The common part of our contexts. Their memory is made at the first use, and lasts as long as they do, or longer."""
 
-    def tensorpipe_undertaker(self) -> Undertaker:
-        """Return the undertaker of the memory that all queues of this context share.
+    def tensorpipe_attachment(self) -> Attachment:
+        """Return the recovering process of the memory that all queues of this context share.
 
         Raises:
             SharedMemoryError: it could not be made.
         """
-        found = self.__dict__.get("_undertaker")
+        found = self.__dict__.get("_attachment")
         if found is None:  # two threads may make one each, but both take the same
-            found = self.__dict__.setdefault("_undertaker", Undertaker(Arena(Segment.create())))
+            found = self.__dict__.setdefault("_attachment", Attachment(Arena(Segment.create())))
             found.lasts = True
         return found  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
-        found = self.__dict__.get("_undertaker")
+        found = self.__dict__.get("_attachment")
         if found is not None and not sys.is_finalizing():
             found.leave_context()
 
@@ -96,13 +96,13 @@ class _WithOurQueues(context.BaseContext):
             SharedMemoryError: there is no room. The text says who holds what.
         """
         spec = TensorSpec(shape_of(shape), dtype)
-        undertaker = self.tensorpipe_undertaker()
-        (tensor,) = made([spec], undertaker.leases, undertaker.allocate)
+        attachment = self.tensorpipe_attachment()
+        (tensor,) = made([spec], attachment.leases, attachment.allocate)
         return tensor
 
     def trim(self) -> int:
         """Give back all memory of the context that nobody needs now, whichever process has it. How many bytes that were."""
-        return self.tensorpipe_undertaker().trim()
+        return self.tensorpipe_attachment().trim()
 
     def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
         """For a DataLoader: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
@@ -121,7 +121,7 @@ class _WithOurQueues(context.BaseContext):
         Raises:
             TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
         """
-        return collate(batch, self.tensorpipe_undertaker, collate_fn_map)
+        return collate(batch, self.tensorpipe_attachment, collate_fn_map)
 
     def Pool(
         self,
@@ -146,7 +146,7 @@ class _WithOurQueues(context.BaseContext):
         return self  # as multiprocessing's can be copied, and with them a DataLoader that has one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.get_start_method(), self.tensorpipe_undertaker())
+        return _rebuild, (self.get_start_method(), self.tensorpipe_attachment())
 
 
 class _Adopting(BaseProcess):
@@ -229,8 +229,8 @@ def get_context(method: str | None = None) -> Any:
     return _contexts.get(method) or _contexts.setdefault(method, _CLASSES[method]())
 
 
-def _rebuild(method: str, undertaker: Undertaker) -> _WithOurQueues:
+def _rebuild(method: str, attachment: Attachment) -> _WithOurQueues:
     made_here = _CLASSES[method]()
-    made_here.__dict__["_undertaker"] = undertaker
-    undertaker.lasts = True
+    made_here.__dict__["_attachment"] = attachment
+    attachment.lasts = True
     return made_here

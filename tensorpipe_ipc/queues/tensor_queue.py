@@ -16,7 +16,7 @@ import torch
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory.handover import is_sole_reference
 from tensorpipe_ipc.memory.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, made
 from tensorpipe_ipc.memory.row import BATCH
@@ -24,9 +24,9 @@ from tensorpipe_ipc.queues.codec import Apart, Codec, Payload
 from tensorpipe_ipc.queues.reader import Reader, Writer
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
+from tensorpipe_ipc.shared_queue.attachment import default_attachment
 from tensorpipe_ipc.shared_queue.queue_statistics import QueueStatistics, statistics_of
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM, Copy, SharedMemoryQueue, lease_from
-from tensorpipe_ipc.shared_queue.undertaker import default_undertaker
 from tensorpipe_ipc.wire.in_block import PICKLED
 from tensorpipe_ipc.wire.layout import Block
 
@@ -86,8 +86,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         named = serializer_named(serializer)
         narrows = narrowing(named, wire_dtype)
         self._closed = self._used = False
-        undertaker = getattr(ctx, "tensorpipe_undertaker", default_undertaker)()
-        self._queue = SharedMemoryQueue.create(undertaker, max(0, maxsize), tasks=self._has_tasks)
+        attachment = getattr(ctx, "tensorpipe_attachment", default_attachment)()
+        self._queue = SharedMemoryQueue.create(attachment, max(0, maxsize), tasks=self._has_tasks)
         self._codec = Codec(self._queue, named, narrows, cuda_ipc=cuda_ipc)
         self._queue.spin = self._spin = spin
         self._undeliverable: list[Exception] = []
@@ -123,7 +123,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
             raise Closed(f"Queue {self!r} is closed")
         self._used = True
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
-        offered = self.takes_offers and not move and bool(self._queue.leases.offered) and moving.is_only_in(obj)
+        offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
             apart = codec.take_apart(obj)
             held = codec.handed_over(obj, apart, offered=offered)
@@ -342,7 +342,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         Returns:
             How many bytes that were.
         """
-        return self._queue.undertaker.trim()
+        return self._queue.attachment.trim()
 
     def put_nowait(self, obj: Any) -> None:
         """``put(obj, block=False)``."""
@@ -464,14 +464,14 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         Raises:
             ValueError: called more often than objects were put.
         """
-        self._queue.undertaker.attach()
+        self._queue.attachment.attach()
         self._queue.tasks.done()
 
     def join(self) -> None:
         """Wait until every object that was put has been dealt with, was dropped by a shutdown, or is lost: with a consumer that
         died, or by an exception of a signal's handler inside ``get``. An object of which ``get`` raised an error, and that was
         dropped, counts as taken: it waits for ``task_done``, as multiprocessing has it. It may be called after ``close``."""
-        self._queue.undertaker.attach()
+        self._queue.attachment.attach()
         self._queue.tasks.wait(self._queue.tidy)
 
 

@@ -4,9 +4,9 @@ torch's ``default_collate``, and those of libraries that follow it, ask ``torch.
 stack a batch in: in /dev/shm, from where it would be sent by a handle that needs the worker alive. In a worker of a loader
 that has one of our contexts, that memory lies in the context's arena, and the batch goes by reference.
 
-A message goes by reference if its large tensors lie in one block (``moving``), and each is asked for by itself. So a batch gets
-one block that is as large as the batch before it. What does not fit gets a block of its own. A block lasts as long as any part
-of it. So where the worker keeps a part of an earlier batch, the next ones get memory of their own, and are copied.
+A message goes by reference if its large tensors lie in one block (``handover.py``), and each is asked for by itself. So a
+batch gets one block that is as large as the batch before it. What does not fit gets a block of its own. A block lasts as long
+as any part of it. So where the worker keeps a part of an earlier batch, the next ones get memory of their own, and are copied.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class _BatchMemory:
         return _private(nbytes) if found is None else found
 
     def _in_a_new_block(self, nbytes: int) -> torch.UntypedStorage | None:
-        leases, undertaker = self._queues[0].leases, self._queues[0].undertaker
+        leases, attachment = self._queues[0].leases, self._queues[0].attachment
         spec = TensorSpec((max(nbytes, self._before if self._block is None else 0),), torch.uint8)
         try:
-            (whole,) = made([spec], leases, undertaker.allocate, offered=True)
+            (whole,) = made([spec], leases, attachment.allocate, offered=True)
         except SharedMemoryError:
             return None  # put waits for room, and says who holds it
         held = leases.find(whole.data_ptr())

@@ -25,7 +25,7 @@ import torch
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import Serializer, any_size, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
-from tensorpipe_ipc.wire.layout import BULK, Written
+from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
 
 __all__ = ["Narrowing", "narrowing"]
@@ -165,7 +165,7 @@ class Narrowing:
         self.worst = max(self.worst, float(error.max()))
 
 
-class _Cast(Written):
+class _Cast(LazyPayload):
     """A large tensor on its way to being narrowed. However often it is written, what it loses is counted once."""
 
     __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_tensor")

@@ -1,4 +1,4 @@
-"""The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in undertaker.py.
+"""The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in attachment.py.
 
 An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
 aside for the next get. After that it is lost, and counted, as if the process had died there: see queue_end.py.
@@ -31,10 +31,10 @@ from tensorpipe_ipc.memory.leases import LEAST, Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
+from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, InDoubt
 from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, Aside, QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
-from tensorpipe_ipc.shared_queue.token_pipe import LAST_BELL, Buffers
-from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, InDoubt
+from tensorpipe_ipc.shared_queue.token_pipe import LAST_DOORBELL, Buffers
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
@@ -130,7 +130,7 @@ class GetEnd(QueueEnd):
     def fileno(self) -> int:
         """A descriptor that is readable while ``get`` would not wait; now and then when it would, too.
 
-        Of what an exception left to be got again the pipe knows nothing. A bell tells of it, from the first call on.
+        Of what an exception left to be got again the pipe knows nothing. A doorbell tells of it, from the first call on.
         """
         self._is_polled = True
         self._tell_of_aside()
@@ -139,15 +139,15 @@ class GetEnd(QueueEnd):
     def _tell_of_aside(self) -> None:
         """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
         if self.holds_back:
-            self._ring_if_polled()
+            self._ring_doorbell_if_polled()
 
-    def _ring_if_polled(self) -> None:
+    def _ring_doorbell_if_polled(self) -> None:
         if self._is_polled and not self.tickets.unread():
             self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
-            self.tickets.ring()
+            self.tickets.ring_doorbell()
 
     def _tell_of_left(self) -> None:
-        """After an exception, which may have come when a bell was taken: have others hear of what is in the log."""
+        """After an exception, which may have come when a doorbell was taken: have others hear of what is in the log."""
         if self.words[self._watch] and self.tickets.spills:
             self.tickets.tell_of_more()
         self._tell_of_aside()
@@ -175,7 +175,7 @@ class GetEnd(QueueEnd):
                 # Where there is no log yet, one call has looked, and not three.
                 self._wait(operation, operation.ticket_buffers, deadline, decode)
             ticket = words[operation.ticket]
-            if ticket <= LAST_BELL:
+            if ticket <= LAST_DOORBELL:
                 self._hear(ticket)
                 words[operation.ticket] = 0
                 raise _Again
@@ -275,7 +275,7 @@ class GetEnd(QueueEnd):
             left = [Aside(operation, i) for i in rest]
             taken, waiting, stop = len(done), len(left), rest[0] if rest else count
             if left:
-                self._ring_if_polled()
+                self._ring_doorbell_if_polled()
             for word in done:
                 self._let_go(word)  # G5
             words[operation.ticket : operation.ticket + stop] = _ZEROS[:stop]  # G6; from here on there is no call
@@ -298,10 +298,10 @@ class GetEnd(QueueEnd):
             raise
 
     def _tickets_in(self, operation: Operation, count: int) -> list[int]:
-        """Return which of an operation's first words have tickets in them, once the bells among them are heard."""
+        """Return which of an operation's first words have tickets in them, once the doorbells among them are heard."""
         words, found = self.words, list[int]()
         for i, ticket in enumerate(words[operation.ticket : operation.ticket + count].tolist()):
-            if ticket > LAST_BELL:
+            if ticket > LAST_DOORBELL:
                 found.append(i)
             elif ticket:
                 self._hear(ticket)
@@ -322,7 +322,7 @@ class GetEnd(QueueEnd):
             raise _Again
         if not taken:
             if self.words[GROWN]:  # who polls never waits
-                self.arena.mind_idle(self.undertaker.look)
+                self.arena.mind_idle(self.attachment.recover_dead)
             raise Empty("no message came in time")
         return taken
 
@@ -330,11 +330,11 @@ class GetEnd(QueueEnd):
         if self.words[self.record.shut]:
             raise _Again
         self.leases.settle(at_once=False)
-        self.arena.mind_idle(self.undertaker.look)
+        self.arena.mind_idle(self.attachment.recover_dead)
 
     def _look_again(self) -> None:
         self.leases.settle(at_once=False)
-        self.arena.mind_idle(self.undertaker.look)
+        self.arena.mind_idle(self.attachment.recover_dead)
         if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
             raise _Again
 
@@ -343,7 +343,7 @@ class GetEnd(QueueEnd):
         tickets = self.tickets
         if tickets.spills and tickets.tell_of_more():
             if self._aside:
-                tickets.ring()
+                tickets.ring_doorbell()
             else:
                 self.record.unwatch(lambda: not tickets.spilled())
 
@@ -353,13 +353,13 @@ class GetEnd(QueueEnd):
 
         By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
         """
-        self.arena.mind_idle(self.undertaker.look)
+        self.arena.mind_idle(self.attachment.recover_dead)
         if taken := self.tickets.take_piped(buffers):
             return taken
         pipe = select.poll()
         pipe.register(self.tickets.fd, select.POLLIN)
         while self.words[GROWN] and not pipe.poll(1000 * IDLE):
-            self.arena.mind_idle(self.undertaker.look)
+            self.arena.mind_idle(self.attachment.recover_dead)
         return 0
 
     def _spin(self, buffers: Buffers) -> bool:
@@ -383,7 +383,7 @@ class GetEnd(QueueEnd):
     def _take_after_shutdown(
         self, operation: Operation, buffers: Buffers, deadline: float | None, decode: Decode
     ) -> int:
-        """Take what is left, but no bell: each of these goes back into the pipe.
+        """Take what is left, but no doorbell: each of these goes back into the pipe.
 
         Others may sleep on it, and this process may be killed or stopped at any point.
         """
@@ -395,17 +395,18 @@ class GetEnd(QueueEnd):
                 words[word] = 0
 
         while decode is _drop or not words[self.record.dropped]:
-            # The pipe may have been full when the bells were to be given. First: who takes the last ticket may be killed then.
-            if words[self.record.shut] != TOLD and self.undertaker.wake(self._ends, self.number):
+            # The pipe may have been full when the doorbells were to be given. First: who takes the last ticket may be killed
+            # then.
+            if words[self.record.shut] != TOLD and self.attachment.wake(self._ends, self.number):
                 words[self.record.shut] = TOLD
             taken = tickets.take_past_bells(buffers, put_back)
             if taken:
                 return taken
             if last_look:
                 break
-            self.undertaker.settle_puts(self.number, deadline)
+            self.attachment.settle_puts(self.number, deadline)
             last_look = True
-        self.undertaker.wake(self._ends, self.number, again=True)
+        self.attachment.wake(self._ends, self.number, again=True)
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def _word_of(self, ticket: int) -> int:
@@ -449,9 +450,9 @@ class GetEnd(QueueEnd):
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes)
         if array is None and must and self.leases.needs_block(block, start, nbytes):
-            self.undertaker.make_room(LEAST)  # what is free may lie with somebody
+            self.attachment.make_room(LEAST)  # what is free may lie with somebody
         elif array is None and self.arena.is_overfull():  # the dead may have what is too much
-            self.undertaker.look()
+            self.attachment.recover_dead()
         else:
             return array
         return self.leases.lease(block, start, nbytes)
@@ -540,7 +541,7 @@ class GetEnd(QueueEnd):
         """Count a message as lost whose block was let go, and as done."""
         words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
         record, done = Record(operation.purpose, 1, *words), self._done()
-        self.undertaker.finish_get(self._ends, self.number, self.rows.index, record)
+        self.attachment.finish_get(self._ends, self.number, self.rows.index, record)
         self.lost += 1  # with no call since the ticket went
         if done:
             self.words[done] += 2  # nobody has it: join is not to wait for it
@@ -592,7 +593,7 @@ class GetEnd(QueueEnd):
                     aside.before = 0
                     continue
             if len(self._aside) > 1:
-                self._ring_if_polled()
+                self._ring_doorbell_if_polled()
             if not self._aside or self._aside[0] is not aside:
                 continue
             del self._aside[0]  # with no call since it was looked at
@@ -639,7 +640,7 @@ class GetEnd(QueueEnd):
         if self.credits is not None:
             words, given = self.words, operation.given + index
             words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
-            self.undertaker.give_credit(self._ends, self.number, given)
+            self.attachment.give_credit(self._ends, self.number, given)
 
     def _complete(self, operation: Operation, index: int, word: int) -> None:
         """G5 to G7. No call comes after G6.

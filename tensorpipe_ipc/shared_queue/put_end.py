@@ -1,7 +1,7 @@
-"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in undertaker.py.
+"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in attachment.py.
 
 An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
-as the undertaker would: ``_finish_put``.
+as the recovering process would: ``_finish_put``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from tensorpipe_ipc.memory.arena import (
     SMALLEST,
     WRITTEN,
     Taker,
-    kind_of,
+    size_class_of,
 )
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.shared_queue import tasks
+from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, InDoubt
 from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
-from tensorpipe_ipc.shared_queue.token_pipe import BELL, SLICE, Buffers, TokenPipe
-from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, InDoubt
+from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
@@ -110,7 +110,7 @@ class PutEnd(QueueEnd):
                 credit = self._take_credit(operation, deadline)  # P1, P2
             nbytes = payload.nbytes
             room = (len(metadata) + 63 & -64) + nbytes
-            kind = kind_of(room)
+            kind = size_class_of(room)
             block = self._block(kind, room, deadline, operation)
             self._fill(block, credit, payload, metadata)  # P3
             word = block >> 3
@@ -135,7 +135,7 @@ class PutEnd(QueueEnd):
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
         words = self.words
         if words[self._watch]:
-            self._refuse_if_shut()  # now that the word says so: see "A shutdown" in undertaker.py
+            self._refuse_if_shut()  # now that the word says so: see "A shutdown" in attachment.py
         if self._has_tasks:
             tasks.count_put(words, operation.tally)  # J1
         words[word] = generation << GENERATION_AT | self.arena.queued  # P5
@@ -186,7 +186,7 @@ class PutEnd(QueueEnd):
                 count = self._take_credits(operation, count, deadline)  # P1, P2
             for i, (payload, metadata) in enumerate(messages[:count]):
                 room = (len(metadata) + 63 & -64) + payload.nbytes
-                kind = kind_of(room)
+                kind = size_class_of(room)
                 block = self._block(kind, room, deadline, operation, waits=not i)
                 if not block:
                     break
@@ -325,7 +325,7 @@ class PutEnd(QueueEnd):
             Full: there was no room in time. The text says who holds what.
             SharedMemoryError: there can never be room for so much.
         """
-        self.undertaker.attach()
+        self.attachment.attach()
         deadline = None if timeout is None else monotonic() + timeout
         return self.arena.allocate(nbytes, taker=taker) or self._wait_for_block(nbytes, deadline, taker, force=False)
 
@@ -345,8 +345,8 @@ class PutEnd(QueueEnd):
         while True:
             # early or not: credits have no order
             count = abs(credits.take_nowait(buffers)) or self._wait_for_credits(credits, buffers, deadline)
-            if BELL in words[first : first + count]:
-                taken = [credit for credit in words[first : first + count] if credit != BELL]
+            if DOORBELL in words[first : first + count]:
+                taken = [credit for credit in words[first : first + count] if credit != DOORBELL]
                 zeros = [0] * (count - len(taken))  # in one store: an exception is not to find a credit in two words
                 words[first : first + count] = memoryview(array("Q", taken + zeros))
                 count = len(taken)
@@ -359,11 +359,11 @@ class PutEnd(QueueEnd):
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
-        self.undertaker.look_in_turn(begins=True)
+        self.attachment.recover_dead_in_turn(begins=True)
         try:
             count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
             if not count:  # who does not wait does not look in slices, and the dead may have one
-                self.undertaker.look()
+                self.attachment.recover_dead()
                 count = abs(credits.take_nowait(buffers))
         finally:
             self.waits += 1
@@ -382,8 +382,8 @@ class PutEnd(QueueEnd):
             # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
             free = arena.free[kind]
             if kind > QUICK or not free:
-                arena.mind_idle(self.undertaker.look)
-                arena.harvest(kind)
+                arena.mind_idle(self.attachment.recover_dead)
+                arena.reclaim_freed(kind)
             try:
                 block = free[-1]
                 del free[-1]
@@ -398,7 +398,7 @@ class PutEnd(QueueEnd):
                     words[word] = words[word] & ~HOLDER | arena.writing
                     taker.block = block
                     words[hazard] = 0
-                    arena.young[kind].append(block)
+                    arena.recent[kind].append(block)
                     return block
                 words[hazard] = 0
                 free.append(block)
@@ -422,7 +422,7 @@ class PutEnd(QueueEnd):
                     self._refuse_if_shut()
                 looked = monotonic()
                 was_in_use = self.arena.is_in_use()  # first: what comes free from here on may be missed below
-                self.undertaker.make_room(nbytes)
+                self.attachment.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
                 if not block and force and not self.qsize():
@@ -472,7 +472,7 @@ class PutEnd(QueueEnd):
         backlog.extend(tickets)
         self.tickets.spill(buffers)  # P6
         self.words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
-        self.tickets.ring()
+        self.tickets.ring_doorbell()
 
     def _waits(self, ticket: int) -> bool:
         """Return whether what this process put with a ticket was not taken yet."""
@@ -482,14 +482,14 @@ class PutEnd(QueueEnd):
 
     def _idle(self) -> None:
         self._refuse_if_shut()
-        self.undertaker.look_in_turn()
+        self.attachment.recover_dead_in_turn()
         self.leases.settle(at_once=False)
         self.arena.mind_idle()
         self._take_up()
 
     def _why_full(self, what: str) -> str:
         waiting = f"the queue (maxsize {self.maxsize}, {self.qsize()} waiting)"
-        return f"{waiting} {what}; {self.undertaker.describe_holders()}"
+        return f"{waiting} {what}; {self.attachment.describe_holders()}"
 
     def _finish_put(self, operation: Operation) -> bool:
         """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
@@ -530,7 +530,7 @@ class PutEnd(QueueEnd):
         )
         is_held = operation.ticket in self._handovers
         for each in record.each():
-            self.undertaker.finish_put(self._ends, self.number, self.rows.index, each, frees=not is_held)
+            self.attachment.finish_put(self._ends, self.number, self.rows.index, each, frees=not is_held)
         self._settle_handover(operation)
 
 
@@ -541,7 +541,7 @@ class _MayNotLeave(Exception):
 def _room(handover: Handover, nbytes: int) -> int:
     """Return where in a held block metadata can lie: in front of what the tensors lie on, or behind it; 0: nowhere."""
     block = handover.word << 3
-    end = block + (1 << kind_of(handover.start - block - HEADER + handover.nbytes))
+    end = block + (1 << size_class_of(handover.start - block - HEADER + handover.nbytes))
     behind = handover.start + handover.nbytes + 63 & -64
     if block + HEADER + nbytes <= handover.start:
         return block + HEADER

@@ -2,7 +2,7 @@
 
 **Exceptions.** A signal's handler may raise wherever CPython looks for signals: after a call, on entering a function and on
 jumping back; and again while the first exception is on its way. What is then promised is what is promised of a death, but that
-this process finishes its operation itself, as the undertaker would:
+this process finishes its operation itself, as the recovering process would:
 
 * A put was done, or nothing of it is left. A get loses its message at most, and counts it, and that only if the message's
   block had been let go. Else its ticket is set aside, and the next get serves it.
@@ -28,10 +28,10 @@ from threading import get_ident
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.shared_queue.queue_record import Life, QueueRecord
+from tensorpipe_ipc.shared_queue.attachment import Attachment, Ends
+from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
 from tensorpipe_ipc.shared_queue.tasks import Tasks
-from tensorpipe_ipc.shared_queue.token_pipe import BELL, DROP, SHUT, TokenPipe
-from tensorpipe_ipc.shared_queue.undertaker import Ends, Undertaker
+from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, SHUT, TokenPipe
 
 __all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "Aside", "QueueEnd"]
 
@@ -82,20 +82,25 @@ class QueueEnd:
     """
 
     def __init__(
-        self, undertaker: Undertaker, number: int, tickets: TokenPipe, credits: TokenPipe | None, life: Life
+        self,
+        attachment: Attachment,
+        number: int,
+        tickets: TokenPipe,
+        credits: TokenPipe | None,
+        presence_lock: PresenceLock,
     ) -> None:
-        self.undertaker, self.arena, self.rows = undertaker, undertaker.arena, undertaker.rows
-        self.leases = undertaker.leases
+        self.attachment, self.arena, self.rows = attachment, attachment.arena, attachment.rows
+        self.leases = attachment.leases
         self.words, self.memory = self.arena.words, self.arena.segment.memory
         self._view = memoryview(self.memory)
-        self.number, self.tickets, self.credits, self._life = number, tickets, credits, life
+        self.number, self.tickets, self.credits, self._presence_lock = number, tickets, credits, presence_lock
         self.record = QueueRecord(self.arena, number)
         self.maxsize, self._tag = self.record.maxsize, number & 0xFFFFFFFF
         self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
         self._tickets_fd = tickets.fd
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
         self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
-        self._ends = undertaker.queues[number] = Ends(tickets, credits, self.record)
+        self._ends = attachment.queues[number] = Ends(tickets, credits, self.record)
         self.leases.gives_back = False
         self.rows.after_fork(self._renew)
         self._forget()
@@ -117,7 +122,7 @@ class QueueEnd:
 
     def _operation(self, direction: int) -> Operation:
         """A further operation: this process's first, or others are under way in threads or interrupted code."""
-        self.undertaker.attach()
+        self.attachment.attach()
         operation = self.rows.operation(self.number, direction)
         self._operations += (operation,)
         return operation
@@ -129,7 +134,7 @@ class QueueEnd:
             operation = spare[-1]
             del spare[-1]
             return operation
-        self.undertaker.attach()
+        self.attachment.attach()
         try:
             operation = self.rows.operation(self.number, direction, BATCH)
         except SharedMemoryError:
@@ -168,15 +173,15 @@ class QueueEnd:
         """``qsize`` or a few more, without looking at each token."""
         return self.tickets.unread() + (self.tickets.spilled() if self.words[self._watch] else 0)
 
-    def _hear(self, bell: int) -> None:
-        """Do what a bell says, which was taken. (``BELL`` says: look at the log.) One of a shutdown goes back: it may be
-        what another would have been woken by."""
+    def _hear(self, doorbell: int) -> None:
+        """Do what a doorbell says, which was taken. (``DOORBELL`` says: look at the log.) One of a shutdown goes back: it may
+        be what another would have been woken by."""
         words, record = self.words, self.record
-        if bell == BELL:
+        if doorbell == DOORBELL:
             return
-        if not (words[record.shut] and (bell == SHUT or words[record.dropped])):
-            self.undertaker.shut(self._ends, self.number, drop=bell == DROP)
-        self.tickets.ring(bell)
+        if not (words[record.shut] and (doorbell == SHUT or words[record.dropped])):
+            self.attachment.shut(self._ends, self.number, drop=doorbell == DROP)
+        self.tickets.ring_doorbell(doorbell)
 
 
 class Aside:

@@ -13,8 +13,8 @@
 
 ``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
 puts (TOLD: and all who wait have been told); ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used
-(shared_queue/token_pipe.py), or bells stand in the pipe for another reason; ``tasks``: the queue can be joined (OF_OTHERS: and
-some process finishes what others took, shared_queue/tasks.py); ``pair``: it lies between two endpoints (for onlookers);
+(shared_queue/token_pipe.py), or doorbells stand in the pipe for another reason; ``tasks``: the queue can be joined (OF_OTHERS:
+and some process finishes what others took, shared_queue/tasks.py); ``pair``: it lies between two endpoints (for onlookers);
 ``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second byte.
 That of the third is the turn of those who take from the spill log.
 
@@ -23,18 +23,19 @@ So a giver sets ``watch`` before it appends to the log, and once more thereafter
 pipe and log empty, and the queue not shut down, clears ``watch``, looks at the log once more, and sets ``watch`` if there
 is something in it. If it saw nothing, the append came after that look, and the giver's second store after the clearing. Only a
 giver that is stopped or killed between append and store leaves a token unwatched, of a put that has not returned; the
-undertaker sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last, too.
+recovering process sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last,
+too.
 
 **Life.** Every process that has the queue has an open file description of the segment that carries a read lock (OFD) on the
 record's first byte. The kernel drops it with the last descriptor, however its process ends. So whoever can write-lock that
-byte knows that the queue is gone, and is alone in burying it (``Undertaker.bury``). A number is never used twice: the block's
-generation goes up, so what still names a queue that is gone is seen to.
+byte knows that the queue is gone, and is alone in destroying it (``Attachment.destroy_if_orphaned``). A number is never used
+twice: the block's generation goes up, so what still names a queue that is gone is seen to.
 
-A queue that children have, too, has a description of its own, inherited or passed on (``Life``). One that a process keeps to
-itself is locked through the description that carries its row (``RowLife``), which a forked child closes. Closing such a queue
-unlocks it; so a process has no queue twice (``endpoints.rendezvous``). A burial takes the lock through a description that is
-made for it (``Rows.alone``). So what this process has by its row is in its way, as what others have is; and no queue is made or
-reached in a record that another thread of this process is just burying.
+A queue that children have, too, has a description of its own, inherited or passed on (``PresenceLock``). One that a process
+keeps to itself is locked through the description that carries its row (``RowPresenceLock``), which a forked child closes.
+Closing such a queue unlocks it; so a process has no queue twice (``endpoints.rendezvous``). A burial takes the lock through a
+description that is made for it (``Rows.alone``). So what this process has by its row is in its way, as what others have is;
+and no queue is made or reached in a record that another thread of this process is just destroying.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ __all__ = [
     "SLOTS",
     "SLOT_BITS",
     "TOLD",
-    "Life",
+    "PresenceLock",
     "QueueRecord",
-    "RowLife",
+    "RowPresenceLock",
     "facts_of",
     "number_of",
 ]
@@ -74,7 +75,7 @@ _MAXSIZE, _WATCH, _SPILLED, _SHUT, _DROPPED, _TASKS, _PAIR, _CLAIMED, _LAPS = 8,
 FACTS = 8 * _LAPS
 
 
-class Life:
+class PresenceLock:
     """The descriptor that keeps a queue: inherited by fork, pickled to a child that is being spawned."""
 
     __slots__ = ("_owned",)
@@ -83,7 +84,7 @@ class Life:
         self._owned = owned
 
     @classmethod
-    def begin(cls, arena: Arena, block: int) -> Life | None:
+    def begin(cls, arena: Arena, block: int) -> PresenceLock | None:
         """Lock the record in a block. None if somebody has it alone.
 
         Raises:
@@ -108,7 +109,7 @@ class Life:
         return _rebuild, (reduction.DupFd(self._owned.fileno()),)
 
 
-class RowLife(Life):
+class RowPresenceLock(PresenceLock):
     """The lock that keeps a queue and that no child inherits: its description carries this process's row."""
 
     __slots__ = ("_block", "_rows")
@@ -118,10 +119,10 @@ class RowLife(Life):
         self._rows, self._block = rows, block
 
     @classmethod
-    def begin(cls, arena: Arena, block: int) -> RowLife | None:
+    def begin(cls, arena: Arena, block: int) -> RowPresenceLock | None:
         """See Life."""
-        life = cls(arena.rows, block)  # first: it lets go of the lock, whatever comes
-        return life if arena.rows.share_lock(block) else None
+        presence_lock = cls(arena.rows, block)  # first: it lets go of the lock, whatever comes
+        return presence_lock if arena.rows.share_lock(block) else None
 
     def close(self) -> None:
         """See Life. The lock of who claimed it (the second byte) goes, too."""
@@ -135,8 +136,8 @@ class RowLife(Life):
                 self.close()
 
 
-def _rebuild(duplicate: Any) -> Life:
-    return Life(owned(duplicate.detach))
+def _rebuild(duplicate: Any) -> PresenceLock:
+    return PresenceLock(owned(duplicate.detach))
 
 
 class QueueRecord:
@@ -162,7 +163,9 @@ class QueueRecord:
         self.claimed, self.turn = word + _CLAIMED, self.block + 2
 
     @classmethod
-    def create(cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[Life]) -> tuple[QueueRecord, Life]:
+    def create(
+        cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[PresenceLock]
+    ) -> tuple[QueueRecord, PresenceLock]:
         """A new queue's.
 
         Raises:
@@ -172,17 +175,17 @@ class QueueRecord:
         if not 0 <= maxsize <= SLOTS:
             raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
         nbytes = 8 * (_LAPS + maxsize)
-        block, life = _block_and_life(arena, nbytes, kept_by)
+        block, presence_lock = _block_and_life(arena, nbytes, kept_by)
         words, word = arena.words, block >> 3
         words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
         words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
         words[word + _LAPS : word + _LAPS + maxsize] = memoryview(bytes(8 * maxsize)).cast("Q")
         generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
         words[word] = generation << GENERATION_AT | KEPT
-        return cls(arena, number_of(arena, block)), life
+        return cls(arena, number_of(arena, block)), presence_lock
 
     @classmethod
-    def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, Life]:
+    def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, PresenceLock]:
         """That of a queue which another process told of, and a life of this process's own, which has none yet.
 
         Raises:
@@ -191,10 +194,10 @@ class QueueRecord:
         block = (number & 0xFFFFFFFF) << SMALLEST
         if block + 8 * _LAPS > arena.segment.size or number >> 56:
             raise SharedMemoryError(errno.EINVAL, f"{number:#x} is no queue's number")
-        life, record = RowLife.begin(arena, block), cls(arena, number)
-        if life is None or not record.exists():
+        presence_lock, record = RowPresenceLock.begin(arena, block), cls(arena, number)
+        if presence_lock is None or not record.exists():
             raise SharedMemoryError(errno.ENOENT, f"queue {number:#x} is gone")
-        return record, life
+        return record, presence_lock
 
     def set(self, word: int) -> None:
         """Set one of the words that are to be watched."""
@@ -214,7 +217,7 @@ class QueueRecord:
         self.words[(self.block >> 3) + _MAXSIZE] = self.maxsize = maxsize
 
     def exists(self) -> bool:
-        """Return whether this is still the queue's record. If not, it has been buried."""
+        """Return whether this is still the queue's record. If not, it has been destroyed."""
         state = self.words[self.block >> 3] if self.arena.begins(self.block) else 0
         return state & 15 == KEPT and state >> GENERATION_AT & 0xFFFFFF == self.number >> 32
 
@@ -230,10 +233,10 @@ def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
     return words[_MAXSIZE], bool(words[_SHUT]), bool(words[_TASKS]), bool(words[_PAIR])
 
 
-def _block_and_life(arena: Arena, nbytes: int, kept_by: type[Life]) -> tuple[int, Life]:
+def _block_and_life(arena: Arena, nbytes: int, kept_by: type[PresenceLock]) -> tuple[int, PresenceLock]:
     """A block, and the read lock on its first byte.
 
-    Whoever buried the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
+    Whoever destroyed the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
     block is taken.
     """
     refused = []
@@ -246,10 +249,10 @@ def _block_and_life(arena: Arena, nbytes: int, kept_by: type[Life]) -> tuple[int
             if not block:
                 raise SharedMemoryError(errno.ENOMEM, f"no memory for a queue's record of {nbytes} bytes")
             refused.append(block)
-            life = kept_by.begin(arena, block)
-            if life is not None:
+            presence_lock = kept_by.begin(arena, block)
+            if presence_lock is not None:
                 refused.pop()
-                return block, life
+                return block, presence_lock
     finally:
         for block in refused:
             arena.discard(block)

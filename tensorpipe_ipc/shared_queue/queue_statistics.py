@@ -74,8 +74,8 @@ class QueueStatistics:
 def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
     """A snapshot of one queue."""
     arena, rows, live = queue.arena, queue.rows, list(queue.leases.live.values())
-    queue.undertaker.attach()
-    queue.undertaker.look()  # what the dead held is nobody's
+    queue.attachment.attach()
+    queue.attachment.recover_dead()  # what the dead held is nobody's
     put, got = queue.done(PUT), queue.done(GET)
     return QueueStatistics(
         messages_put=put[0],
@@ -92,6 +92,6 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
         ),
         resident=arena.segment.resident(),
         capacity=arena.capacity,
-        lost=queue.undertaker.lost(),
+        lost=queue.attachment.lost(),
         undecodable=queue.undecodable,
     )

@@ -5,7 +5,7 @@
     put:  credit -> block filled -> QUEUED -> ticket        get:  ticket -> content -> credit -> HELD or FREE
 
 Which step stands on record in which word at which moment, and why nothing is lost wherever a process dies, is argued
-in shared_queue/undertaker.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
+in shared_queue/attachment.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
 shared_queue/put_end.py and shared_queue/get_end.py.
 
 ::
@@ -34,12 +34,12 @@ from multiprocessing import context
 from typing import Any
 
 from tensorpipe_ipc.memory.row import PUT, Operation
+from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.shared_queue.put_end import Copy, Payload, PutEnd
 from tensorpipe_ipc.shared_queue.queue_end import Aside
-from tensorpipe_ipc.shared_queue.queue_record import Life, QueueRecord
+from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
-from tensorpipe_ipc.shared_queue.undertaker import NEXT_LAP, Undertaker
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
 
@@ -51,12 +51,12 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         kept_by: what says that a process has the queue.
     """
 
-    kept_by: type[Life] = Life
+    kept_by: type[PresenceLock] = PresenceLock
 
     _waits_in_read = True  # whether get without a timeout waits in a plain blocking read
 
     @classmethod
-    def create(cls, undertaker: Undertaker, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
+    def create(cls, attachment: Attachment, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
         """A new, empty one.
 
         Args:
@@ -67,13 +67,13 @@ class SharedMemoryQueue(PutEnd, GetEnd):
             ValueError: ``maxsize`` is negative or above 16,777,215.
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
-        undertaker.attach()
-        undertaker.look()
-        undertaker.bury_left()
-        record, life = QueueRecord.create(undertaker.arena, maxsize, tasks, cls.kept_by)
+        attachment.attach()
+        attachment.recover_dead()
+        attachment.destroy_left_queues()
+        record, presence_lock = QueueRecord.create(attachment.arena, maxsize, tasks, cls.kept_by)
         tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
-        queue = cls(undertaker, record.number, tickets, credits, life)
+        queue = cls(attachment, record.number, tickets, credits, presence_lock)
         queue._issue_credits()
         return queue
 
@@ -92,15 +92,15 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         Args:
             drop: drop what waits, so that gets are refused at once.
         """
-        self.undertaker.attach()
-        self.undertaker.shut(self._ends, self.number, drop=drop)
-        self.undertaker.settle_puts(self.number)
+        self.attachment.attach()
+        self.attachment.shut(self._ends, self.number, drop=drop)
+        self.attachment.settle_puts(self.number)
         if drop:
             self.drop_all()
 
     def tidy(self) -> None:
         """Finish what the dead began, a shutdown that was to drop what waits included."""
-        self.undertaker.look()
+        self.attachment.recover_dead()
         if self.words[self.record.dropped]:
             self.drop_all()
 
@@ -118,14 +118,14 @@ class SharedMemoryQueue(PutEnd, GetEnd):
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
-        if self.undertaker.queues.get(self.number) is not self._ends:
+        if self.attachment.queues.get(self.number) is not self._ends:
             return
         self.give_up()
-        del self.undertaker.queues[self.number]
+        del self.attachment.queues[self.number]
         self.tickets.close()
         if self.credits is not None:
             self.credits.close()
-        self._life.close()
+        self._presence_lock.close()
         kept = []
         for operation in (*self._operations, *self.tasks.operations):
             run = self.words[operation.credit : operation.credit + (4 if operation.size == 1 else 3 * operation.size)]
@@ -133,7 +133,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
                 kept.append(operation)
             else:
                 self.rows.retire(operation)
-        self.undertaker.leave(self.number, kept)
+        self.attachment.leave(self.number, kept)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else modules are half gone, and the kernel takes all back in a moment
@@ -142,4 +142,4 @@ class SharedMemoryQueue(PutEnd, GetEnd):
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return SharedMemoryQueue, (self.undertaker, self.number, self.tickets, self.credits, self._life)
+        return SharedMemoryQueue, (self.attachment, self.number, self.tickets, self.credits, self._presence_lock)

@@ -17,9 +17,9 @@ All puts are counted *before* their tickets are given, so whoever adds up first 
 many when a task is left: a task is counted as put before anybody can take it. Equal sums mean that nothing was left at
 the moment between.
 
-**After a death** nothing is counted twice or not at all. Put: the low bit is set only while T is; the undertaker finds
+**After a death** nothing is counted twice or not at all. Put: the low bit is set only while T is; the recovering process finds
 out whether the ticket was given, clears the bit if so and takes back J1 if not, and then clears T. Get: with T set, the
-low bit says whether J3 was; if not, the undertaker does it, and then what follows. At last it counts what the dead had
+low bit says whether J3 was; if not, the recovering process does it, and then what follows. At last it counts what the dead had
 taken and not finished as *settled*, in one store (``settle_dead``): nobody else will finish it.
 
 But a process that does more tasks than it took does those of others, as a program does that takes results from its workers

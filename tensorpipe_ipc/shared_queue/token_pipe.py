@@ -1,6 +1,6 @@
 """Tokens of 8 bytes through a kernel pipe: order, atomicity and wake-ups come from the kernel, and so survive any kill.
 
-A token is a number above ``LAST_BELL`` (tickets and credits: shared_queue/shared_memory.py). It is given from, and
+A token is a number above ``LAST_DOORBELL`` (tickets and credits: shared_queue/shared_memory.py). It is given from, and
 taken into, a word of the acting process's own row in shared memory (memory/row.py), by ``writev`` and ``readv`` on
 that very word. The kernel copies a token into the taker's word and only then removes it from the pipe, under the
 pipe's mutex, in one system call that no signal can cut in two. So at every moment a token stands in the pipe or in a
@@ -36,10 +36,10 @@ between the looks, by a lock that the kernel drops when they die (``turn``): who
 Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early. For
 ``_NO_TURN`` it then does not wait for the turn again: there may be a million tokens.
 
-A giver that spilled writes one ``BELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
-``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Undertaker.shut``). So a taker without a
+A giver that spilled writes one ``DOORBELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
+``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Attachment.shut``). So a taker without a
 timeout waits in a plain blocking ``readv``, which is the fastest wait, and the one that a killed neighbour cannot rob
-of its wake-up: the kernel hands the token over or wakes the next. A bell eventfd beside the pipe would need epoll for
+of its wake-up: the kernel hands the token over or wakes the next. A doorbell eventfd beside the pipe would need epoll for
 every wait (two more system calls, 1 us).
 
 **Waking.** A token wakes one of those who sleep in ``readv``, and the kernel lets none of them be killed between its
@@ -77,18 +77,22 @@ from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
-__all__ = ["BELL", "BELLS", "CAPACITY", "DROP", "LAST_BELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
+__all__ = ["DOORBELL", "BELLS", "CAPACITY", "DROP", "LAST_DOORBELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
 
-BELL, SHUT, DROP = 1, 2, 3  # what wakes takers and is no token: look at the log; the queue is shut down; and emptied
-LAST_BELL = 3
-BELLS = frozenset((BELL, SHUT, DROP))
+DOORBELL, SHUT, DROP = (
+    1,
+    2,
+    3,
+)  # what wakes takers and is no token: look at the log; the queue is shut down; and emptied
+LAST_DOORBELL = 3
+BELLS = frozenset((DOORBELL, SHUT, DROP))
 CAPACITY = 6400  # tokens that always fit into a pipe of 16 pages, see above
 SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the death, and probing takes time too
 
 _PAGES = 16  # of a pipe, as Linux makes them by default
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032  # fcntl has the names from Python 3.10 on, on some builds only
 _SPLICE_F_NONBLOCK = 2
-_AT_ONCE = 256  # bells in one write, which is whole or not at all up to 4,096 bytes
+_AT_ONCE = 256  # doorbells in one write, which is whole or not at all up to 4,096 bytes
 _TURN = 0.01  # seconds
 _NO_TURN = 0.1  # seconds
 _MARGIN = 1 << 20  # bytes of the log
@@ -202,7 +206,7 @@ class TokenPipe:
         if self.unread():
             return False
         if self._head():
-            self.ring()
+            self.ring_doorbell()
             return False
         return True
 
@@ -232,14 +236,14 @@ class TokenPipe:
         return self._take_behind(head, buffers) if head else 0  # 0: others have taken it
 
     def take_past_bells(self, buffers: Buffers, put_back: Callable[[int], None]) -> int:
-        """``take_nowait`` where bells go round, and the pipe is never empty for long: once as many have passed as there were
-        when the head of the log was seen, nothing is left that was in the pipe then.
+        """``take_nowait`` where doorbells go round, and the pipe is never empty for long: once as many have passed as there
+        were when the head of the log was seen, nothing is left that was in the pipe then.
 
         Args:
-            put_back: is to put back so many bells, which were taken.
+            put_back: is to put back so many doorbells, which were taken.
 
         Returns:
-            How many, tokens among them; negative: they are early. 0: there were but bells.
+            How many, tokens among them; negative: they are early. 0: there were but doorbells.
         """
         has_turn = self.spills and self._take_turn()
         try:
@@ -249,7 +253,7 @@ class TokenPipe:
                 taken = self.take_piped(buffers)
                 if not taken:
                     break
-                if max(buffers[0][: 8 * taken].cast("Q")) > LAST_BELL:
+                if max(buffers[0][: 8 * taken].cast("Q")) > LAST_DOORBELL:
                     return taken
                 put_back(taken)
                 left -= taken
@@ -265,7 +269,7 @@ class TokenPipe:
     def _holds_but_bells(self) -> bool:
         """Return whether no token is in the pipe now; False where that is not known."""
         content = self._content()
-        return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_BELL
+        return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_DOORBELL
 
     def _take_behind(self, head: bytes, buffers: Buffers) -> int:
         """Take from the log, whose head was seen before the pipe was seen to be empty."""
@@ -323,12 +327,12 @@ class TokenPipe:
             return _Shared(self.fd)
 
     def fileno(self) -> int:
-        """Readable while the pipe holds anything, a bell included. There is one while the log holds anything: its writer
+        """Readable while the pipe holds anything, a doorbell included. There is one while the log holds anything: its writer
         rings, and so does whoever empties the pipe. (That a process is killed in between shows with the next put or get.)"""
         return self.fd
 
     def unread(self) -> int:
-        """Return how many tokens (and bells) the pipe holds now, not counting the log."""
+        """Return how many tokens (and doorbells) the pipe holds now, not counting the log."""
         count = array.array("i", [0])
         fcntl.ioctl(self.fd, termios.FIONREAD, count)
         return count[0] >> 3
@@ -354,7 +358,7 @@ class TokenPipe:
             if not self.spills:
                 raise
             self.spill(buffers)
-            self.ring()
+            self.ring_doorbell()
 
     def spill(self, buffers: Buffers) -> None:
         """Give the tokens to the log at once (rule 1). A ring is due.
@@ -372,8 +376,8 @@ class TokenPipe:
             )
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
 
-    def ring(self, bell: int = BELL, count: int = 1) -> bool:
-        """Put bells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep.
+    def ring_doorbell(self, doorbell: int = DOORBELL, count: int = 1) -> bool:
+        """Put doorbells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep.
 
         Returns:
             Whether there was room for all.
@@ -382,7 +386,7 @@ class TokenPipe:
             return False  # nor shall a part of them pile up, each time that it is tried
         try:
             for done in range(0, count, _AT_ONCE):
-                os.write(self.fd, bell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
+                os.write(self.fd, doorbell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
         except BlockingIOError:
             return False
         return True
@@ -390,7 +394,7 @@ class TokenPipe:
     # ---- looking ----
 
     def waiting(self) -> int | None:
-        """Return how many tokens wait in the pipe and the log now, bells not counted. None: try later."""
+        """Return how many tokens wait in the pipe and the log now, doorbells not counted. None: try later."""
         content = self._content()
         return None if content is None else len(frozenset(memoryview(content).cast("Q")) - BELLS) + self.spilled()
 

@@ -12,12 +12,12 @@ from tensorpipe_ipc.wire.metas import LeafMeta
 from tensorpipe_ipc.wire.restoring import restore
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["AS_SENT", "TENSORS", "Arrival", "is_restored", "restored_span", "widened"]
+__all__ = ["AS_SENT", "TENSORS", "DecodeOptions", "is_restored", "restored_span", "widened"]
 
 TENSORS = (Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN)  # kinds of leaves that may move to a device
 
 
-class Arrival(NamedTuple):
+class DecodeOptions(NamedTuple):
     """A receiver's wishes for the leaves of a message."""
 
     restore: bool = True
@@ -30,10 +30,10 @@ class Arrival(NamedTuple):
     """Moves a tensor to where it is wanted. Arrays, bytes and storages stay on the CPU."""
 
 
-AS_SENT = Arrival()
+AS_SENT = DecodeOptions()
 
 
-def is_restored(leaf: LeafMeta, kind: int, arrival: Arrival) -> bool:
+def is_restored(leaf: LeafMeta, kind: int, arrival: DecodeOptions) -> bool:
     """Return whether a leaf, of a kind (``Op``), gets its own dtype back."""
     if leaf.own is None or leaf.row is None:
         return False

@@ -20,7 +20,7 @@ import struct
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.header import MAX_HEADER
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.message import EncodedMessage
 
 __all__ = ["A_PICKLE", "BY_REFERENCE", "OFFERS", "ON_DEVICE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
 
@@ -33,7 +33,7 @@ def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
     return _HEAD.pack(flags, len(schema)) + schema + values
 
 
-def in_one_block(message: Outgoing, flags: int = 0) -> tuple[Block, bytes]:
+def in_one_block(message: EncodedMessage, flags: int = 0) -> tuple[Block, bytes]:
     """Return the payloads and the metadata to write into a block."""
     return Block(message.payloads, message.nbytes, message.keep), metadata_of(flags, message.schema, message.values)
 

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "Block", "Written", "in_block", "layout", "overlaps", "places_of"]
+__all__ = ["ALIGN", "BULK", "Block", "LazyPayload", "in_block", "layout", "overlaps", "places_of"]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
 ALIGN = 64  # a cache line, and what torch aligns its own memory to
@@ -31,7 +31,7 @@ def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-class Written:
+class LazyPayload:
     """A payload that has no bytes until it is written to the place that it travels in: it is made there. At least ``BULK``."""
 
     __slots__ = ()
@@ -149,7 +149,7 @@ class Block:
             if type(part) is list:
                 joined = b"".join(part)
                 place[start : start + len(joined)] = joined
-            elif isinstance(part, Written):
+            elif isinstance(part, LazyPayload):
                 part.write_into(place[start : start + len(part)])
             elif isinstance(part, ctypes.Array):
                 ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(place)) + start, part, len(part))

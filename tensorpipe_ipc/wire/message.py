@@ -1,4 +1,4 @@
-"""A tree ready to be sent: ``encode`` gives the parts, ``Outgoing.frames`` lays them out. ``schema`` is the mirror.
+"""A tree ready to be sent: ``encode`` gives the parts, ``EncodedMessage.frames`` lays them out. ``schema`` is the mirror.
 
 Payloads under ``BULK`` bytes stand behind the header in its frame, each at the next multiple of 64 from where they
 begin; each larger one is a frame of its own, so that it is copied neither to be sent nor to be received. What a payload
@@ -20,13 +20,13 @@ import torch
 from tensorpipe_ipc.errors import SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
-from tensorpipe_ipc.wire.layout import ALIGN, BULK, Written
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Encoder", "Outgoing", "encode"]
+__all__ = ["Encoder", "EncodedMessage", "encode"]
 
 _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
@@ -46,7 +46,7 @@ class Encoder(Protocol):
         that several of them share."""
 
 
-class Outgoing(NamedTuple):
+class EncodedMessage(NamedTuple):
     """A tree ready to be sent. ``payloads`` may be views of the caller's tensors, which ``keep`` keeps alive."""
 
     schema: bytes
@@ -61,7 +61,7 @@ class Outgoing(NamedTuple):
         return [first, *map(self._kept, large)]
 
     def parts(self, sequence: int) -> tuple[bytes, list[Any]]:
-        """The first frame, and the payloads that have a frame each: bytes-like, or ``Written``."""
+        """The first frame, and the payloads that have a frame each: bytes-like, or ``LazyPayload``."""
         header = pack(Kind.DATA, sequence, self.schema, self.values)
         if len(self.payloads) == 1:
             return (header, self.payloads) if self.nbytes >= BULK else (header + bytes(self.payloads[0]), [])
@@ -72,7 +72,7 @@ class Outgoing(NamedTuple):
     def _kept(self, payload: Any) -> Any:
         """A large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was
         interrupted and the caller's tensor is gone. A view through ctypes does not do so by itself."""
-        if isinstance(payload, Written):
+        if isinstance(payload, LazyPayload):
             return payload.frame()
         owner = payload.obj if isinstance(payload, memoryview) else payload
         if isinstance(owner, ctypes.Array):
@@ -82,7 +82,7 @@ class Outgoing(NamedTuple):
 
 def encode(
     tree: Any, serializer: Encoder, instead: bytes = b"", flat: Flat | None = None, *, apart: bool = False
-) -> Outgoing:
+) -> EncodedMessage:
     """Make a message of a tree. Nothing is copied that the serializer does not copy.
 
     Args:
@@ -103,7 +103,7 @@ def encode(
         schema = _short_leaf(serializer.name, _ONE_TENSOR) + (
             meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         )
-        return Outgoing(schema, instead, [payload], nbytes, tree)
+        return EncodedMessage(schema, instead, [payload], nbytes, tree)
     flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
     values = _encode_values(flat.values) if flat.values else instead
@@ -120,7 +120,7 @@ def encode(
         schema = _one_leaf(serializer.name, b"".join(flat.spec))
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
-        return Outgoing(schema, values, [payload], nbytes, leaves)
+        return EncodedMessage(schema, values, [payload], nbytes, leaves)
     shared = Sharing(leaves, getattr(serializer, "wire_dtype", None), flat.spec, apart=apart)
     payloads: list[Any] = []
     spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
@@ -129,7 +129,7 @@ def encode(
         [_head(serializer.name, b"".join(flat.spec)), _U32.pack(len(spans)), *spans, _U32.pack(len(metas)), *metas]
     )
     _see_that_it_fits(schema, values)
-    return Outgoing(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
+    return EncodedMessage(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
 
 
 def _see_that_it_fits(schema: bytes, values: bytes) -> None:

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, Arrival, is_restored, restored_span, widened
+from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
@@ -122,7 +122,7 @@ class Schema:
         frames: Sequence[memoryview],
         serializer: Decoder,
         own: int,
-        arrival: Arrival = AS_SENT,
+        arrival: DecodeOptions = AS_SENT,
     ) -> Any:
         """The message's tree.
 
@@ -161,7 +161,7 @@ class Schema:
         items: list[Any],
         serializer: Decoder,
         own: int,
-        arrival: Arrival,
+        arrival: DecodeOptions,
     ) -> Any:
         """The tree, with its leaves as they are wanted."""
         kinds = self._plan.kinds
@@ -196,7 +196,7 @@ class Schema:
         return self._plan.build(leaves, items, as_numpy=arrival.as_numpy)
 
     def tree_in(
-        self, values: bytes | memoryview, region: memoryview, serializer: Decoder, arrival: Arrival = AS_SENT
+        self, values: bytes | memoryview, region: memoryview, serializer: Decoder, arrival: DecodeOptions = AS_SENT
     ) -> Any:
         """The tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
 

@@ -20,9 +20,9 @@ import zmq
 
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_file, is_shared
-from tensorpipe_ipc.zeromq.alarm import Alarm
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
+from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 
@@ -38,7 +38,7 @@ class Connector(FrameSocket):
     """See FrameSocket.
 
     Attributes:
-        with_itself: how often it had itself on the line.
+        self_connections: how often it had itself on the line.
     """
 
     def __init__(self, address: Address, *, receives: bool, window: int = 0, security: Curve | None = None) -> None:
@@ -54,14 +54,14 @@ class Connector(FrameSocket):
         self._is_shared = False  # whether others may put a socket where this end looks for one
         self._pause = self._shortest = _SHORTEST if security is None else _LONGEST
         self._due = 0.0  # when the next try is
-        self._alarm: Alarm | None = None  # for who waits on ``fileno``
+        self._timer: TimerFd | None = None  # for who waits on ``fileno``
         self._is_short = False  # whether there was no descriptor left for a try
         self._fds: list[int] = []  # of the lines, that are watched
         self._is_settled = False  # whether ``_settle`` is done since there are other lines
         self._failed: Line | None = None  # the last whose handshake failed
         self._failures = 0
         self._stranger: int | None = None  # the other user whose socket is at the address, at the last look
-        self.with_itself = 0
+        self.self_connections = 0
 
     def open(self, told: Callable[[Exception], None]) -> None:  # noqa: ARG002 - nobody comes to a connector
         """See FrameSocket."""
@@ -142,13 +142,13 @@ class Connector(FrameSocket):
             if self._failed is None or line.was_answered:
                 self._failed = line
         self._stranger = line.stranger
-        self.with_itself += line.is_to_itself
+        self.self_connections += line.is_to_itself
         self._settle()
 
     def _pace(self) -> None:
         self._is_settled = False
         self._due = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST if self._alarm is None else _RARELY)
+        self._pause = min(2 * self._pause, _LONGEST if self._timer is None else _RARELY)
 
     def _try_if_due(self) -> None:
         is_within, may_be_there = self.address.scheme == "inproc", self._may_be_there()
@@ -181,8 +181,8 @@ class Connector(FrameSocket):
             self._fds = self._own_fds()
             for fd in self._fds:
                 self._poll_fd.watch(fd, edge=False)
-        if self._alarm is not None:
-            self._alarm.set(max(_SHORTEST, self._due - time.monotonic()) if self._line is None else 0)
+        if self._timer is not None:
+            self._timer.set(max(_SHORTEST, self._due - time.monotonic()) if self._line is None else 0)
         for line in [each for each in self._open if each not in (self._line, self._last)]:
             line.close(_LAST_WORDS)
             del self._open[line]
@@ -262,7 +262,7 @@ class Connector(FrameSocket):
         line = self._line
         return line is not None and line.routing == routing and line.is_orphaned()
 
-    def trouble(self) -> str:
+    def connect_error(self) -> str:
         """See FrameSocket."""
         self._hear()
         if self._stranger is not None:
@@ -283,7 +283,7 @@ class Connector(FrameSocket):
         return [fd for line in self._lines() for fd in line.filenos()]
 
     def _see_to(self, found: list[int]) -> None:
-        if any(fd in found for fd in self._fds) or (self._alarm is not None and self._alarm.fd in found):
+        if any(fd in found for fd in self._fds) or (self._timer is not None and self._timer.fd in found):
             self.is_connected()  # which silences it
 
     def _polling(self) -> Any:
@@ -296,9 +296,9 @@ class Connector(FrameSocket):
     def fileno(self) -> int:
         """See FrameSocket."""
         if not self._is_shown:
-            self._alarm = self._alarm or Alarm()
-            if self._alarm.fd >= 0:
-                self.watch(self._alarm.fd)
+            self._timer = self._timer or TimerFd()
+            if self._timer.fd >= 0:
+                self.watch(self._timer.fd)
             self._settle()
         return super().fileno()
 
@@ -311,5 +311,5 @@ class Connector(FrameSocket):
         with ExitStack() as steps:
             for line in self._open:
                 steps.callback(line.close, linger)
-            if self._alarm is not None:
-                steps.callback(self._alarm.close)
+            if self._timer is not None:
+                steps.callback(self._timer.close)

@@ -7,7 +7,7 @@ long a frame may be it has one limit for, which is the same before and after. So
     frame of n bytes    FRAGMENT | FRAGMENT | ... | the rest: fewer than FRAGMENT bytes, perhaps none
 
 One of exactly ``FRAGMENT`` bytes is followed by the next one. Both ends do so: either both have keys or they do not talk.
-Over tcp large payloads come in pieces that are shorter anyway (``unacknowledged``). To join the rest costs a copy.
+Over tcp large payloads come in pieces that are shorter anyway (``resend_buffer``). To join the rest costs a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
 
-FRAGMENT = (1 << 20) + 64  # bytes; what goes over tcp in pieces of 1 MiB (``unacknowledged``) is not cut again
+FRAGMENT = (1 << 20) + 64  # bytes; what goes over tcp in pieces of 1 MiB (``resend_buffer``) is not cut again
 LARGEST_FRAGMENT = FRAGMENT + 1024  # as it goes over the wire: CURVE adds 33 bytes
 
 

@@ -336,7 +336,7 @@ class FrameSocket:
         """Return whether a connector has a connection with a dead process: a child of that holds it open."""
         return False
 
-    def trouble(self) -> str:
+    def connect_error(self) -> str:
         """Say why a connector does not get in; "" as long as nothing is known to be in the way."""
         return ""
 

@@ -26,7 +26,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
-from tensorpipe_ipc.endpoints.notice import Attached, Notice, framed, notices, read_notice
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, published_statuses, read_notice
 from tensorpipe_ipc.process import identity
 
 pytestmark = pytest.mark.limit(30)
@@ -155,7 +155,9 @@ def test_who_left_is_not_told_of_any_more() -> None:
             putting = in_thread(lambda: producer.put(1, PATIENCE))
             consumer.get(PATIENCE)
             putting()
-            assert "2 ends" in _in_child(lambda: f"{len([each for each in notices() if 'left' in each.endpoint])} ends")
+            assert "2 ends" in _in_child(
+                lambda: f"{len([each for each in published_statuses() if 'left' in each.endpoint])} ends"
+            )
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         assert [finding.text for finding in _of("left")][1:] == ["nobody"]
@@ -188,7 +190,7 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
 )
 def test_what_a_notice_may_be(more: Any, found: bool) -> None:
     """A reader passes over anything that is not a notice, as anybody may have written it. It reads at most 1 MiB."""
-    said = framed(Notice("ipc:///x", "consumer", True, identity()))[8:]
+    said = framed(PublishedStatus("ipc:///x", "consumer", True, identity()))[8:]
     text = more(said, (1 << 20) - len(said))
     data = struct.pack("<II", zlib.crc32(text), len(text)) + text
     assert (read_notice(io.BytesIO(data)) is not None) == found
@@ -204,7 +206,9 @@ def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.Cap
     peer = Attached(f"producer{escape}", other, f"frames: {escape}", wanted=True)
     address = "tcp://127.0.0.1:9"
     for number, more in enumerate([{"peers": (peer,)}, {"binds": False, "refusal": escape}]):
-        notice = Notice(**{"endpoint": address, "role": f"consumer{escape}", "binds": True, "identity": who, **more})
+        notice = PublishedStatus(
+            **{"endpoint": address, "role": f"consumer{escape}", "binds": True, "identity": who, **more}
+        )
         (tmp_path / f"{number}.end").write_bytes(framed(notice))
     with open(tmp_path / "0.end", "rb"), open(tmp_path / "1.end", "rb"):
         assert cli.main(["doctor", address]) == 1
@@ -233,7 +237,9 @@ def test_what_lies_under_the_name_of_a_notice_is_not_waited_for(tmp_path: Path) 
     fifo = os.open(tmp_path / "x.end", os.O_RDWR)
     try:
         with tp.Consumer("one") as consumer:
-            assert [notice.role for notice in notices() if notice.endpoint == consumer.endpoint] == ["consumer"]
+            assert [notice.role for notice in published_statuses() if notice.endpoint == consumer.endpoint] == [
+                "consumer"
+            ]
     finally:
         os.close(fifo)
 

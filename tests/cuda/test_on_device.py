@@ -23,7 +23,7 @@ from gpu_stand_in import GPU, OTHER, StandIn
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cuda import on_device
-from tensorpipe_ipc.cuda.on_device import Said, said_of
+from tensorpipe_ipc.cuda.on_device import DevicePlacement, unpack_placement
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.wire.arrival import AS_SENT
@@ -444,7 +444,7 @@ def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
     if name in wrong:
         block = msgspec.structs.replace(block, **{name: wrong[name]})
         with pytest.raises(ProtocolError, match="cannot be read"):
-            said_of(msgspec.msgpack.encode(Said(b"", (block,), frames)))
+            unpack_placement(msgspec.msgpack.encode(DevicePlacement(b"", (block,), frames)))
         return
     frames = ((0, 0), (0, 0)) if name == "frames" else ((0, (2 << 20) - 4),)
     queue = ctx.Queue(cuda_ipc=True)
@@ -457,7 +457,13 @@ def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
             ProtocolError, match="places of 2 frames" if name == "frames" else "a frame of 400000 bytes"
         ):
             on_device.tree_of(
-                Said(b"", (block,), frames), b"", schema, payload, serializer_named("raw"), AS_SENT, there.blocks
+                DevicePlacement(b"", (block,), frames),
+                b"",
+                schema,
+                payload,
+                serializer_named("raw"),
+                AS_SENT,
+                there.blocks,
             )
         return "looked at"
 

@@ -27,7 +27,7 @@ from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.cuda.staging import Staging, StagingEncoder, unstager
 from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.serializers import base, narrowing, serializer_named
-from tensorpipe_ipc.wire.arrival import Arrival
+from tensorpipe_ipc.wire.arrival import DecodeOptions
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.message import encode
 
@@ -49,7 +49,7 @@ def _put(queue: Any, tree: Any, at_work: Staging) -> None:
 
 
 def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
-    arrival = Arrival(unstage=functools.partial(at_work.unstage, device=device))
+    arrival = DecodeOptions(unstage=functools.partial(at_work.unstage, device=device))
     return queue._queue.get(1, functools.partial(queue._codec.decode, arrival=arrival))
 
 
@@ -270,7 +270,7 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
         "storage": torch.ones(7).untyped_storage(),
     }
     queue.put(tree)
-    got = queue._queue.get(1, functools.partial(queue._codec.decode, arrival=Arrival(unstage=unstage)))
+    got = queue._queue.get(1, functools.partial(queue._codec.decode, arrival=DecodeOptions(unstage=unstage)))
     assert sorted(moved) == [12, 256]
     got["views"][0][20] = -1
     assert got["views"][1][4] == -1
@@ -305,7 +305,7 @@ def test_what_is_no_segment_is_not_locked(cuda: Recording) -> None:
 
 def test_locked_pages_are_not_punched_out(ctx, cuda: Recording) -> None:
     """Once any page is locked, free blocks keep their memory."""
-    segment = ctx.tensorpipe_undertaker().arena.segment
+    segment = ctx.tensorpipe_attachment().arena.segment
     queue = ctx.Queue()
     queue.put(torch.ones(1 << 20))
     at_work = Staging(cuda)

@@ -314,16 +314,16 @@ def test_a_binder_that_comes_while_get_is_leaving(monkeypatch: pytest.MonkeyPatc
     """A binder may come after get has looked for it, and before get brings the descriptor up to date: that tells."""
     with tp.Consumer("late", bind=False) as consumer, Child() as child:
         link = consumer._link
-        introduce = link.introduce
+        ensure_greeted = link.ensure_greeted
 
         def then_it_comes(timeout: float) -> bool:
-            came = introduce(timeout)
+            came = ensure_greeted(timeout)
             child.call(children.open_producer, consumer.endpoint, bind=True)
             return came
 
         consumer.fileno()
         with monkeypatch.context() as patch:
-            patch.setattr(link, "introduce", then_it_comes)
+            patch.setattr(link, "ensure_greeted", then_it_comes)
             with pytest.raises(tp.Empty):
                 consumer.get_nowait()
         child.begin(children.put_numbers_and_close, "", 2)

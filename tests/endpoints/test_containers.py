@@ -141,7 +141,7 @@ def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consu
 
             waiting = in_thread(wait)
             try:
-                wait_until(lambda: connecting.with_itself > 1)
+                wait_until(lambda: connecting.self_connections > 1)
                 others: list[tp.Consumer | tp.Producer] = []
                 wait_until(lambda: _binds(end, others))
                 with others[0] as other:

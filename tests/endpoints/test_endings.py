@@ -30,7 +30,7 @@ from proxy import Proxy
 from raw_ends import wait_in_vain
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import unacknowledged
+from tensorpipe_ipc.endpoints import resend_buffer
 from tensorpipe_ipc.endpoints.whereabouts import why_nobody
 from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.zeromq.addresses import parse, runtime_folder
@@ -524,7 +524,7 @@ def test_a_stream_that_has_ended_is_told_though_the_next_binder_is_there(
     shared_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the first is taken when the next one comes: that the first stream has ended is told before anything else."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.meeting._AGAIN", 0.0)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.greeting._AGAIN", 0.0)
     first = tp.Producer("told", bind=True, shared_memory=shared_memory, linger=0)
     with tp.Consumer("told", bind=False) as consumer:
         _met(first, consumer)
@@ -1272,7 +1272,7 @@ def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
 @pytest.mark.parametrize("waits", ["put", "loan", "put over tcp"])
 def test_another_thread_closes_a_producer_that_waits_for_memory(waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a consumer with room, and waits for that one to take what fills the memory."""
-    monkeypatch.setattr(unacknowledged, "KEPT_AT_MOST", 1 << 20)
+    monkeypatch.setattr(resend_buffer, "KEPT_AT_MOST", 1 << 20)
     endpoint, way = ("tcp://127.0.0.1:0", "off") if waits == "put over tcp" else ("memory", "require")
     with (
         tp.Producer(endpoint, bind=True, linger=0, shared_memory=way) as producer,
@@ -1336,7 +1336,7 @@ def test_nobody_reads_what_a_put_in_frames_was_given(way: str) -> None:
         child.signal(signal.SIGSTOP)
         frame = torch.ones(1 << 24, dtype=torch.uint8)
         if way == "a handler raises":
-            with _alarm(0.3), contextlib.suppress(TimeoutError):
+            with _timer(0.3), contextlib.suppress(TimeoutError):
                 producer.put(frame)
                 frame.fill_(7)
                 while True:
@@ -1355,7 +1355,7 @@ def test_nobody_reads_what_a_put_in_frames_was_given(way: str) -> None:
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def _timer(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> None:
         raise TimeoutError
 

@@ -15,7 +15,7 @@ from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.memory.moving import INLINE, values_and_frames
+from tensorpipe_ipc.memory.handover import INLINE, values_and_frames
 from tensorpipe_ipc.serializers import serializer_names
 
 pytestmark = pytest.mark.limit(20)

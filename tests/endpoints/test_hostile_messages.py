@@ -301,20 +301,20 @@ def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_th
 ) -> None:
     """An alarm raised TimeoutError, and get took it for a damaged message, and waited on."""
 
-    class Alarm(ValueError, OSError):
+    class TimerFd(ValueError, OSError):
         """One that what reads a message expects of a damaged one."""
 
     def alarm(*_: Any) -> None:
-        raise Alarm
+        raise TimerFd
 
     def interrupted(*_: Any, **__: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
 
-    entry = Registered(Alarm, Op.CUSTOM, "interrupted", (), lambda _: torch.ones(3), interrupted)
+    entry = Registered(TimerFd, Op.CUSTOM, "interrupted", (), lambda _: torch.ones(3), interrupted)
     monkeypatch.setitem(BY_NAME, entry.name, entry)
-    monkeypatch.setitem(BY_TYPE, Alarm, entry)
+    monkeypatch.setitem(BY_TYPE, TimerFd, entry)
     serializer = "raw" if of == "a tree" else "torch_save"
-    frames = exchange.sent(Alarm() if of == "a tree" else torch.ones(3), serializer, sequence=1)
+    frames = exchange.sent(TimerFd() if of == "a tree" else torch.ones(3), serializer, sequence=1)
     if of == "torch.load":
         monkeypatch.setattr(torch, "load", interrupted)
     elif of == "zipfile":
@@ -323,7 +323,7 @@ def test_what_a_signals_handler_raises_while_a_message_is_read_is_no_fault_of_th
     try:
         with _talk(accept=["raw", serializer]) as (consumer, raw):
             raw.say(*frames)
-            with pytest.raises(Alarm):
+            with pytest.raises(TimerFd):
                 consumer.get(PATIENCE)
             assert consumer.statistics().rejected == 0
     finally:

@@ -20,7 +20,7 @@ from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, ref
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
-from tensorpipe_ipc.endpoints import link, meeting
+from tensorpipe_ipc.endpoints import greeting, link
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
@@ -553,7 +553,7 @@ def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.Mo
 def test_one_that_is_refused_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as at first: whoever makes room for it does not find it asking ever more seldom."""
     monkeypatch.setattr(link, "MOST_PEERS", 1)
-    for module in (link, meeting):
+    for module in (link, greeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer("full", producers=None, shared_memory="off") as consumer:
         with tp.Producer("full") as first, tp.Producer("full", linger=0) as second:

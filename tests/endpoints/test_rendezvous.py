@@ -205,7 +205,7 @@ def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous
                 rendezvous.reach(HERE, queue.offer, 3)
             except SharedMemoryError as failed:
                 said = str(failed)
-        assert queue.number in mine.undertaker.queues
+        assert queue.number in mine.attachment.queues
         mine.put(Bytes(b"mine"), b"m")
         lock = os.open(f"/proc/{os.getppid()}/fd/{queue.offer.segment[0]}", os.O_RDWR)
         return f"{said}, {ofd_locks.is_locked(lock, queue.record.block + 1)}"
@@ -216,13 +216,13 @@ def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous
 
 def test_a_queue_that_only_this_process_has_is_not_buried_before_it_lets_go(queue: rendezvous.PairQueue) -> None:
     """It is kept by the lock that says that the process lives; also where that process itself asks whether it is anybody's."""
-    undertaker, record = queue.undertaker, queue.record
-    undertaker.bury_all()
-    assert not undertaker.bury(queue.number)
+    attachment, record = queue.attachment, queue.record
+    attachment.destroy_orphaned_queues()
+    assert not attachment.destroy_if_orphaned(queue.number)
     assert record.exists()
     queue.close()
     assert not record.exists()
-    assert undertaker.bury(queue.number)
+    assert attachment.destroy_if_orphaned(queue.number)
 
 
 @pytest.mark.parametrize(("said", "maxsize"), [(2, 2), (3, 3), (4, 3), (1 << 40, 3)])

@@ -12,7 +12,18 @@ from crash_points import die, in_child, interrupted_at, reap
 import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import FREE, HEADER, HELD, HOLDER, QUEUED, UNIT, WRITING, Arena, kind_of, payload_at
+from tensorpipe_ipc.memory.arena import (
+    FREE,
+    HEADER,
+    HELD,
+    HOLDER,
+    QUEUED,
+    UNIT,
+    WRITING,
+    Arena,
+    payload_at,
+    size_class_of,
+)
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, Segment
 
@@ -36,14 +47,14 @@ def free(arena, block):
 
 def test_kinds_have_room_for_header_and_content():
     for nbytes in (0, 1, 448, 449, 960, 4032, 4033, UNIT - 64, UNIT - 63, 100 << 20):
-        assert nbytes + 64 <= 1 << kind_of(nbytes)
-        assert nbytes + 64 > 1 << kind_of(nbytes) - 1 or kind_of(nbytes) == 9
+        assert nbytes + 64 <= 1 << size_class_of(nbytes)
+        assert nbytes + 64 > 1 << size_class_of(nbytes) - 1 or size_class_of(nbytes) == 9
     assert payload_at(4096, 0) == 4160
     assert payload_at(4096, 1) == 4224
 
 
 def test_blocks_do_not_overlap(arena):
-    blocks = [(arena.allocate(nbytes), kind_of(nbytes)) for nbytes in (0, 100, 500, 5000, 70_000, 3 << 20) * 5]
+    blocks = [(arena.allocate(nbytes), size_class_of(nbytes)) for nbytes in (0, 100, 500, 5000, 70_000, 3 << 20) * 5]
     ranges = sorted((block, block + (1 << kind)) for block, kind in blocks)
     assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
     assert all(step(arena, block) == WRITING for block, _ in blocks)
@@ -247,12 +258,12 @@ def test_no_look_at_an_extent_searches_beyond_it(arena, nbytes, monkeypatch):
             searched.append(found - place)
         return found
 
-    for _ in range(4 << 20 >> kind_of(nbytes)):
+    for _ in range(4 << 20 >> size_class_of(nbytes)):
         block = arena.allocate(nbytes)
         arena.segment.octets[block + HEADER : block + HEADER + nbytes] = 1
     monkeypatch.setattr(os, "lseek", measure)
     count = sum(len(arena.states(*extent)[0]) for extent in arena._extents(arena.rows.index))
-    assert count >= 4 << 20 >> kind_of(nbytes)
+    assert count >= 4 << 20 >> size_class_of(nbytes)
     assert max(searched, default=0) < UNIT
 
 
@@ -294,7 +305,9 @@ def assert_threads_get_blocks_of_their_own(arena, threads=4):
     def allocate():
         begin.wait(10)
         arena.attach()
-        blocks.extend((arena.allocate(nbytes), 1 << kind_of(nbytes)) for nbytes in (400, 5000, 1 << 20, 3 << 20) * 4)
+        blocks.extend(
+            (arena.allocate(nbytes), 1 << size_class_of(nbytes)) for nbytes in (400, 5000, 1 << 20, 3 << 20) * 4
+        )
 
     at_it = [threading.Thread(target=allocate) for _ in range(threads)]
     for thread in at_it:
@@ -366,11 +379,11 @@ def test_a_gap_is_filled_by_what_fits_to_the_unit(arena):
 
 def test_a_block_that_a_failed_put_gives_up_is_free_once(arena):
     """Whatever another thread does meanwhile, which looks for free blocks at each step of it."""
-    block, kind = arena.allocate(400), kind_of(400)
+    block, kind = arena.allocate(400), size_class_of(400)
 
     def other_thread(frame, event, _):
         sys.settrace(None)
-        arena.harvest(kind)
+        arena.reclaim_freed(kind)
         sys.settrace(lambda *_: None)
         return other_thread
 
@@ -379,7 +392,7 @@ def test_a_block_that_a_failed_put_gives_up_is_free_once(arena):
         arena.discard(block)
     finally:
         sys.settrace(None)
-    arena.harvest(kind)
+    arena.reclaim_freed(kind)
     assert arena.free[kind].count(block) == 1
     blocks = [arena.allocate(400) for _ in range(100)]
     assert len(set(blocks)) == 100
@@ -406,7 +419,7 @@ def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena):
 def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena):
     """Up to Python 3.11 garbage is collected when a tuple is made, say. No block is in the lists twice after that."""
     nbytes, taken, hoard, thresholds = 100_000, list[int](), list[tuple[object]](), gc.get_threshold()
-    kind = kind_of(nbytes)
+    kind = size_class_of(nbytes)
 
     class Allocating:
         def __init__(self):
@@ -416,7 +429,7 @@ def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena):
             taken.append(arena.allocate(nbytes))
 
     for made in range(1, 10):
-        while len(arena.young[kind]) <= tensorpipe_ipc.memory.arena.YOUNG:
+        while len(arena.recent[kind]) <= tensorpipe_ipc.memory.arena.RECENT:
             taken.append(arena.allocate(nbytes))
         gc.disable()
         hoard += [(object(),) for _ in range(2500)]  # so Python has none to use again
@@ -424,7 +437,7 @@ def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena):
         gc.set_threshold(gc.get_count()[0] + made, *thresholds[1:])
         gc.enable()
         try:
-            arena.harvest(kind)
+            arena.reclaim_freed(kind)
         finally:
             gc.set_threshold(*thresholds)
         gc.collect(0)
@@ -437,19 +450,19 @@ def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena):
 def test_a_thread_drops_what_another_process_took_while_one_looks_for_free_extents(arena, monkeypatch):
     block, removed = arena.allocate(400), tensorpipe_ipc.memory.arena._removed
     free(arena, block)
-    arena.harvest(kind_of(400))
+    arena.reclaim_freed(size_class_of(400))
 
     def drop_first(blocks, units):
         if units:
             monkeypatch.setattr(tensorpipe_ipc.memory.arena, "_removed", removed)
             arena.words[arena.table + (block >> 20)] += 1
-            arena._drop_lost(kind_of(400))
+            arena._drop_lost(size_class_of(400))
         return removed(blocks, units)
 
     monkeypatch.setattr(tensorpipe_ipc.memory.arena, "_removed", drop_first)
     assert arena._withdraw() == []
     assert not arena._mine
-    assert not any(arena._lists(kind_of(400)))
+    assert not any(arena._lists(size_class_of(400)))
 
 
 def test_a_claim_of_units_keeps_the_lock_of_a_queue_that_is_being_buried(arena, child):

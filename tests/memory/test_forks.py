@@ -306,7 +306,7 @@ def test_a_child_that_wrote_to_inherited_tensors_still_works_with_the_memory_aro
     assert all(tensor.unique().tolist() == [7.0] for tensor in held)
     assert reap(pid) == 0
     held.clear()
-    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_attachment().recover_dead()
     assert blocks_in_use(ctx) == {}
 
 
@@ -321,7 +321,7 @@ def test_a_child_that_buries_its_killed_parent_leaves_it_what_the_child_reads(ct
             go.wait()
             tensor[0] = 8
             for _ in range(3):
-                ctx.tensorpipe_undertaker().look(inherit=True)
+                ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
                 use_memory(ctx)
             assert (tensor[0], tensor[1:].unique().tolist()) == (8, [7.0])
 
@@ -333,11 +333,11 @@ def test_a_child_that_buries_its_killed_parent_leaves_it_what_the_child_reads(ct
     ready.wait()
     os.kill(pid, signal.SIGKILL)
     reap(pid)
-    ctx.tensorpipe_undertaker().look(inherit=True)
+    ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
     use_memory(ctx)
     assert blocks_in_use(ctx) == {"held": 1}
     go.open()
-    wait_until(lambda: bool(ctx.tensorpipe_undertaker().look()) or blocks_in_use(ctx) == {})
+    wait_until(lambda: bool(ctx.tensorpipe_attachment().recover_dead()) or blocks_in_use(ctx) == {})
     assert blocks_in_use(ctx) == {}
 
 
@@ -370,9 +370,9 @@ def test_a_long_lived_child_keeps_what_it_can_read_and_no_more(ctx: Any, gates: 
     go, short, *_ = gates
     old = [leased(ctx)]
     pid = in_child(go.wait)
-    young = [leased(ctx, 3.0)]
+    recent = [leased(ctx, 3.0)]
     other = in_child(short.wait)
-    young.clear()
+    recent.clear()
     assert blocks_in_use(ctx) == {"held": 2}
     short.open()
     reap(other)
@@ -419,7 +419,7 @@ def test_what_a_child_lets_go_is_free_though_the_child_lives(ctx: Any, gates: li
     assert blocks_in_use(ctx) == {"held": 2}  # the grandchild has one
     first.open()
     wrote.wait()
-    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_attachment().recover_dead()
     assert blocks_in_use(ctx) == {}
     use_memory(ctx)
     second.open()
@@ -429,7 +429,7 @@ def test_what_a_child_lets_go_is_free_though_the_child_lives(ctx: Any, gates: li
 def test_a_line_of_processes_each_forked_by_the_one_before_needs_few_rows(ctx: Any, gates: list[Gate]) -> None:
     """Each has a lease when it forks and ends, and the next one lets go of it."""
     done, *_ = gates
-    rows = ctx.tensorpipe_undertaker().rows
+    rows = ctx.tensorpipe_attachment().rows
 
     def generation(left: int) -> None:
         kept = leased(ctx, float(left))
@@ -439,7 +439,7 @@ def test_a_line_of_processes_each_forked_by_the_one_before_needs_few_rows(ctx: A
         del kept
         if left:
             generation(left - 1)
-        ctx.tensorpipe_undertaker().look()
+        ctx.tensorpipe_attachment().recover_dead()
         assert len(rows.used()) < 6
         done.open()
 
@@ -468,7 +468,7 @@ def test_epochs_with_fresh_workers_and_batches_alive_at_the_fork_cost_no_more_me
 def test_a_get_that_waits_gives_back_what_children_kept(ctx: Any, gates: list[Gate]) -> None:
     """Else others would find no room for as long as nothing comes."""
     there, data, (helped, go, *_) = ctx.Queue(), ctx.Queue(), gates
-    leases = ctx.tensorpipe_undertaker().leases
+    leases = ctx.tensorpipe_attachment().leases
     leases.budget = leases._room = CAPACITY
 
     def produce() -> None:
@@ -541,7 +541,7 @@ def test_a_fork_without_a_free_descriptor_protects_what_its_child_reads(used_up:
 def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:
     """Many leases were, and were let go after one too many was refused."""
     there = ctx.Queue()
-    leases = ctx.tensorpipe_undertaker().leases
+    leases = ctx.tensorpipe_attachment().leases
     leases.budget = leases._room = 2000 * mmap.PAGESIZE  # a small lease costs a page
     for _ in range(2001):
         there.put(torch.ones(100))

@@ -160,7 +160,7 @@ def test_a_get_that_failed_after_a_fork_within_leaves_nothing_when_its_queue_is_
         there.get()
     del there
     gc.collect()
-    ctx.tensorpipe_undertaker().bury_left()
+    ctx.tensorpipe_attachment().destroy_left_queues()
     assert left_in(ctx) == {}
 
 
@@ -256,7 +256,7 @@ def test_a_tensor_that_is_collected_while_its_get_ends_leaves_no_block(ctx: Any)
             there.put(Cyclic(torch.full((SIZE,), 7.0)))
             left = run_traced(there.get, point, lambda: gc.collect(0), SIGNAL_CHECKS, before=False)
             gc.collect(0)
-            assert ctx.tensorpipe_undertaker().arena.holders() == {}
+            assert ctx.tensorpipe_attachment().arena.holders() == {}
             point += 1
     finally:
         gc.enable()
@@ -279,7 +279,7 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
                 assert reap(in_child(lambda: None)) == 0
 
             def others() -> None:
-                ctx.tensorpipe_undertaker().leases.settle()
+                ctx.tensorpipe_attachment().leases.settle()
                 there.put(torch.full((SIZE,), 5.0))
                 kept.append(there.get())
 
@@ -292,8 +292,8 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
             use_memory(ctx)
             assert all(each.unique().tolist() == [5.0] for each in kept)
             kept.clear()
-            ctx.tensorpipe_undertaker().leases.settle()
-            assert ctx.tensorpipe_undertaker().arena.holders() == {}
+            ctx.tensorpipe_attachment().leases.settle()
+            assert ctx.tensorpipe_attachment().arena.holders() == {}
             point += 1
         assert point > 4
     assert [each.exc_value for each in lost] == []
@@ -301,7 +301,7 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
 
 def test_what_a_child_reads_is_not_freed_by_a_thread_that_saw_another_child_end(ctx: Any) -> None:
     """Another thread makes a tensor in the same block, forks, and lets go of it, at any moment of the look."""
-    leases, point, left = ctx.tensorpipe_undertaker().leases, 1, 0
+    leases, point, left = ctx.tensorpipe_attachment().leases, 1, 0
 
     def let_go_while_a_child_lives() -> Callable[[], int]:
         box, (reader, writer) = [ctx.empty(SIZE).fill_(7) for _ in range(2)], os.pipe()
@@ -369,7 +369,7 @@ def test_a_tensor_at_whose_death_a_handler_raises_is_free_at_a_later_get(
     """Python drops what is raised there. Nobody needs to be short of memory; a process that only gets never is."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     monkeypatch.setattr("tensorpipe_ipc.memory.leases._PAUSE", 0.0)  # seconds in which it does not look again
-    there, leases, point, left = ctx.Queue(), ctx.tensorpipe_undertaker().leases, 1, 0
+    there, leases, point, left = ctx.Queue(), ctx.tensorpipe_attachment().leases, 1, 0
 
     def interrupt() -> None:
         raise Through
@@ -380,7 +380,7 @@ def test_a_tensor_at_whose_death_a_handler_raises_is_free_at_a_later_get(
         left = run_traced(box.clear, point, interrupt, SIGNAL_CHECKS, before=False)
         there.put(torch.full((SIZE,), 7.0))
         there.get()
-        assert ctx.tensorpipe_undertaker().arena.holders() == {}, point
+        assert ctx.tensorpipe_attachment().arena.holders() == {}, point
         assert leases._room == leases.budget
         point += 1
     assert point > 3
@@ -404,7 +404,7 @@ def test_an_exception_while_a_tensor_is_made_in_the_arena_leaves_no_block(
                 left = run_traced(make, point, interrupt, SIGNAL_CHECKS, before=False)
             except Through:
                 left = 0
-            ctx.tensorpipe_undertaker().leases.settle()
-            assert ctx.tensorpipe_undertaker().arena.holders() == {}, point
+            ctx.tensorpipe_attachment().leases.settle()
+            assert ctx.tensorpipe_attachment().arena.holders() == {}, point
             point += 1
         assert point > 30

@@ -20,7 +20,7 @@ from wholeness import strides
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import Arena, kind_of
+from tensorpipe_ipc.memory.arena import Arena, size_class_of
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
@@ -75,7 +75,7 @@ def peak_memory(*, start=False):
 
 def worth(memory, nbytes):
     """Return about how many messages of a size take so much memory."""
-    return max(1, memory // (1 << kind_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
+    return max(1, memory // (1 << size_class_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
 
 
 def burst(there, nbytes, count):
@@ -169,7 +169,7 @@ def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, mo
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def stops():
-        arena = large_ctx.tensorpipe_undertaker().arena
+        arena = large_ctx.tensorpipe_attachment().arena
         if where == "before it fills new memory":
             monkeypatch.setattr(Segment, "reserve", stop)
         one.put(octets(12 * MIB))
@@ -217,18 +217,18 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(c
     """With what waits in it, when nobody has it any more."""
     there = ctx.Queue()
     there.put(octets(20 * PART))
-    arena = ctx.tensorpipe_undertaker().arena
+    arena = ctx.tensorpipe_attachment().arena
 
     def take_all():
-        ctx.tensorpipe_undertaker().attach()
+        ctx.tensorpipe_attachment().attach()
         monkeypatch.setattr(barrier, "quick", die)
         arena._take([extent for *extent, _ in arena._all_extents()])
 
     assert reap(in_child(take_all)) == -signal.SIGKILL
     del there
     gc.collect()
-    ctx.tensorpipe_undertaker().look()
-    ctx.tensorpipe_undertaker().bury_left()
+    ctx.tensorpipe_attachment().recover_dead()
+    ctx.tensorpipe_attachment().destroy_left_queues()
     assert not arena.is_in_use()
     other = ctx.Queue()
     other.put(0)
@@ -310,7 +310,7 @@ def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_c
         for _ in range(there.qsize()):
             there.get(copy=True)
         there.trim()
-        left = list(medium_ctx.tensorpipe_undertaker().arena._all_extents())
+        left = list(medium_ctx.tensorpipe_attachment().arena._all_extents())
         assert len(left) == 1, (
             f"after an exception at step {point} there is more left than what the queue's record lies in"
         )
@@ -362,7 +362,7 @@ def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
         there.trim()
 
     with Helper(action):
-        large_ctx.tensorpipe_undertaker().arena.reclaim()  # as where there is no room: it looks at all that it had
+        large_ctx.tensorpipe_attachment().arena.reclaim()  # as where there is no room: it looks at all that it had
         assert _pages_of_no_extent(large_ctx) == []
         burst(there, 3000, 1000)
         assert _pages_of_no_extent(large_ctx) == []
@@ -375,7 +375,7 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
     there = large_ctx.Queue()
     burst(there, 3000, 5000)
     there.trim()
-    arena = large_ctx.tensorpipe_undertaker().arena
+    arena = large_ctx.tensorpipe_attachment().arena
     first = arena._first_unit + 40 << 20
     for page in range(first, first + 16 * MIB, 4096):
         assert arena.words[page >> 3] == 0
@@ -386,7 +386,7 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
 
 
 def _pages_of_no_extent(ctx):
-    arena = ctx.tensorpipe_undertaker().arena
+    arena = ctx.tensorpipe_attachment().arena
     extents = [(start, start + (units << 20)) for start, _, units, _ in arena._all_extents()]
     pages = arena.written(arena._first_unit << 20, arena.segment.size)
     return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
@@ -537,7 +537,7 @@ def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_
 def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
     """As that of an arena whose pages a GPU has locked: also once there was no room for something larger."""
     there = large_ctx.Queue()
-    large_ctx.tensorpipe_undertaker().arena.words[PAGE_LOCKED] = 1
+    large_ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
     burst(there, 3 * MIB, 10)
     there.put(octets(1))
     with pytest.raises(Full):
@@ -585,10 +585,10 @@ def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ct
 @pytest.mark.parametrize("nbytes", [300, 5000])
 def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkeypatch):
     """It took milliseconds where there was much: too long for a program that gets a copy then."""
-    there, undertaker = ctx.Queue(), ctx.tensorpipe_undertaker()
+    there, attachment = ctx.Queue(), ctx.tensorpipe_attachment()
     there.put(octets(nbytes, 7))
-    monkeypatch.setattr(undertaker.leases, "_room", 4000)
-    monkeypatch.setattr(undertaker, "make_room", None)
+    monkeypatch.setattr(attachment.leases, "_room", 4000)
+    monkeypatch.setattr(attachment, "make_room", None)
     with pytest.raises(SharedMemoryError, match="no lease"):
         there.get(copy=False)
     assert int(there.get(copy=True)[0]) == 7
@@ -596,7 +596,7 @@ def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkey
 
 def few_addresses(ctx, units):
     """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
-    arena = ctx.tensorpipe_undertaker().arena
+    arena = ctx.tensorpipe_attachment().arena
     arena._units = arena._first_unit + units
 
 
@@ -663,7 +663,7 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
-    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+    large_ctx.tensorpipe_attachment().arena._look_at = 0
 
     def wait():
         there.get(timeout=LIMIT if who == "waits with a timeout" else None)
@@ -690,7 +690,7 @@ def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, co
     """And they stay as they are; what was given back is used again."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     there, taken = large_ctx.Queue(), []
-    large_ctx.tensorpipe_undertaker().arena._look_at = 0
+    large_ctx.tensorpipe_attachment().arena._look_at = 0
     for number in range(count):
         there.put(octets(nbytes, number % 100))
         taken.append(there.get(copy=False))
@@ -716,7 +716,7 @@ def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout
         waiter = threading.Thread(target=there.get, kwargs={"timeout": timeout})
         waiter.start()
         os.kill(holder.pid, signal.SIGKILL)
-        segment = large_ctx.tensorpipe_undertaker().arena.segment
+        segment = large_ctx.tensorpipe_attachment().arena.segment
         wait_for(lambda: segment.resident() < MIB)  # and not by ``statistics``, which finishes what the dead began
         there.put(1)
         waiter.join(LIMIT)
@@ -1034,24 +1034,24 @@ def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
 def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
     """It looks at all that there are; that there are more of them meanwhile is no error."""
     with tp.Consumer("grown") as consumer:
-        undertaker = consumer._link.spares._queues[0].undertaker
-        ends, done = next(iter(undertaker.queues.values())), threading.Event()
+        attachment = consumer._link.standby._queues[0].attachment
+        ends, done = next(iter(attachment.queues.values())), threading.Event()
         numbers = range(1 << 40, (1 << 40) + 3000)
 
         def make() -> None:
             while not done.is_set():
                 for number in numbers:
-                    undertaker.queues[number] = ends
+                    attachment.queues[number] = ends
                 for number in numbers:
-                    del undertaker.queues[number]
+                    del attachment.queues[number]
 
         making, interval = in_thread(make), sys.getswitchinterval()
         sys.setswitchinterval(1e-6)
         try:
             until = time.monotonic() + 0.3
             while time.monotonic() < until:
-                undertaker.words[GROWN] = 1
-                undertaker.rest()
+                attachment.words[GROWN] = 1
+                attachment.rest()
         finally:
             sys.setswitchinterval(interval)
             done.set()

@@ -10,7 +10,7 @@ from crash_points import die, dies_at, in_child, reap
 from wholeness import points, stride
 
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import HELD, HOLDER, QUEUED, WRITING, Arena, kind_of
+from tensorpipe_ipc.memory.arena import HELD, HOLDER, QUEUED, WRITING, Arena, size_class_of
 from tensorpipe_ipc.memory.row import ALLOCATING, hazard_word
 from tensorpipe_ipc.memory.segment import Segment
 
@@ -155,7 +155,7 @@ def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
             arena.words[block >> 3] &= ~HOLDER
 
         arena.reclaim()
-        wanted = arena.free[kind_of(300_000)][-1] >> 20
+        wanted = arena.free[size_class_of(300_000)][-1] >> 20
         word = hazard_word(arena.rows.index, ALLOCATING)
         words = arena.words
 

@@ -96,7 +96,7 @@ def test_it_is_released_by_the_interpreters_exit(method):
     process.join(LIMIT)
     assert process.exitcode == 0
     process.close()
-    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_attachment().recover_dead()
     assert blocks_in_use(ctx) == {}
     vars(ctx).clear()
 
@@ -120,7 +120,7 @@ def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx):
     pid = in_child(child)
     os.read(told, 1)
     for _ in range(20):
-        ctx.tensorpipe_undertaker().look(inherit=True)
+        ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
         there.put(torch.zeros(SIZE))
         there.get()
     os.write(go, b"x")
@@ -138,7 +138,7 @@ def test_it_outlives_its_killed_producer(ctx):
 
     reap(in_child(child))
     lease = there.get(timeout=LIMIT)
-    ctx.tensorpipe_undertaker().look(inherit=True)
+    ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
     for _ in range(20):
         there.put(torch.zeros(SIZE))
         there.get()
@@ -173,8 +173,8 @@ def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx):
     payload = torch.ones(1 << 20)
 
     def hold():
-        leases = ctx.tensorpipe_undertaker().leases
-        ctx.tensorpipe_undertaker().attach()
+        leases = ctx.tensorpipe_attachment().leases
+        ctx.tensorpipe_attachment().attach()
         leases.budget = leases._room = CAPACITY
         held = [there.get(copy=False) for _ in range(count)]
         told.put(len(held))
@@ -227,7 +227,7 @@ def test_copy_false_of_what_has_no_memory_holds_none(ctx, obj):
 
 def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx):
     there, told, large = ctx.Queue(), ctx.Queue(), torch.ones(CAPACITY // 2 - (2 << 20), dtype=torch.uint8)
-    resident = ctx.tensorpipe_undertaker().arena.segment.resident
+    resident = ctx.tensorpipe_attachment().arena.segment.resident
 
     def hold():
         held = there.get(timeout=LIMIT)
@@ -258,7 +258,7 @@ def test_loans_pin_no_more_than_the_capacity(ctx):
     for number, each in enumerate([loan.__enter__() for loan in loans]):
         each.fill_(number)
         del each
-    assert ctx.tensorpipe_undertaker().arena.segment.resident() <= CAPACITY
+    assert ctx.tensorpipe_attachment().arena.segment.resident() <= CAPACITY
     for number, loan in enumerate(loans):
         loan.__exit__(None, None, None)
         got = there.get(copy=True)
@@ -267,7 +267,7 @@ def test_loans_pin_no_more_than_the_capacity(ctx):
 
 
 def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx, monkeypatch):
-    there, arena, large = ctx.Queue(), ctx.tensorpipe_undertaker().arena, (CAPACITY // 4 * 3,)
+    there, arena, large = ctx.Queue(), ctx.tensorpipe_attachment().arena, (CAPACITY // 4 * 3,)
     held, allocate = [ctx.empty(large, torch.uint8)], arena.allocate
 
     def allocate_and_let_go(*args, **kwargs):
@@ -285,7 +285,7 @@ def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx,
 
 def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx):
     there, held = ctx.Queue(), []
-    leases = ctx.tensorpipe_undertaker().leases
+    leases = ctx.tensorpipe_attachment().leases
     leases.budget = leases._room = MIB
     before = there.statistics().resident
     for _ in range(256):
@@ -300,7 +300,7 @@ def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ct
 
 def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):
     there = ctx.Queue(3)
-    leases = ctx.tensorpipe_undertaker().leases
+    leases = ctx.tensorpipe_attachment().leases
     leases.budget = leases._room = 2 * 4 * SIZE
     held = [leased(there, copy=False), leased(there, copy=False)]
     for i in range(2):

@@ -152,7 +152,7 @@ def test_a_fork_keeps_the_leases_of_its_killed_parent(held, child, kill):
     assert [count for row, (count, _) in held.arena.holders().items() if row == 1] == [1]
     os.kill(grandchild, signal.SIGKILL)
     deadline = time.monotonic() + 20
-    while rows.has_witness(1):
+    while rows.has_fork_marker(1):
         assert time.monotonic() < deadline
     with rows.locked(1):
         assert held.arena.finish(1)
@@ -173,7 +173,7 @@ def test_leases_younger_than_the_fork_are_not_kept(held, child):
 
 def test_a_fork_without_leases_leaves_no_witness(held, child):
     child(lambda: None)
-    assert not held.arena.rows.has_witness(held.arena.rows.index)
+    assert not held.arena.rows.has_fork_marker(held.arena.rows.index)
     assert held.arena.rows.forks == 0
 
 
@@ -216,7 +216,7 @@ def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held, monkeypa
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(held.arena.rows, "reserve_witness", interrupt)
+    monkeypatch.setattr(held.arena.rows, "reserve_fork_marker", interrupt)
     held.arena.rows.spare = None
     with pytest.raises(KeyboardInterrupt):
         held.leases.lease(held.block, held.block + 64, NBYTES)

@@ -161,7 +161,7 @@ def test_a_record_that_nobody_uses(rows):
     assert rows.unused_record(1) == record_of(1, 9)
 
 
-def test_only_one_thread_is_undertaker(rows, child, kill):
+def test_only_one_thread_recovers(rows, child, kill):
     kill(child(lambda: attached(rows)))
     inside = []
 

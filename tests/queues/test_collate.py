@@ -362,7 +362,7 @@ def test_a_part_that_was_collated_takes_the_rest_with_it(ctx):
 
 
 def test_without_room_it_stacks_in_memory_of_its_own(ctx):
-    ctx.tensorpipe_undertaker().arena.words[CAPACITY] = 700_000  # for one batch, and not for two
+    ctx.tensorpipe_attachment().arena.words[CAPACITY] = 700_000  # for one batch, and not for two
     loader = DataLoader(Numbers(), 2, num_workers=1, collate_fn=ctx.collate, multiprocessing_context=ctx)
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

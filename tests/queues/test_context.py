@@ -71,7 +71,7 @@ def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_
     assert segments() == before
     queues = [ctx.Queue(), ctx.Queue(3), ctx.JoinableQueue(), ctx.SimpleQueue()._queue]
     tensor = ctx.empty(3)
-    assert len({id(each._queue.undertaker) for each in queues}) == 1
+    assert len({id(each._queue.attachment) for each in queues}) == 1
     assert segments()[0] == before[0] + 1
     del ctx, queues, tensor
     assert segments() == before
@@ -82,7 +82,7 @@ def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_
 def test_without_a_context_of_ours_queues_share_a_default_arena_until_the_last_user_goes(given, last):
     before = segments()
     one, other = tp.Queue(ctx=given), tp.Queue()
-    assert one._queue.undertaker is other._queue.undertaker
+    assert one._queue.attachment is other._queue.attachment
     one.put(torch.ones(100_000))
     kept = one.get() if last == "lease" else other
     del one, other
@@ -98,7 +98,7 @@ def use(ctx, queues, back):
     torch.set_num_threads(1)  # those of OpenMP do not survive a fork
     (one,), (other,) = queues
     x = one.get(timeout=LIMIT)
-    same = one._queue.undertaker is other._queue.undertaker is ctx.tensorpipe_undertaker()
+    same = one._queue.attachment is other._queue.attachment is ctx.tensorpipe_attachment()
     other.put(x, move=True)
     y = ctx.empty(100_000).fill_(5)
     other.put(y, move=True)
@@ -135,11 +135,11 @@ def test_a_copy_of_a_context_is_the_context():
 
 def test_a_segment_unpickled_twice_is_attached_once():
     ctx = small_context("spawn")
-    undertaker = ctx.tensorpipe_undertaker()
-    rebuild, (segment,) = _reduced(undertaker)
+    attachment = ctx.tensorpipe_attachment()
+    rebuild, (segment,) = _reduced(attachment)
     again, (_, size) = _reduced(segment)
     assert again(_Duplicate(os.dup(segment.descriptor)), size) is segment
-    assert rebuild(segment) is undertaker
+    assert rebuild(segment) is attachment
     vars(ctx).clear()
 
 
@@ -189,7 +189,7 @@ def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes():
 
 def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up():
     ctx = small_context()
-    leases = ctx.tensorpipe_undertaker().leases
+    leases = ctx.tensorpipe_attachment().leases
     leases.budget = leases._room = 500_000
     held = [ctx.empty(100_000) for _ in range(10)]
     there = ctx.Queue()
@@ -231,7 +231,7 @@ def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:
     """Though something is in the pipe that only wakes others; and it is ready where ``get`` would say that all is over."""
     there = tp.Queue()
     there._queue.record.set(there._queue.record.spilled)
-    there._queue.tickets.ring()
+    there._queue.tickets.ring_doorbell()
     began = time.monotonic()
     assert not there._reader.poll(0.1)
     assert time.monotonic() - began >= 0.1

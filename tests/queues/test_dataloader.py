@@ -196,7 +196,7 @@ def residue():
 @pytest.mark.parametrize("mode", [pytest.param("as it is", marks=pytest.mark.kills), "persistent_workers"])
 def test_nothing_grows_over_twenty_epochs(ctx, mode):
     loader, found, costs = loader_of(ctx, mode), [], []
-    arena = ctx.tensorpipe_undertaker().arena
+    arena = ctx.tensorpipe_attachment().arena
     for _ in range(20):
         for batch in loader:
             assert int(batch.label.sum()) >= 0
@@ -314,7 +314,7 @@ def test_epochs_with_fresh_workers_do_not_grow():
     for _ in range(18):
         for batch in loader:
             assert batch.image.shape == (4, *SHAPE)
-        resident.append(ctx.tensorpipe_undertaker().arena.segment.resident())
+        resident.append(ctx.tensorpipe_attachment().arena.segment.resident())
     # A worker's kept blocks are looked at ten times a second, so a few batches of those before may still lie there.
     assert resident[-1] - resident[0] < 7 * batch.image.nbytes, resident
     del batch

@@ -271,11 +271,11 @@ def test_what_a_dead_consumer_held_comes_back(transport: str) -> None:
                 for step in range(10):
                     producer.put(torch.full((1 << 20,), step, dtype=torch.uint8), PATIENCE)
                 child.result()
-                (undertaker,) = rendezvous._own.values()  # from here on it stays
+                (attachment,) = rendezvous._own.values()  # from here on it stays
                 child.kill()
                 with pytest.raises(tp.PeerLost, match="with 5 messages"):
                     producer.flush(PATIENCE)
-        assert undertaker.arena.segment.resident() < 16 << 20
+        assert attachment.arena.segment.resident() < 16 << 20
 
 
 @pytest.mark.parametrize("consumer_binds", [False, True])

@@ -90,7 +90,7 @@ def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
             results = pool.map(double, sent, chunksize=1)
             assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
             assert [int(each[0]) for each in sent] == list(range(8)), "what was sent is the sender's as before"
-            arena = ctx.tensorpipe_undertaker().leases
+            arena = ctx.tensorpipe_attachment().leases
             assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
             assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
             del results
@@ -187,7 +187,7 @@ def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
         with ProcessPoolExecutor(2, mp_context=ctx) as executor:
             results = list(executor.map(double, [torch.full((SIZE,), float(i)) for i in range(8)]))
             assert [int(each["twice"][SIZE // 2]) for each in results] == [2 * i for i in range(8)]
-            arena = ctx.tensorpipe_undertaker().leases
+            arena = ctx.tensorpipe_attachment().leases
             assert all(arena.find(each["twice"].data_ptr()) is not None for each in results)
             assert max(each["descriptors"] for each in results) <= min(each["descriptors"] for each in results) + 2
             del results

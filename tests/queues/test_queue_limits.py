@@ -73,13 +73,13 @@ def test_a_queue_has_no_more_places_when_who_gave_one_and_who_took_it_were_kille
         there.get()
 
     def take() -> None:
-        there._queue.undertaker.attach()  # its row is before the other's
+        there._queue.attachment.attach()  # its row is before the other's
         assert reap(in_child(give)) == -signal.SIGKILL
         dies_after(there._queue.credits, "take_nowait")
         there.put(1)
 
     assert reap(in_child(take)) == -signal.SIGKILL
-    there._queue.undertaker.look()
+    there._queue.attachment.recover_dead()
     there.put(2, timeout=0)
     with pytest.raises(Full):
         there.put(3, timeout=0)
@@ -213,7 +213,7 @@ def test_a_full_arena_makes_put_wait_and_then_names_who_holds_what() -> None:
 
     def hold(ready: Callable[[], None]) -> None:
         inner = there._queue
-        inner.undertaker.attach()
+        inner.attachment.attach()
         inner.leases.budget = inner.leases._room = 1 << 40
         held = [there.get(timeout=LIMIT) for _ in range(3)]
         ready()
@@ -468,7 +468,7 @@ def test_a_lease_outlives_its_killed_producer() -> None:
         signal.pause()
 
     with child(others):
-        there._queue.undertaker.look(inherit=True)
+        there._queue.attachment.recover_dead(adopt_extents=True)
     assert bool((tensor == 1).all())
 
 

@@ -170,10 +170,10 @@ def test_what_was_kept_for_the_next_get_is_lost_and_counted_where_no_get_comes_a
 
 
 def test_statistics_count_each_object_once_whatever_came_with_it() -> None:
-    """A bell among the tickets is none; and one that was set aside counts when it is got."""
+    """A doorbell among the tickets is none; and one that was set aside counts when it is got."""
     there = Queue()
     there.put(torch.ones(3))
-    there._queue.tickets.ring()
+    there._queue.tickets.ring_doorbell()
     there.put(torch.ones(3, dtype=torch.bfloat16))
     assert len(there.get_many(64, as_numpy=True)) == 1
     assert there.statistics().messages_got == 1
@@ -183,10 +183,10 @@ def test_statistics_count_each_object_once_whatever_came_with_it() -> None:
 
 
 def test_what_was_only_put_aside_was_not_tried() -> None:
-    """A bell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
+    """A doorbell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
     there = Queue()
     there.put(torch.ones(3, dtype=torch.bfloat16))
-    there._queue.tickets.ring()
+    there._queue.tickets.ring_doorbell()
     there.put("next")
     with pytest.raises(UnsupportedLeaf, match="bfloat16"):
         there.get_many(3, as_numpy=True)
@@ -197,10 +197,10 @@ def test_what_was_only_put_aside_was_not_tried() -> None:
 
 @pytest.mark.parametrize("shut", [False, True])
 def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
-    """A bell among the tickets has each served by itself, but in the same call: the caller may be about to end."""
+    """A doorbell among the tickets has each served by itself, but in the same call: the caller may be about to end."""
     there = Queue()
     there.put_many(range(3))
-    there._queue.tickets.ring()
+    there._queue.tickets.ring_doorbell()
     there.put_many(range(3, 6))
     if shut:
         there.shutdown()
@@ -370,11 +370,11 @@ def test_bells_do_not_make_a_timeout_longer() -> None:
     """A get with a timeout has one deadline, whatever wakes it."""
     there, over = Queue(), threading.Event()
 
-    def ring() -> None:
+    def ring_doorbell() -> None:
         while not over.wait(0.05):
-            there._queue.tickets.ring()
+            there._queue.tickets.ring_doorbell()
 
-    ringer = threading.Thread(target=ring)
+    ringer = threading.Thread(target=ring_doorbell)
     ringer.start()
     for take in (lambda: there.get(timeout=0.4), lambda: there.get_many(3, 0.4)):
         began = time.monotonic()
@@ -596,7 +596,7 @@ def test_what_a_failed_try_has_kept_does_not_change() -> None:
 def test_a_wake_up_among_the_messages_is_no_failure_of_one() -> None:
     """An object that cannot be made again at its first try, short of memory say, is there for the second."""
     there = Queue()
-    there._queue.tickets.ring()
+    there._queue.tickets.ring_doorbell()
     there.put_many([BreaksOnce(), 2])
     BreaksOnce.tries = 0
     with pytest.raises(MemoryError):
@@ -1002,18 +1002,18 @@ def test_an_exception_that_another_thread_handles_says_nothing_of_a_message(monk
 def test_what_a_signals_handler_raises_out_of_put_many_says_no_wrong_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some may be in the queue that are not counted: whoever put them again by that number would put them twice."""
 
-    class Alarm(Exception):
+    class TimerFd(Exception):
         pass
 
     there, writev = Queue(), os.writev
 
     def interrupted(*args: Any) -> None:
         writev(*args)
-        raise Alarm
+        raise TimerFd
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", interrupted)
-        with pytest.raises(Alarm) as raised:
+        with pytest.raises(TimerFd) as raised:
             there.put_many(list(range(10)))
     assert there.get_many(64) == list(range(10))
     assert getattr(raised.value, "put", None) is None

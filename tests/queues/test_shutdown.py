@@ -77,11 +77,11 @@ def waiters(there: Queue, actions: list[Callable[[], object]]) -> Iterator[list[
 def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
     wait: str, end: signal.Signals, immediate: bool
 ) -> None:
-    """Each has a bell of its own, so it is no matter what becomes of another's."""
+    """Each has a doorbell of its own, so it is no matter what becomes of another's."""
     there = Queue()
 
     def struck() -> None:
-        there._queue._hear = lambda bell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
+        there._queue._hear = lambda doorbell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
         GETS[wait](there)
 
     lucky = [lambda: refused(there, GETS[wait])] * 6
@@ -103,10 +103,10 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(st
     def killed(point: int) -> bool:
         nonlocal begun
         there = Queue()
-        there._queue.undertaker.attach()
+        there._queue.attachment.attach()
         chosen = ("get", "get", "get_many")
         with waiters(there, [lambda wait=wait: waits(there, wait) for wait in chosen]) as pids:  # type: ignore[misc]
-            was_killed = dies_at(point, there.shutdown, there._queue.undertaker.attach)
+            was_killed = dies_at(point, there.shutdown, there._queue.attachment.attach)
             if select.select([ended], [], [], SOON)[0]:
                 begun += 1
             else:
@@ -129,11 +129,11 @@ def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_
     there.get()
 
     def struck() -> None:
-        there._queue._hear = lambda bell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        there._queue._hear = lambda doorbell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         there.get()
 
     with waiters(there, [struck]) as pids:
-        there._queue.tickets.ring(SHUT)  # all that the first one came to
+        there._queue.tickets.ring_doorbell(SHUT)  # all that the first one came to
         assert reap(pids[0]) == -signal.SIGKILL
         assert there.statistics().lost == 0
         refused(there, lambda there: there.put(1))
@@ -268,14 +268,14 @@ def dies() -> None:
 
 def finds_nothing_and_dies(there: Queue) -> None:
     """Have a get see the end, and be killed before it can tell anybody."""
-    there._queue.undertaker.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
+    there._queue.attachment.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
     there.get()
 
 
 def drops_all_and_dies(there: Queue) -> None:
     """Drop all that is left, and be killed before it can tell anybody once more."""
-    undertaker, told = there._queue.undertaker, list[None]()
-    wake = undertaker.wake
+    attachment, told = there._queue.attachment, list[None]()
+    wake = attachment.wake
 
     def twice(*args: Any, **options: Any) -> None:
         told.append(None)
@@ -283,7 +283,7 @@ def drops_all_and_dies(there: Queue) -> None:
             dies()
         wake(*args, **options)
 
-    undertaker.wake = twice  # type: ignore[method-assign]
+    attachment.wake = twice  # type: ignore[method-assign]
     there.shutdown(immediate=True)
 
 
@@ -397,7 +397,7 @@ def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() 
 
     def another_takes_it() -> bytes:
         found = look()
-        if found and tickets.unread() and tickets.waiting() == tickets.spilled():  # but bells are in the pipe
+        if found and tickets.unread() and tickets.waiting() == tickets.spilled():  # but doorbells are in the pipe
             del tickets._head  # type: ignore[method-assign]
             assert reap(in_child(drop_one)) == 0
         return found

@@ -146,13 +146,13 @@ def test_what_an_interrupted_put_had_spilled_is_found_while_others_take(monkeypa
         there.put(each)
     while len(got) < 550:
         got.append(there.get_nowait())
-    ring, size, points = TokenPipe.ring, TokenPipe.spilled, ["judged", "spilled"]
+    ring_doorbell, size, points = TokenPipe.ring_doorbell, TokenPipe.spilled, ["judged", "spilled"]
 
     def interrupted(*arguments: Any) -> bool:
         if points[-1:] == ["spilled"]:
             points.pop()
             raise KeyboardInterrupt
-        return ring(*arguments)
+        return ring_doorbell(*arguments)
 
     def one_is_taken(pipe: TokenPipe) -> int:
         if points == ["judged"]:
@@ -160,7 +160,7 @@ def test_what_an_interrupted_put_had_spilled_is_found_while_others_take(monkeypa
             got.append(there.get_nowait())
         return size(pipe)
 
-    monkeypatch.setattr(TokenPipe, "ring", interrupted)
+    monkeypatch.setattr(TokenPipe, "ring_doorbell", interrupted)
     monkeypatch.setattr(TokenPipe, "spilled", one_is_taken)
     with pytest.raises(KeyboardInterrupt):
         there.put("interrupted")

@@ -201,8 +201,8 @@ def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(ctx, 
     for batch in loader:
         correct(batch)
         del batch
-        ctx.tensorpipe_undertaker().leases.settle()
-        holds.append(sum(nbytes for _, nbytes in ctx.tensorpipe_undertaker().arena.holders().values()))
+        ctx.tensorpipe_attachment().leases.settle()
+        holds.append(sum(nbytes for _, nbytes in ctx.tensorpipe_attachment().arena.holders().values()))
     assert len(holds) == 12
     assert max(holds) < 6 * 2 * 3 * ITEMS * 4 * 2, "of those on their way, and one that is kept"
     del loader
@@ -226,7 +226,7 @@ def test_loaders_within_samples_do_not_make_batches_larger(ctx):
     for batch in loader:
         correct(batch)
         del batch
-        most = max(most, ctx.tensorpipe_undertaker().arena.segment.resident())
+        most = max(most, ctx.tensorpipe_attachment().arena.segment.resident())
     assert most < 24 * 3 * ITEMS * 4 * 4
     del loader
     assert left_in(ctx) == {}

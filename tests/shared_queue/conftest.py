@@ -7,7 +7,7 @@ from crash_points import raise_interrupt
 
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.segment import Segment
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 
 SMALL = 1 << 32
 
@@ -23,8 +23,8 @@ class Bytes:
 
 
 @pytest.fixture
-def undertaker():
-    made = Undertaker(Arena(Segment.create(SMALL), capacity=64 << 20))
+def attachment():
+    made = Attachment(Arena(Segment.create(SMALL), capacity=64 << 20))
     made.attach()
     yield made
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks

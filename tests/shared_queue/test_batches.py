@@ -26,19 +26,19 @@ def put_all(queue, payload, messages):
 
 @pytest.mark.parametrize("maxsize", [0, 100, 7000])
 @pytest.mark.parametrize("size", [2, 400, LARGE])
-def test_they_arrive_in_order_however_they_are_cut(undertaker, payload, maxsize, size):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_they_arrive_in_order_however_they_are_cut(attachment, payload, maxsize, size):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     sent = contents(100, size)
     put_all(queue, payload, sent)
     got = []
     for most in (1, 64, 5, 64):
         got += [bytes(message.payload) for message in queue.get_many(most, 0)]
     assert got == sent
-    check_whole(undertaker, queue, payload)
+    check_whole(attachment, queue, payload)
 
 
-def test_as_many_are_put_as_have_room(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 5)
+def test_as_many_are_put_as_have_room(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 5)
     messages = [(payload(content), b"m") for content in contents(8)]
     assert queue.put_many(messages, 0) == 5
     with pytest.raises(Full, match="maxsize 5"):
@@ -46,28 +46,28 @@ def test_as_many_are_put_as_have_room(undertaker, payload):
     assert len(queue.get_many(2, 0)) == 2
     assert queue.put_many(messages[5:], 0) == 2
     assert drain(queue) == contents(7)[2:]
-    check_whole(undertaker, queue, payload)
+    check_whole(attachment, queue, payload)
 
 
-def test_as_many_are_put_as_the_arena_has_room_for_and_the_other_places_come_back(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 60)
+def test_as_many_are_put_as_the_arena_has_room_for_and_the_other_places_come_back(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 60)
     big = [(payload(bytes(20 << 20)), b"m")] * 5  # the arena has 64 MiB
     put = queue.put_many(big, 0)
     assert 1 <= put <= 3
     assert len(drain(queue)) == put
-    check_whole(undertaker, queue, payload)
+    check_whole(attachment, queue, payload)
 
 
-def test_a_message_that_can_never_fit_costs_nothing(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 60)
+def test_a_message_that_can_never_fit_costs_nothing(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 60)
     with pytest.raises(SharedMemoryError, match="can never fit"):
         queue.put_many([(payload(b"fits"), b""), (payload(bytes(100 << 20)), b"")], 0)
     assert drain(queue) == []
-    check_whole(undertaker, queue, payload)
+    check_whole(attachment, queue, payload)
 
 
-def test_more_than_the_pipe_holds_spill_and_stay_in_order(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 0)
+def test_more_than_the_pipe_holds_spill_and_stay_in_order(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 0)
     sent = contents(20_000, 2)
     put_all(queue, payload, sent)
     got = []
@@ -79,15 +79,15 @@ def test_more_than_the_pipe_holds_spill_and_stay_in_order(undertaker, payload):
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertaker, payload, maxsize, size):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(attachment, payload, maxsize, size):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, seen = contents(3, size), set()
 
     def first():
         """So that the steps are the same each time: a row, an operation and free blocks."""
-        undertaker.attach()
+        attachment.attach()
         queue._batches[PUT].append(queue._batch(PUT))
-        arena = undertaker.arena
+        arena = attachment.arena
         for block in [arena.allocate(size + 64) for _ in sent]:
             arena.discard(block)
 
@@ -95,11 +95,11 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertake
         assert queue.put_many([(payload(content), b"m") for content in sent], 0) == 3
 
     for _ in points(lambda point: dies_at(point, put, first), stride=STRIDE):
-        undertaker.look()
+        attachment.recover_dead()
         got = drain(queue)
         assert got == sent[: len(got)]
         seen.add(len(got))
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
     assert seen == {0, 3}  # one system call gives them all
     drain(queue)
 
@@ -107,12 +107,12 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(undertake
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(undertaker, payload, maxsize, size):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(attachment, payload, maxsize, size):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, seen = contents(3, size), set()
 
     def first():
-        undertaker.attach()
+        attachment.attach()
         queue._batches[GET].append(queue._batch(GET))
 
     def dies(point):
@@ -120,14 +120,14 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(undertaker, pa
         return dies_at(point, lambda: queue.get_many(2, 0), first)
 
     for _ in points(dies, stride=STRIDE):
-        before = undertaker.lost()
-        undertaker.look()
+        before = attachment.lost()
+        attachment.recover_dead()
         got = drain(queue)
         assert got in (sent, sent[2:])
-        lost = undertaker.lost() - before
+        lost = attachment.lost() - before
         assert lost <= 3 - len(got)  # less: it had let go of some, and was about to return
         seen.add((len(got), lost))
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
     assert {(3, 0), (1, 2)} <= seen
     drain(queue)
 
@@ -136,13 +136,13 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(undertaker, pa
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_hand(
-    undertaker, payload, maxsize, size
+    attachment, payload, maxsize, size
 ):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, raised = contents(3, size), 0
     for point in range(1, 220):
         put_all(queue, payload, sent)
-        got, lost = [], undertaker.lost()
+        got, lost = [], attachment.lost()
         try:
             run_traced(lambda: got.extend(queue.get_many(3, 0)), point, raise_interrupt, SIGNAL_CHECKS, before=False)  # noqa: B023
         except Interrupt:
@@ -150,17 +150,17 @@ def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_
         with contextlib.suppress(Empty):
             while True:
                 got += queue.get_many(3, 0)
-        assert [bytes(message.payload) for message in got] == sent[undertaker.lost() - lost :]
+        assert [bytes(message.payload) for message in got] == sent[attachment.lost() - lost :]
         got.clear()
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
     assert 20 < raised < 210
 
 
 # raised between open() and the with statement's own, which no code can be written to survive
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("maxsize", [0, 4])
-def test_an_exception_at_any_moment_of_put_many_leaves_all_or_none(undertaker, payload, maxsize):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_an_exception_at_any_moment_of_put_many_leaves_all_or_none(attachment, payload, maxsize):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, raised, outcomes = contents(3), 0, set()
     messages = [(payload(content), b"m") for content in sent]
     for point in range(1, 250):

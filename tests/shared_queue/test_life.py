@@ -11,9 +11,9 @@ from tensorpipe_ipc.memory.arena import HOLDER
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 
-def used(undertaker):
+def used(attachment):
     """Blocks that are not free."""
-    arena = undertaker.arena
+    arena = attachment.arena
     return sum(
         bool(arena.words[block >> 3] & HOLDER)
         for start, kind, units, _ in arena._all_extents()
@@ -22,117 +22,117 @@ def used(undertaker):
 
 
 @pytest.mark.parametrize("maxsize", [0, 5, 7000])
-def test_closing_the_last_handle_frees_what_waits_and_the_record(undertaker, payload, maxsize):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_closing_the_last_handle_frees_what_waits_and_the_record(attachment, payload, maxsize):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     for size in (1, 400, 100_000):
         queue.put(payload(bytes(size)))
-    assert used(undertaker) == 4
+    assert used(attachment) == 4
     queue.close()
-    assert used(undertaker) == 0
-    assert SharedMemoryQueue.create(undertaker, maxsize).number != queue.number
+    assert used(attachment) == 0
+    assert SharedMemoryQueue.create(attachment, maxsize).number != queue.number
 
 
-def test_dropping_it_is_closing_it(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 0)
+def test_dropping_it_is_closing_it(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 0)
     queue.put(payload(b"waits"))
     before = len(os.listdir("/proc/self/fd"))
     del queue
-    assert used(undertaker) == 0
+    assert used(attachment) == 0
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-def test_a_lease_outlives_its_queue(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 0)
+def test_a_lease_outlives_its_queue(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 0)
     queue.put(payload(b"x" * 100_000))
     message = queue.get(0)
     del queue
-    assert used(undertaker) == 1
+    assert used(attachment) == 1
     assert bytes(message.payload) == b"x" * 100_000
     del message
-    assert used(undertaker) == 0
+    assert used(attachment) == 0
 
 
-def test_while_a_child_has_it_it_lives(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 0)
+def test_while_a_child_has_it_it_lives(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 0)
     read_end, write_end = os.pipe()
     pid = in_child(lambda: os.read(read_end, 1))
     queue.put(payload(b"for the child"))
     queue.close()
-    assert used(undertaker) == 2
+    assert used(attachment) == 2
     os.write(write_end, b".")
     assert reap(pid) == 0
-    undertaker.bury_left()
-    assert used(undertaker) == 0
+    attachment.destroy_left_queues()
+    assert used(attachment) == 0
     os.close(read_end)
     os.close(write_end)
 
 
 @pytest.mark.parametrize("who", ["looks", "makes a queue"])
-def test_a_queue_of_which_all_died_is_buried_by_whoever_next_looks(undertaker, payload, who):
+def test_a_queue_of_which_all_died_is_buried_by_whoever_next_looks(attachment, payload, who):
     def make_and_die():
-        queue = SharedMemoryQueue.create(undertaker, 3)
+        queue = SharedMemoryQueue.create(attachment, 3)
         queue.put(payload(bytes(100)))
         queue.put(payload(bytes(100_000)))
         queue.get(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert reap(in_child(make_and_die)) == -signal.SIGKILL
-    assert used(undertaker) == 2  # the record, and what waits
+    assert used(attachment) == 2  # the record, and what waits
     if who == "looks":
-        undertaker.look()
+        attachment.recover_dead()
     else:
-        SharedMemoryQueue.create(undertaker).close()
-    assert used(undertaker) == 0
+        SharedMemoryQueue.create(attachment).close()
+    assert used(attachment) == 0
 
 
 @strides(11, 97)
 @pytest.mark.parametrize("end", ["put", "get"])
-def test_a_row_whose_queue_is_gone_is_finished_all_the_same(undertaker, payload, end, step):
+def test_a_row_whose_queue_is_gone_is_finished_all_the_same(attachment, payload, end, step):
     """The words of a process that died half-way name a queue that nobody has: they are cleared, its blocks are freed."""
 
     def half():
-        queue = SharedMemoryQueue.create(undertaker, 3)
+        queue = SharedMemoryQueue.create(attachment, 3)
         queue.put(payload(bytes(400)))
         if end == "put":
             queue.put(payload(bytes(100_000)))
         else:
             queue.get(0)
 
-    for _ in points(lambda point: dies_at(point, half, undertaker.attach), stride=step):
-        undertaker.look()
-        undertaker.bury_all()
-        undertaker.look()
-        assert used(undertaker) == 0
+    for _ in points(lambda point: dies_at(point, half, attachment.attach), stride=step):
+        attachment.recover_dead()
+        attachment.destroy_orphaned_queues()
+        attachment.recover_dead()
+        assert used(attachment) == 0
         assert all(
-            undertaker.rows.is_finished(row) for row in undertaker.rows.used() if not undertaker.rows.is_alive(row)
+            attachment.rows.is_finished(row) for row in attachment.rows.used() if not attachment.rows.is_alive(row)
         )
-    undertaker.look()
-    undertaker.bury_all()
+    attachment.recover_dead()
+    attachment.destroy_orphaned_queues()
 
 
 @strides(7, 31)
 @pytest.mark.parametrize("maxsize", [0, 3])
-def test_who_buries_may_die_at_any_step(undertaker, payload, maxsize, step):
+def test_who_buries_may_die_at_any_step(attachment, payload, maxsize, step):
     def leave():
-        queue = SharedMemoryQueue.create(undertaker, maxsize)
+        queue = SharedMemoryQueue.create(attachment, maxsize)
         queue.put(payload(bytes(400)))
         queue.put(payload(bytes(100_000)))
         os._exit(0)
 
     def dies(point):
         assert reap(in_child(leave)) == 0
-        return dies_at(point, undertaker.bury_all, undertaker.attach)
+        return dies_at(point, attachment.destroy_orphaned_queues, attachment.attach)
 
     for _ in points(dies, stride=step):
-        undertaker.look()
-        undertaker.bury_all()
-        assert used(undertaker) == 0
+        attachment.recover_dead()
+        attachment.destroy_orphaned_queues()
+        assert used(attachment) == 0
 
 
-def test_a_number_is_not_used_twice(undertaker):
+def test_a_number_is_not_used_twice(attachment):
     numbers = set()
     for _ in range(100):
-        queue = SharedMemoryQueue.create(undertaker, 0)
+        queue = SharedMemoryQueue.create(attachment, 0)
         numbers.add(queue.number)
         queue.close()
     assert len(numbers) == 100

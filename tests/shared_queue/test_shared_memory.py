@@ -29,8 +29,8 @@ from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.row import GET
 from tensorpipe_ipc.memory.segment import Segment
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
-from tensorpipe_ipc.shared_queue.undertaker import Undertaker
 
 LARGE = 100_000
 STEPS = 150  # more moments at which a handler may run than a put or a get has
@@ -46,8 +46,8 @@ def number(payload, value):
 
 @pytest.mark.parametrize("maxsize", [0, 7, 10_000])
 @pytest.mark.parametrize("size", [0, 1, 447, 448, 449, 4096, LARGE, 3 << 20])
-def test_bytes_arrive_as_they_were_put(undertaker, payload, maxsize, size):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_bytes_arrive_as_they_were_put(attachment, payload, maxsize, size):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     content = os.urandom(size)
     for metadata in (b"", b"m", b"m" * 65):
         queue.put(payload(content), metadata)
@@ -56,8 +56,8 @@ def test_bytes_arrive_as_they_were_put(undertaker, payload, maxsize, size):
 
 
 @pytest.mark.parametrize("maxsize", [1, 3, 5000, 9000])
-def test_maxsize_is_exact(undertaker, payload, maxsize):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_maxsize_is_exact(attachment, payload, maxsize):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     for i in range(maxsize):
         queue.put(number(payload, i), timeout=0)
     assert queue.qsize() == maxsize
@@ -68,8 +68,8 @@ def test_maxsize_is_exact(undertaker, payload, maxsize):
         queue.get(0)
 
 
-def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker)
+def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment)
     for i in range(20_000):
         queue.put(number(payload, i), timeout=0)
     assert queue.tickets.spilled() > 10_000
@@ -85,9 +85,9 @@ def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(u
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_there(undertaker, payload, size):
+def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_there(attachment, payload, size):
     """A taker that was stopped between its two looks keeps the token; by then others may have emptied the pipe."""
-    queue = SharedMemoryQueue.create(undertaker)
+    queue = SharedMemoryQueue.create(attachment)
     count = 9000
     for i in range(count):
         queue.put(number(payload, i), timeout=0)
@@ -101,8 +101,8 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
 
 
 @pytest.mark.parametrize("end", ["put", "get"])
-def test_a_timeout_is_kept_to_50_ms(undertaker, payload, end):
-    queue = SharedMemoryQueue.create(undertaker, 1)
+def test_a_timeout_is_kept_to_50_ms(attachment, payload, end):
+    queue = SharedMemoryQueue.create(attachment, 1)
     if end == "put":
         queue.put(payload(b""))
     began = time.monotonic()
@@ -111,8 +111,8 @@ def test_a_timeout_is_kept_to_50_ms(undertaker, payload, end):
     assert time.monotonic() - began >= 0.2  # that it is not much later is for the bench to say
 
 
-def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 1)
+def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 1)
     queue.put(payload(b"a" * LARGE))
     message = queue.get(0)
     part = message.payload[10:20]
@@ -120,24 +120,24 @@ def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(undertake
         queue.put(payload(bytes([i]) * LARGE))
         queue.get(0)
     assert bytes(part) == b"a" * 10
-    assert undertaker.leases.live
+    assert attachment.leases.live
     del message, part
     gc.collect()
-    assert not undertaker.leases.live
+    assert not attachment.leases.live
 
 
-def test_a_small_message_is_the_receivers_own(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker)
+def test_a_small_message_is_the_receivers_own(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * 400))
     message = queue.get(0)
     assert type(message.payload) is bytearray
-    assert not undertaker.leases.live
+    assert not attachment.leases.live
 
 
 def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease_ends(payload):
-    undertaker = Undertaker(Arena(Segment.create(1 << 30), capacity=8 << 20))
-    undertaker.leases.budget = undertaker.leases._room = 64 << 20  # or it would give copies
-    queue, other = (SharedMemoryQueue.create(undertaker) for _ in range(2))
+    attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
+    attachment.leases.budget = attachment.leases._room = 64 << 20  # or it would give copies
+    queue, other = (SharedMemoryQueue.create(attachment) for _ in range(2))
     with pytest.raises(SharedMemoryError, match="never fit"):
         queue.put(payload(bytes(9 << 20)))
     held = []
@@ -156,27 +156,27 @@ def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease
 
 
 def test_beyond_the_budget_messages_are_copied(payload):
-    undertaker = Undertaker(Arena(Segment.create(1 << 30), capacity=64 << 20))
-    undertaker.leases.budget = undertaker.leases._room = 3 * LARGE
-    queue = SharedMemoryQueue.create(undertaker)
+    attachment = Attachment(Arena(Segment.create(1 << 30), capacity=64 << 20))
+    attachment.leases.budget = attachment.leases._room = 3 * LARGE
+    queue = SharedMemoryQueue.create(attachment)
     held = []
     for i in range(10):
         queue.put(payload(bytes([i]) * LARGE))
         held.append(queue.get(0))
-    assert len(undertaker.leases.live) == 3
+    assert len(attachment.leases.live) == 3
     assert [bytes(message.payload[:1]) for message in held] == [bytes([i]) for i in range(10)]
 
 
-def test_a_closed_queue_has_no_descriptors(undertaker, payload):
+def test_a_closed_queue_has_no_descriptors(attachment, payload):
     before = os.listdir("/proc/self/fd")
     for maxsize in (0, 3):
-        queue = SharedMemoryQueue.create(undertaker, maxsize)
+        queue = SharedMemoryQueue.create(attachment, maxsize)
         queue.put(payload(b""))
         queue.get(1)
         queue.close()
         queue.close()
     assert os.listdir("/proc/self/fd") == before
-    assert not undertaker.queues
+    assert not attachment.queues
 
 
 # ---- processes ----
@@ -197,8 +197,8 @@ class Copied:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(undertaker, payload, method):
-    source, target = (SharedMemoryQueue.create(undertaker, maxsize) for maxsize in (0, 2))
+def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(attachment, payload, method):
+    source, target = (SharedMemoryQueue.create(attachment, maxsize) for maxsize in (0, 2))
     process = multiprocessing.get_context(method).Process(target=echo, args=(source, target))
     process.start()
     for i in range(20):
@@ -209,16 +209,16 @@ def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(undertaker, payl
     process.close()
 
 
-def test_a_queue_is_pickled_only_while_spawning(undertaker):
+def test_a_queue_is_pickled_only_while_spawning(attachment):
     import pickle
 
-    queue = SharedMemoryQueue.create(undertaker)
+    queue = SharedMemoryQueue.create(attachment)
     with pytest.raises(RuntimeError, match="should only be shared between processes through inheritance"):
         pickle.dumps(queue)
 
 
-def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 1)
+def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 1)
     queue.put(payload(b"first"))
     told, tell = os.pipe()
 
@@ -235,21 +235,21 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(undertaker, pay
     reap(pid)
     queue.put(payload(b"second"), timeout=5)
     assert bytes(queue.get(0).payload) == b"second"
-    assert undertaker.lost() == 1
+    assert attachment.lost() == 1
     os.close(told)
     os.close(tell)
 
 
 def test_leases_of_a_killed_consumer_come_back(payload):
-    undertaker = Undertaker(Arena(Segment.create(1 << 30), capacity=8 << 20))
-    queue = SharedMemoryQueue.create(undertaker)
+    attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
+    queue = SharedMemoryQueue.create(attachment)
     told, tell = os.pipe()
     for _ in range(6):
         queue.put(payload(bytes(1 << 20)), timeout=0)
 
     def hold():
-        undertaker.attach()
-        undertaker.leases.budget = undertaker.leases._room = 64 << 20
+        attachment.attach()
+        attachment.leases.budget = attachment.leases._room = 64 << 20
         held = [queue.get() for _ in range(6)]
         os.write(tell, bytes([len(held)]))
         signal.pause()
@@ -267,8 +267,8 @@ def test_leases_of_a_killed_consumer_come_back(payload):
     os.close(tell)
 
 
-def test_a_lease_outlives_its_killed_producer_bytes_unchanged(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker)
+def test_a_lease_outlives_its_killed_producer_bytes_unchanged(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment)
 
     def produce():
         for i in range(4):
@@ -277,15 +277,15 @@ def test_a_lease_outlives_its_killed_producer_bytes_unchanged(undertaker, payloa
 
     reap(in_child(produce))
     held = [queue.get(0) for _ in range(4)]
-    undertaker.look(inherit=True)
+    attachment.recover_dead(adopt_extents=True)
     for _ in range(20):
         queue.put(payload(b"x" * LARGE))
         queue.get(0)
     assert [bytes(message.payload) for message in held] == [bytes([i]) * LARGE for i in range(4)]
 
 
-def test_a_forked_child_keeps_what_its_parent_lets_go(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker)
+def test_a_forked_child_keeps_what_its_parent_lets_go(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * LARGE))
     message = queue.get(0)
     go_read, go_write = os.pipe()
@@ -299,18 +299,18 @@ def test_a_forked_child_keeps_what_its_parent_lets_go(undertaker, payload):
     for _ in range(10):
         queue.put(payload(b"x" * LARGE))
         queue.get(0)
-        undertaker.leases.settle()
-    assert len(undertaker.leases.kept) >= 1
+        attachment.leases.settle()
+    assert len(attachment.leases.kept) >= 1
     os.write(go_write, b"x")
     assert reap(pid) == 0
-    undertaker.leases.settle()
-    assert not undertaker.leases.kept
+    attachment.leases.settle()
+    assert not attachment.leases.kept
     os.close(go_read)
     os.close(go_write)
 
 
-def test_a_forked_child_keeps_what_its_killed_parent_held(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker)
+def test_a_forked_child_keeps_what_its_killed_parent_held(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * LARGE))
     told, tell = os.pipe()
     go_read, go_write = os.pipe()
@@ -332,13 +332,13 @@ def test_a_forked_child_keeps_what_its_killed_parent_held(undertaker, payload):
     os.kill(pid, signal.SIGKILL)
     reap(pid)
     for _ in range(10):
-        undertaker.look(inherit=True)
+        attachment.recover_dead(adopt_extents=True)
         queue.put(payload(b"x" * LARGE))
         queue.get(0)
     os.write(go_write, b"x")
     assert os.read(answer_read, 1) == b"y"
     deadline = time.monotonic() + LIMIT
-    while not undertaker.look(inherit=True):
+    while not attachment.recover_dead(adopt_extents=True):
         assert time.monotonic() < deadline, "the row is never finished"
     for end in (told, tell, go_read, go_write, answer_read, answer_write):
         os.close(end)
@@ -347,8 +347,8 @@ def test_a_forked_child_keeps_what_its_killed_parent_held(undertaker, payload):
 # ---- threads and signals ----
 
 
-def test_threads_use_both_ends_at_once(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, 5)
+def test_threads_use_both_ends_at_once(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, 5)
     got, count = [], 300
 
     def put(first):
@@ -371,21 +371,21 @@ def test_threads_use_both_ends_at_once(undertaker, payload):
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_it(undertaker, payload, maxsize, size):
+def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_it(attachment, payload, maxsize, size):
     """A message that is copied is not lost at all."""
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     for point in range(1, STEPS):
-        content, lost = point.to_bytes(4, "little") * (size // 4), undertaker.lost()
+        content, lost = point.to_bytes(4, "little") * (size // 4), attachment.lost()
         queue.put(payload(content), timeout=0)
         got = []
         raised = interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
         with contextlib.suppress(Empty):
             got.append(queue.get(0))
-        lost = undertaker.lost() - lost
+        lost = attachment.lost() - lost
         assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
         assert lost == 0 or size == LARGE
         got.clear()
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
         if not raised:
             break
     assert 5 < point < STEPS - 10
@@ -394,17 +394,17 @@ def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(undertaker, payload, maxsize, size):
+def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(attachment, payload, maxsize, size):
     """A second exception in get does not lose the message that the first left to be got again.
 
     This holds for a process that polls, too.
     """
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     queue.fileno()
     raised = 0
     for point in range(1, STEPS):
         for first in (2, 5, 8):
-            content, lost = bytes([point, first]) * (size // 2), undertaker.lost()
+            content, lost = bytes([point, first]) * (size // 2), attachment.lost()
             queue.put(payload(content), timeout=0)
             got = []
             interrupted_at(first, lambda: got.append(queue.get(0)))  # noqa: B023
@@ -412,20 +412,20 @@ def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(undertaker
                 raised += interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
             with contextlib.suppress(Empty):
                 got.append(queue.get(0))
-            lost = undertaker.lost() - lost
+            lost = attachment.lost() - lost
             assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
             assert lost == 0 or size == LARGE
             got.clear()
         if point % 10 == 0:
-            check_whole(undertaker, queue, payload)
+            check_whole(attachment, queue, payload)
     assert raised > 20
 
 
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("many", [False, True])
-def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(undertaker, payload, many):
-    """Also where it comes when the bell that tells of the log has been taken."""
-    queue = SharedMemoryQueue.create(undertaker)
+def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(attachment, payload, many):
+    """Also where it comes when the doorbell that tells of the log has been taken."""
+    queue = SharedMemoryQueue.create(attachment)
     fcntl.fcntl(queue.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
     for i in range(1500):
         queue.put(number(payload, i), timeout=0)
@@ -441,8 +441,8 @@ def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the
 # raised between open() and the with statement's own, which no code can be written to survive
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("maxsize", [0, 2])
-def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(undertaker, payload, maxsize):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(attachment, payload, maxsize):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     raised, outcomes = 0, set()
     for point in range(1, STEPS):
         content = point.to_bytes(4, "little") * 100
@@ -460,9 +460,9 @@ def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(undert
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside what is being collected
 @pytest.mark.parametrize("maxsize", [0, 5])
-def test_a_signal_handler_that_raises_again_and_again_loses_nothing(undertaker, payload, maxsize):
+def test_a_signal_handler_that_raises_again_and_again_loses_nothing(attachment, payload, maxsize):
     """Also while the exception before it is on its way. What put returned from comes once; what it did not, at most once."""
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     generator = random.Random(maxsize)
     raised = 0
 
@@ -543,9 +543,9 @@ def consume(queue, log, until=None):
 
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 20])
-def test_random_kills_and_stops_of_producers_and_consumers(undertaker, payload, tmp_path, maxsize):
+def test_random_kills_and_stops_of_producers_and_consumers(attachment, payload, tmp_path, maxsize):
     """Journals are kept outside the killed processes; what was put and what was got is compared at the end."""
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     choose = random.Random(maxsize)
     kills = int(os.environ.get("TENSORPIPE_IPC_KILLS", "60"))
     put_log, files = os.open(tmp_path / "put", os.O_CREAT | os.O_APPEND | os.O_WRONLY), []
@@ -581,13 +581,13 @@ def test_random_kills_and_stops_of_producers_and_consumers(undertaker, payload, 
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             reap(pid)
-    undertaker.look()
+    attachment.recover_dead()
     files.append(tmp_path / "rest")
     log = os.open(files[-1], os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     consume(queue, log, until=True)
     os.close(log)
     os.close(put_log)
-    judge(read_journal(tmp_path / "put", 3), [read_journal(path, 3) for path in files], undertaker.lost())
+    judge(read_journal(tmp_path / "put", 3), [read_journal(path, 3) for path in files], attachment.lost())
     for _ in range(maxsize):
         queue.put(payload(b""), timeout=0)
     if maxsize:

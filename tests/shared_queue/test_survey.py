@@ -24,7 +24,7 @@ from tensorpipe_ipc.shared_queue.survey import SegmentView, Use, survey
 
 
 def _of(ctx: object) -> SegmentView:
-    inode = os.fstat(ctx.tensorpipe_undertaker().arena.segment.descriptor).st_ino  # type: ignore[attr-defined]
+    inode = os.fstat(ctx.tensorpipe_attachment().arena.segment.descriptor).st_ino  # type: ignore[attr-defined]
     (found,) = [segment for segment in survey([os.getpid()]) if segment.inode == inode]
     return found
 
@@ -107,7 +107,7 @@ def test_the_dead_are_counted_and_their_counters_end_with_them(ctx) -> None:
     os.waitpid(first, 0)
     assert not use_of(first).alive
     assert (_of(ctx).unswept, _of(ctx).swept) == (1, 0)
-    ctx.tensorpipe_undertaker().look()
+    ctx.tensorpipe_attachment().recover_dead()
     assert (_of(ctx).unswept, _of(ctx).swept) == (0, 1)
     second = child(2)
     assert use_of(second).put == 2

@@ -15,14 +15,14 @@ STRIDE = stride(5)
 
 
 @pytest.fixture(params=[0, 4])
-def queue(undertaker, request):
-    made = SharedMemoryQueue.create(undertaker, request.param, tasks=True)
+def queue(attachment, request):
+    made = SharedMemoryQueue.create(attachment, request.param, tasks=True)
     yield made
     made.close()
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
 
 
-def test_puts_and_dones_are_summed_over_processes(undertaker, payload, queue):
+def test_puts_and_dones_are_summed_over_processes(attachment, payload, queue):
     def work():
         queue.put(payload(b"from a child"))
         queue.get(LIMIT)
@@ -31,27 +31,27 @@ def test_puts_and_dones_are_summed_over_processes(undertaker, payload, queue):
     queue.put(payload(b"from here"))
     for _ in range(3):
         assert reap(in_child(work)) == 0
-    undertaker.look()
+    attachment.recover_dead()
     assert queue.tasks.unfinished() == 1
     queue.get(0)
     assert queue.tasks.unfinished() == 1
     queue.tasks.done()
-    queue.tasks.wait(undertaker.look)
+    queue.tasks.wait(attachment.recover_dead)
     with pytest.raises(ValueError, match="too many times"):
         queue.tasks.done()
 
 
 @pytest.mark.kills
-def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(undertaker, payload, queue):
+def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(attachment, payload, queue):
     seen = set()
 
     def first():
-        undertaker.attach()
+        attachment.attach()
         queue._putting.append(queue._operation(PUT))
-        undertaker.arena.discard(undertaker.arena.allocate(1))  # so that the steps are the same each time
+        attachment.arena.discard(attachment.arena.allocate(1))  # so that the steps are the same each time
 
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(b"x")), first), stride=stride(2)):
-        undertaker.look()
+        attachment.recover_dead()
         left = queue.tasks.unfinished()
         assert left == len(drain(queue))
         seen.add(left)
@@ -62,11 +62,11 @@ def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_ther
 
 
 @pytest.mark.kills
-def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(undertaker, payload, queue):
+def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(attachment, payload, queue):
     seen = set()
 
     def first():
-        undertaker.attach()
+        attachment.attach()
         queue._getting.append(queue._operation(GET))
 
     def work():
@@ -80,7 +80,7 @@ def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(undertak
         return dies_at(point, work, first)
 
     for _ in points(dies, stride=STRIDE):
-        undertaker.look()
+        attachment.recover_dead()
         left = queue.tasks.unfinished()
         assert left == len(drain(queue))
         seen.add(left)
@@ -100,9 +100,9 @@ def drain_done(queue):
 
 
 @pytest.mark.kills
-def test_an_undertaker_killed_at_any_step_of_counting_is_followed_by_another(undertaker, payload, queue):
+def test_a_recovering_process_killed_at_any_step_of_counting_is_followed_by_another(attachment, payload, queue):
     def work():
-        undertaker.attach()
+        attachment.attach()
         queue.get(0)
         queue.get(0)
         queue.tasks.done()
@@ -112,18 +112,18 @@ def test_an_undertaker_killed_at_any_step_of_counting_is_followed_by_another(und
         for content in (b"1", b"2", b"3"):
             queue.put(payload(content), timeout=0)
         assert reap(in_child(work)) == 0
-        return dies_at(point, undertaker.attach)
+        return dies_at(point, attachment.attach)
 
     for _ in points(dies, stride=stride(97)):
-        undertaker.look()
+        attachment.recover_dead()
         assert queue.tasks.unfinished() == 1
         assert drain(queue) == [b"3"]
         queue.tasks.done()
         assert queue.tasks.unfinished() == 0
 
 
-def test_a_row_that_changes_hands_keeps_what_it_counted(undertaker, payload, queue):
-    other = SharedMemoryQueue.create(undertaker, 0, tasks=True)
+def test_a_row_that_changes_hands_keeps_what_it_counted(attachment, payload, queue):
+    other = SharedMemoryQueue.create(attachment, 0, tasks=True)
 
     def put_into(target):
         target.put(payload(b"x"))
@@ -131,24 +131,24 @@ def test_a_row_that_changes_hands_keeps_what_it_counted(undertaker, payload, que
 
     for target in (queue, other, queue, other):  # one after another, all have the same row
         assert reap(in_child(lambda: put_into(target))) == 0  # noqa: B023
-    undertaker.look()
-    assert len(undertaker.rows.used()) == 2
+    attachment.recover_dead()
+    assert len(attachment.rows.used()) == 2
     assert (queue.tasks.unfinished(), other.tasks.unfinished()) == (2, 2)
 
 
-def test_a_shutdown_that_drops_finishes_the_dropped(undertaker, payload, queue):
+def test_a_shutdown_that_drops_finishes_the_dropped(attachment, payload, queue):
     queue.put(payload(b"1"))
     queue.put(payload(b"2"))
     queue.shut_down(drop=True)
-    queue.tasks.wait(undertaker.look)
+    queue.tasks.wait(attachment.recover_dead)
     assert queue.tasks.unfinished() == 0
 
 
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("second", [0, 2, 9, 16])
-def test_join_does_not_wait_for_what_an_exception_inside_get_lost(undertaker, payload, queue, second):
+def test_join_does_not_wait_for_what_an_exception_inside_get_lost(attachment, payload, queue, second):
     """Also where another comes in the get after it."""
-    point, raised, lost, got = 1, True, undertaker.lost(), []
+    point, raised, lost, got = 1, True, attachment.lost(), []
     while raised:
         queue.put(payload(bytes(100_000)), timeout=0)
         raised = interrupted_at(point, lambda: got.append(queue.get(0)))
@@ -163,17 +163,17 @@ def test_join_does_not_wait_for_what_an_exception_inside_get_lost(undertaker, pa
         got.clear()
         point += 1
     assert point > 20
-    assert undertaker.lost() > lost
+    assert attachment.lost() > lost
 
 
 @pytest.mark.usefixtures("handler")
-def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(undertaker, payload):
+def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(attachment, payload):
     point, raised = 1, True
     while raised:
-        queue = SharedMemoryQueue.create(undertaker, 0, tasks=True)
+        queue = SharedMemoryQueue.create(attachment, 0, tasks=True)
         queue.put(payload(b"1"))
         queue.put(payload(b"2"))
-        undertaker.shut(queue._ends, queue.number, drop=True)
+        attachment.shut(queue._ends, queue.number, drop=True)
         raised = interrupted_at(point, queue.drop_all)
         queue.drop_all()
         assert queue.tasks.unfinished() == 0, f"an exception at moment {point}"
@@ -182,23 +182,23 @@ def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_
     assert point > 100
 
 
-def test_when_the_queue_is_gone_its_counts_go(undertaker, payload, queue):
+def test_when_the_queue_is_gone_its_counts_go(attachment, payload, queue):
     queue.put(payload(b"1"))
-    number, rows = queue.number, undertaker.rows
+    number, rows = queue.number, attachment.rows
     queue.get(0)
     queue.tasks.done()
-    assert {undertaker.words[record.tally] for record in rows.records(rows.index, number)} == {2}
+    assert {attachment.words[record.tally] for record in rows.records(rows.index, number)} == {2}
     queue.close()
     assert [
         record
         for each in (PUT, GET, DONE)
         for record in rows.records(rows.index, number, each)
-        if undertaker.words[record.tally]
+        if attachment.words[record.tally]
     ] == []
 
 
 @pytest.mark.kills
-def test_generations_of_workers_take_no_more_records_than_one(undertaker, payload, queue):
+def test_generations_of_workers_take_no_more_records_than_one(attachment, payload, queue):
     def work():
         queue.put(payload(b"x"))
         queue.get(0)
@@ -207,7 +207,7 @@ def test_generations_of_workers_take_no_more_records_than_one(undertaker, payloa
 
     for _ in range(30):
         assert reap(in_child(work)) == 0
-    rows = undertaker.rows
-    counting = [record for record in rows.records(1) if record.size == 1 and undertaker.words[record.tally]]
+    rows = attachment.rows
+    counting = [record for record in rows.records(1) if record.size == 1 and attachment.words[record.tally]]
     assert len(counting) == 3
     assert queue.tasks.unfinished() == 0

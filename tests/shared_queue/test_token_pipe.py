@@ -14,7 +14,7 @@ from crash_points import LIMIT, in_child, reap, told_by_child
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.shared_queue import token_pipe
-from tensorpipe_ipc.shared_queue.token_pipe import BELL, CAPACITY, SHUT, TokenPipe
+from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, DOORBELL, SHUT, TokenPipe
 
 FIRST = 1000  # of the words that a test uses
 
@@ -53,7 +53,7 @@ def give(pipe, words, *tokens):
 
 def spill(pipe, buffers):
     pipe.spill(buffers)
-    pipe.ring()
+    pipe.ring_doorbell()
 
 
 def take(pipe, words, count=1):
@@ -99,10 +99,10 @@ def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words):
         else:
             pipe.give(words.buffers(FIRST))
             spilled = pipe.spilled() > 0
-    assert pipe.snapshot() - {BELL} == set(range(10, 30_010))
+    assert pipe.snapshot() - {DOORBELL} == set(range(10, 30_010))
     got = []
     while len(got) < 30_000:
-        got += [token for token in take(pipe, words, 3) if token != BELL]
+        got += [token for token in take(pipe, words, 3) if token != DOORBELL]
     assert got == list(range(10, 30_010))
     assert pipe.spilled() == 0
     pipe.close()
@@ -114,11 +114,11 @@ def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
     for token in range(10, 20):
         words.values[FIRST] = token
         pipe.spill(words.buffers(FIRST))
-    assert pipe.ring(SHUT, 1000)
+    assert pipe.ring_doorbell(SHUT, 1000)
 
     def put_back(count):
         passed.append(count)
-        assert pipe.ring(SHUT, count)
+        assert pipe.ring_doorbell(SHUT, count)
 
     for token in range(10, 20):
         assert pipe.take_past_bells(words.buffers(FIRST), put_back)
@@ -130,16 +130,16 @@ def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
 
 def test_who_takes_past_bells_takes_first_what_stands_behind_them(words):
     pipe = TokenPipe.create(None)
-    assert pipe.ring(SHUT, 5)
+    assert pipe.ring_doorbell(SHUT, 5)
     give(pipe, words, 10)
     words.values[FIRST] = 11
     pipe.spill(words.buffers(FIRST))
     got = []
     for _ in range(2):
-        assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring(SHUT, count)) == 1
+        assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 1
         got.append(words.values[FIRST])
     assert got == [10, 11]
-    assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring(SHUT, count)) == 0
+    assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 0
     pipe.close()
 
 
@@ -173,7 +173,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     pipe = TokenPipe.create(None)
     words.values[FIRST] = 10
     spill(pipe, words.buffers(FIRST))
-    assert take(pipe, words) == [BELL]
+    assert take(pipe, words) == [DOORBELL]
     readv = os.readv
     looks = []
 
@@ -203,7 +203,7 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
     pipe.turn = FileTurn(turns)
     words.values[FIRST] = 10
     spill(pipe, words.buffers(FIRST))
-    assert take(pipe, words) == [BELL]
+    assert take(pipe, words) == [DOORBELL]
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
@@ -291,7 +291,7 @@ def test_a_pipe_of_few_pages_never_makes_a_giver_wait(words, pages):
         give(pipe, words, *tokens[first : first + 50])
     got = []
     while len(got) < len(tokens):
-        got += [token for token in take(pipe, words, 64) if token != BELL]
+        got += [token for token in take(pipe, words, 64) if token != DOORBELL]
     assert sorted(got) == tokens
     pipe.close()
 
@@ -309,7 +309,7 @@ def test_writers_of_the_log_do_not_move_its_readers_place(words):
     children = [in_child(lambda number=number: giver(number)) for number in range(3)]
     got, deadline = [], time.monotonic() + LIMIT
     while len(got) < 6 * count and time.monotonic() < deadline:
-        got += [token for token in take(pipe, words, 7) if token != BELL]
+        got += [token for token in take(pipe, words, 7) if token != DOORBELL]
     assert [reap(child) for child in children] == [0, 0, 0]
     for number in (1, 2, 3):
         own = [token & 0xFFFFFFFF for token in got if token >> 32 == number]
@@ -372,7 +372,7 @@ def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, lo
         while True:
             if pipe.take(words.buffers(word), None):
                 token = words.values[word]
-                if token != BELL:
+                if token != DOORBELL:
                     os.write(notes, token.to_bytes(8, "little"))
                 words.values[word] = 0
 
@@ -401,8 +401,8 @@ def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, lo
             os.kill(pid, signal.SIGKILL)
             reap(pid)
         collect()
-        waiting = pipe.snapshot() - {BELL}
-        in_words = {words.values[word] for word in (FIRST, FIRST + 1)} - {0, BELL}
+        waiting = pipe.snapshot() - {DOORBELL}
+        in_words = {words.values[word] for word in (FIRST, FIRST + 1)} - {0, DOORBELL}
         doubt = words.values[FIRST + 2]
         seen = sorted(waiting | in_words | set(noted) & set(range(first, next_token)))
         last = max(seen, default=first - 1)

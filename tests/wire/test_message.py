@@ -21,7 +21,7 @@ SERIALIZERS = ("raw", "numpy", "torch_save")
 HUGE = 1 << 40
 
 
-def _frames(tree: Any, serializer: str = "raw") -> tuple[message.Outgoing, list[Any]]:
+def _frames(tree: Any, serializer: str = "raw") -> tuple[message.EncodedMessage, list[Any]]:
     outgoing = message.encode(tree, serializer_named(serializer))
     return outgoing, outgoing.frames(1)
 
@@ -231,7 +231,7 @@ def test_the_length_of_a_header_has_two_sides(leaves: int) -> None:
         keys = [b"%5d" % number + b"k" * 65_000 for number in range(100)]
         return [dict.fromkeys([*keys, b"l" * length]), "v" * 1_840_000, *[torch.ones(1) for _ in range(leaves)]]
 
-    def size(outgoing: message.Outgoing) -> int:
+    def size(outgoing: message.EncodedMessage) -> int:
         return len(outgoing.schema) + len(outgoing.values)
 
     raw = serializer_named("raw")

@@ -1,8 +1,9 @@
 """``tensorpipe-ipc doctor``: what this machine allows, and who is attached to an endpoint, by which transport, and why.
 
 Nothing is stated that is not tried out or read from the kernel; who is attached the ends themselves have written down
-(``endpoints.notice``), so a busy or stopped program is asked nothing. Exit status 0: shared memory works here, and between
-all who are attached to the endpoint and want it. 1: it does not, or nobody has the endpoint; the lines marked NO say why.
+(``endpoints.published_status``), so a busy or stopped program is asked nothing. Exit status 0: shared memory works here, and
+between all who are attached to the endpoint and want it. 1: it does not, or nobody has the endpoint; the lines marked NO say
+why.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.endpoints import rendezvous_file
-from tensorpipe_ipc.endpoints.notice import Attached, Notice, notices
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, published_statuses
 from tensorpipe_ipc.process import Identity, is_alive
 from tensorpipe_ipc.zeromq.address_claim import owner_of
 from tensorpipe_ipc.zeromq.addresses import Address, check_socket_file, parse
@@ -28,8 +28,8 @@ def findings(endpoint: str) -> Iterator[Finding]:
     address = parse(endpoint, has_keys=not endpoint.startswith("inproc:"))
     if address.scheme == "inproc":
         raise ValueError(f"{endpoint}: inproc is within one process, and cannot be looked at from another")
-    ends = [notice for notice in notices() if notice.endpoint == address.text]
-    binders, own = [notice for notice in ends if notice.binds], {notice.identity for notice in ends}
+    ends = [status for status in published_statuses() if status.endpoint == address.text]
+    binders, own = [status for status in ends if status.binds], {status.identity for status in ends}
     if not binders:
         yield _unbound(address)
     for binder in binders:
@@ -63,7 +63,7 @@ def _file(address: Address) -> str:
     return "" if found is None or not found.offers else "; its rendezvous file lets others in while it computes"
 
 
-def _waiting(end: Notice) -> Finding:
+def _waiting(end: PublishedStatus) -> Finding:
     if any(peer.transport == "shared memory" for peer in end.peers):
         way = "shared memory, which the binder has not looked at yet"
         return Finding(f"  {end.role}", State.OK, f"{_process(end.identity)}: {way}")

@@ -26,11 +26,11 @@ from raw_ends import RawEnd, RawLine, hello, hello_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
-from tensorpipe_ipc.endpoints import assembly, link, meeting, peer, receiving, sending, unacknowledged
-from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
+from tensorpipe_ipc.endpoints import greeting, link, peer, reassembly, receiver, resend_buffer, sender
 from tensorpipe_ipc.endpoints.peer import How
 from tensorpipe_ipc.endpoints.presence import Sight
-from tensorpipe_ipc.endpoints.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
+from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
+from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
@@ -133,7 +133,7 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
 ) -> None:
     """A signal's handler raised within pyzmq's recv, which had the frame. Nobody waits for what is repeated now and then."""
     frames: dict[str, Any] = {"shared_memory": "off"}
-    for module in (link, meeting):
+    for module in (link, greeting):
         monkeypatch.setattr(module, "REPEAT", 4 * PATIENCE)
     with contextlib.ExitStack() as stack:
         if producer_binds:
@@ -261,7 +261,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatc
 
 def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that waits for a peer that computes repeats itself ever more seldom, as the peer keeps unread messages."""
-    for module in (link, meeting):
+    for module in (link, greeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer"))
@@ -292,7 +292,7 @@ def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
         raw.say(pack(Kind.CREDIT, first + 4))
         producer.flush(PATIENCE)
         assert producer.statistics().resent == 2
-        assert producer._link._unacknowledged.nbytes == 0
+        assert producer._link._resend_buffer.nbytes == 0
 
 
 def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_port: int) -> None:
@@ -401,7 +401,7 @@ def _put_to(producer: tp.Producer, end: int) -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond so many bytes put waits, though there is credit; a single message may always go."""
-    monkeypatch.setattr(unacknowledged, "KEPT_AT_MOST", PIECE)
+    monkeypatch.setattr(resend_buffer, "KEPT_AT_MOST", PIECE)
     large = torch.ones(PIECE + 1, dtype=torch.uint8)
     with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, linger=0, shared_memory="off") as producer:
         putting = in_thread(lambda: producer.put(large, PATIENCE))
@@ -420,11 +420,11 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_room_of_what_is_kept() -> None:
     """Up to the limit, to the byte; and whatever comes when nothing is kept."""
-    kept = unacknowledged.Unacknowledged()
+    kept = resend_buffer.ResendBuffer()
     assert kept.has_room(1 << 40)
     kept.nbytes = 1
-    assert kept.has_room(unacknowledged.KEPT_AT_MOST - 1)
-    assert not kept.has_room(unacknowledged.KEPT_AT_MOST)
+    assert kept.has_room(resend_buffer.KEPT_AT_MOST - 1)
+    assert not kept.has_room(resend_buffer.KEPT_AT_MOST)
 
 
 def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
@@ -454,7 +454,7 @@ def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
 def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
     """Piece by piece."""
     wide, mixed, strided = torch.randn(100_000, 3), torch.arange(30_000), torch.randn(2, 600_000)[:, ::2]
-    kept, keeper, made = Kept(7), Unacknowledged(), narrowing(serializer_named("raw"), dtype)
+    kept, keeper, made = SentMessage(7), ResendBuffer(), narrowing(serializer_named("raw"), dtype)
     assert made is not None
     message = encode(["small", torch.ones(3), wide, mixed, wide.double().t(), strided], made)
     parts = list(keeper.keep(kept, message, PIECE_AFAR))
@@ -482,7 +482,7 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
 def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
     """A consumer asks for a message's memory when 8 KiB of it are missing, and not a byte earlier."""
     total = 3 * PIECE
-    building = Assembly(1, Piece(0, total), Regions())
+    building = Reassembly(1, Piece(0, total), BufferPool())
     assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
     assert (building._region is not None) == is_asked_for
     assert bool(building._waiting) == (not is_asked_for)
@@ -491,20 +491,20 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
 def test_what_this_machine_does_not_have_is_refused() -> None:
     """A message may announce at most all memory of this machine."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert Regions().ready(most) is None
+    assert BufferPool().ready(most) is None
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
-        Regions().ready(most + 1)
+        BufferPool().ready(most + 1)
 
 
 def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
-    regions, least = Regions(), 2 * PIECE + (1 << 25)
-    monkeypatch.setattr(assembly, "addresses_left", lambda: least)
+    regions, least = BufferPool(), 2 * PIECE + (1 << 25)
+    monkeypatch.setattr(reassembly, "addresses_left", lambda: least)
     assert regions.ready(PIECE) is None
-    monkeypatch.setattr(assembly, "addresses_left", lambda: least - 1)
+    monkeypatch.setattr(reassembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
         regions.ready(PIECE)
-    refused = Assembly(1, Piece(0, PIECE), regions)
+    refused = Reassembly(1, Piece(0, PIECE), regions)
     assert refused.add(unpack(memoryview(_piece(0, PIECE))), memoryview(bytes(100)))
     assert refused.refused
     assert not refused._waiting  # nor is it kept for later
@@ -516,7 +516,7 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
 def test_which_message_is_completed() -> None:
     """The one whose number the pieces had, and that comes with no payload of its own."""
     tensor = torch.full((PIECE,), 7, dtype=torch.uint8)
-    building = Assembly(1, Piece(0, PIECE), Regions())
+    building = Reassembly(1, Piece(0, PIECE), BufferPool())
     assert building.add(unpack(memoryview(_piece(0, PIECE))), memoryview(tensor.numpy()))
     (head, payload), (another, _) = exchange.sent(tensor), exchange.sent(tensor, sequence=2)
     assert building.completed(unpack(memoryview(another)), [another])[1] == [another]
@@ -530,8 +530,8 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
     """A message of which the last byte has not come, though it has its place; or of which all came, and had none."""
     payload, (head, _) = memoryview(bytes(PIECE)), exchange.sent(torch.zeros(PIECE, dtype=torch.uint8))
     if missing == "memory":
-        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
-    building = Assembly(1, Piece(0, PIECE), Regions())
+        monkeypatch.setattr(reassembly, "addresses_left", lambda: 0)
+    building = Reassembly(1, Piece(0, PIECE), BufferPool())
     assert building.add(unpack(memoryview(_piece(0, PIECE))), payload[: PIECE - 1] if missing == "a byte" else payload)
     assert bool(building.refused) == (missing == "memory")
     assert building.completed(unpack(memoryview(head)), [head])[1] == [head]
@@ -543,7 +543,7 @@ def test_what_is_not_completed(missing: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("offset", [0, 3])
 def test_a_piece_beyond_what_was_announced(offset: int) -> None:
     """To the last byte, and not one further; whether or not what comes before it is there."""
-    building = Assembly(1, Piece(0, 8), Regions())
+    building = Reassembly(1, Piece(0, 8), BufferPool())
     assert building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(8 - offset))) == (offset == 0)
     with pytest.raises(ProtocolError, match=f"a piece of bytes {offset} to 9 of 8, in 8 announced"):
         building.add(unpack(memoryview(_piece(offset, 8))), memoryview(bytes(9 - offset)))
@@ -551,12 +551,12 @@ def test_a_piece_beyond_what_was_announced(offset: int) -> None:
 
 def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
-    regions = Regions()
+    regions = BufferPool()
     limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
-    monkeypatch.setattr(assembly, "_IDLE_AT_MOST", limit)
+    monkeypatch.setattr(reassembly, "_IDLE_AT_MOST", limit)
     regions._idle.clear()
     for most, left in ((limit, 2), (limit - 1, 1)):
-        monkeypatch.setattr(assembly, "_IDLE_AT_MOST", most)
+        monkeypatch.setattr(reassembly, "_IDLE_AT_MOST", most)
         handed_out = [regions.fresh(PIECE) for _ in range(2)]
         last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
         while handed_out:
@@ -568,14 +568,14 @@ def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
-    regions, asked = Regions(), []
-    building = Assembly(1, Piece(0, 2 * PIECE), regions)
+    regions, asked = BufferPool(), []
+    building = Reassembly(1, Piece(0, 2 * PIECE), regions)
 
     def fail(*arguments: Any) -> Any:
         asked.append(arguments)
         raise MemoryError("none left")
 
-    monkeypatch.setattr(assembly.np, "empty", fail)
+    monkeypatch.setattr(reassembly.np, "empty", fail)
     for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
         header = unpack(memoryview(_piece(offset, 2 * PIECE)))
         assert building.add(header, memoryview(bytes(size)))
@@ -674,7 +674,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
     Beyond the limit it forgets the oldest.
     """
-    monkeypatch.setattr(receiving, "_REMEMBERED", 2)
+    monkeypatch.setattr(receiver, "_REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
         link = consumer._link
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
@@ -690,7 +690,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
-    monkeypatch.setattr(sending, "_REMEMBERED", 2)
+    monkeypatch.setattr(sender, "_REMEMBERED", 2)
     monkeypatch.setattr(link, "REPEAT", 0.05)
     with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0, peer_timeout=0.05) as producer:
 
@@ -713,7 +713,7 @@ def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch
         assert come(7, first + 1) == first + 1
 
 
-def _part(link: receiving.ReceiveLink, end: int, resends: int, how: How, taken: int | None = None) -> None:
+def _part(link: receiver.ReceiveLink, end: int, resends: int, how: How, taken: int | None = None) -> None:
     left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
     left.taken, left.settled, left.left = 10 * end if taken is None else taken, True, how
     link.parted(left)
@@ -750,12 +750,12 @@ def test_frames_of_a_producer_that_shares_memory() -> None:
         piece = unpack(memoryview(_piece(0, 8)))
         assert link.expects(other, _head(1))
         link.piece(other, piece, [b"", memoryview(bytes(4))])
-        assert other.assembly is not None
+        assert other.reassembly is not None
         with pytest.raises(ProtocolError, match="DATA in frames from a producer that shares memory"):
             link.expects(sharing, _head(1))
         with pytest.raises(ProtocolError, match="a PIECE of 2 frames from producer pid 2"):
             link.piece(sharing, piece, [b"", memoryview(bytes(4))])
-        assert sharing.assembly is None
+        assert sharing.reassembly is None
 
 
 def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -764,7 +764,7 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
         asked = _peer(0)
         for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
             with monkeypatch.context() as patch:
-                patch.setattr(receiving, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
+                patch.setattr(receiver, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
                 consumer._link._ask(asked)
             assert asked.round == rounds, now
 
@@ -786,10 +786,10 @@ def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(2, resends=resends)
         one.taken = taken
-        one.assembly = begun = Assembly(taken + 1, Piece(0, 8), Regions())
+        one.reassembly = begun = Reassembly(taken + 1, Piece(0, 8), BufferPool())
         link.stands_at(one, said)
         assert (link.lost, one.taken) == (lost, max(said, taken))
-        assert one.assembly is (begun if said <= taken else None)
+        assert one.reassembly is (begun if said <= taken else None)
 
 
 def test_a_new_connection_of_the_other_end() -> None:
@@ -817,10 +817,10 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = consumer._link, _peer(0)
         link.check_memory(one, _head(1))
-        one.assembly = Assembly(1, Piece(0, 8), Regions())
+        one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(one, _head(1))
-        monkeypatch.setattr(assembly, "addresses_left", lambda: 0)
-        one.assembly = Assembly(1, Piece(0, 8), Regions())
+        monkeypatch.setattr(reassembly, "addresses_left", lambda: 0)
+        one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(one, _head(2))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
             link.check_memory(one, _head(1))
@@ -833,7 +833,7 @@ def test_pieces_of_a_message_that_was_taken() -> None:
         for sequence, begins in ((1, False), (2, True)):
             said = unpack(memoryview(pack_piece(sequence, Piece(0, 8))))
             consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
-            assert (one.assembly is not None) == begins
+            assert (one.reassembly is not None) == begins
 
 
 @pytest.fixture

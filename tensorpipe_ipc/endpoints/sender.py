@@ -11,7 +11,7 @@ from typing import Any
 from tensorpipe_ipc.endpoints.link import Link, Opening
 from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.unacknowledged import PIECE, PIECE_AFAR, Kept, Unacknowledged
+from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import Full, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
@@ -19,7 +19,7 @@ from tensorpipe_ipc.serializers.base import any_size
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.layout import BULK, Block
-from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, Unreachable
 
 __all__ = ["Held", "NotHandedOver", "SendLink"]
@@ -34,7 +34,7 @@ _UNREAD = (
 _FRAME = 64  # bytes of ZeroMQ's own
 
 
-def _in_one_block(queue: PairQueue, message: Outgoing) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
+def _in_one_block(queue: PairQueue, message: EncodedMessage) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
     return in_one_block(message)
 
 
@@ -69,10 +69,10 @@ class SendLink(Link):
         self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
         self._reckoned = 0  # in flight, at most
         self._turns = 0  # how often several peers were chosen from
-        self._unacknowledged = Unacknowledged()
+        self._resend_buffer = ResendBuffer()
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
-        self.in_one_block: Callable[[PairQueue, Outgoing], tuple[Block, bytes]] = _in_one_block
+        self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
         super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
@@ -87,7 +87,7 @@ class SendLink(Link):
             self.window,
             serializer=self._serializer,
             sequence=sent,
-            shared_memory=self.arrangement.terms(peer),
+            shared_memory=self.negotiation.terms(peer),
             end=self.end,
             folder=self.folder,
             round=max(1, self.socket.connection) if self.keeps else 0,
@@ -211,7 +211,7 @@ class SendLink(Link):
             if peer.queue is None and peer.settled:
                 self._resend_if_asked(peer)
 
-    def send(self, peer: Peer, message: Outgoing, timeout: float, *, held: Held | None = None) -> bool:
+    def send(self, peer: Peer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
 
         Args:
@@ -252,24 +252,24 @@ class SendLink(Link):
         self._sent = peer.sent
         return True
 
-    def _send_kept(self, peer: Peer, message: Outgoing, timeout: float) -> bool:
+    def _send_kept(self, peer: Peer, message: EncodedMessage, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
-        self._unacknowledged.check(message.nbytes)
-        if not self._unacknowledged.has_room(message.nbytes):
-            self._unacknowledged.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
+        self._resend_buffer.check(message.nbytes)
+        if not self._resend_buffer.has_room(message.nbytes):
+            self._resend_buffer.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
             if timeout <= 0:
                 raise Full(
-                    f"{self.endpoint}: no memory in time: {self._unacknowledged.why_full()}: {self.why_blocked()}"
+                    f"{self.endpoint}: no memory in time: {self._resend_buffer.why_full()}: {self.why_blocked()}"
                 )
             self.wait(timeout)
             return False
-        kept = Kept(peer.sent + 1)
+        kept = SentMessage(peer.sent + 1)
         connected = True
         try:
             peer.kept.append(kept)
             peer.sent = kept.sequence
             self._framed += 1
-            for part in self._unacknowledged.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+            for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
                 connected = connected and self._lend(peer, kept, part)
                 if not connected and len(kept.parts) == 1:
                     break
@@ -278,7 +278,7 @@ class SendLink(Link):
             raise
         if not connected and len(kept.parts) == 1:  # nothing of it has left
             peer.kept.pop()
-            self._unacknowledged.let_go(kept)
+            self._resend_buffer.let_go(kept)
             peer.sent -= 1
             self._framed -= 1
         self._sent = peer.sent
@@ -286,7 +286,7 @@ class SendLink(Link):
             self._leaves(peer, How.LOST)
         return connected or peer.sent == kept.sequence
 
-    def _lend(self, peer: Peer, kept: Kept, part: list[Any]) -> bool:
+    def _lend(self, peer: Peer, kept: SentMessage, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""
         small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
         peer.unmarked += small
@@ -300,7 +300,7 @@ class SendLink(Link):
             kept.weight, peer.unmarked = kept.weight + peer.unmarked, 0
         return True
 
-    def _give_up(self, peer: Peer, kept: Kept) -> None:
+    def _give_up(self, peer: Peer, kept: SentMessage) -> None:
         """A message's sending was cut short by an exception: its number is used up, and that is all."""
         if peer.sent < kept.sequence:
             if peer.kept and peer.kept[-1] is kept:
@@ -308,7 +308,7 @@ class SendLink(Link):
             return
         self._sent = peer.sent
         self._reckon_framed()
-        self._unacknowledged.give_up(kept)
+        self._resend_buffer.give_up(kept)
         self._lend(peer, kept, kept.parts[0])
 
     def _reckon_framed(self) -> None:
@@ -330,7 +330,7 @@ class SendLink(Link):
                 return
             self.resent += 1
 
-    def _put(self, peer: Peer, queue: PairQueue, message: Outgoing, timeout: float, held: Held | None) -> bool:
+    def _put(self, peer: Peer, queue: PairQueue, message: EncodedMessage, timeout: float, held: Held | None) -> bool:
         unsure, self._unsure = self._unsure, True  # unless it is put, as it was reckoned
         peer.room -= 1
         try:
@@ -352,7 +352,7 @@ class SendLink(Link):
 
     def knows_the_way(self) -> bool:
         """Return whether it is known how messages go: somebody has come, or they go in frames in any case."""
-        return self.arrangement.never_shares or any(peer.settled for peer in self.peers.values())
+        return self.negotiation.never_shares or any(peer.settled for peer in self.peers.values())
 
     def any_queue(self) -> PairQueue | None:
         """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
@@ -406,7 +406,7 @@ class SendLink(Link):
             peer.taken = sequence
         while peer.kept and peer.kept[0].sequence <= peer.taken:
             kept = peer.kept.popleft()
-            self._unacknowledged.let_go(kept)
+            self._resend_buffer.let_go(kept)
             if kept.lent:
                 peer.unread.append(kept)
 
@@ -427,7 +427,7 @@ class SendLink(Link):
     def parted(self, peer: Peer) -> None:
         """See Role."""
         while peer.kept:
-            self._unacknowledged.let_go(peer.kept.popleft())
+            self._resend_buffer.let_go(peer.kept.popleft())
         if self.socket.binds and peer.queue is None and peer.hello.end:
             if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
                 self._vanished[peer.hello.end] = peer.sent
@@ -436,7 +436,7 @@ class SendLink(Link):
             elif peer.left is not How.LOST:
                 self._vanished.pop(peer.hello.end, None)
         if peer.queue is not None and peer.left is How.LOST:
-            peer.queue.undertaker.look()
+            peer.queue.attachment.recover_dead()
         untaken = _load(peer)
         self._framed -= untaken if peer.queue is None else 0
         self.lost += untaken

@@ -18,13 +18,13 @@ from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Hello
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["Spares"]
+__all__ = ["StandbyQueues"]
 
 _FIRST = 2  # while nobody is attached, and then 1: each takes two descriptors and 0.1 ms; who finds none waits
 _PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
 
 
-class Spares:
+class StandbyQueues:
     """One end's; of an end that does not bind, or never shares memory, always none.
 
     Attributes:
@@ -73,7 +73,7 @@ class Spares:
         except OSError as failed:  # then those that there are have to do
             self.trouble = "" if self._free() else failed.strerror or str(failed)
         if is_alone and self._free():
-            self._free()[0].undertaker.rest()
+            self._free()[0].attachment.rest()
         offers = tuple(queue.offer for queue in self._free())
         if offers != self._offered:
             try:

@@ -24,7 +24,7 @@ import msgspec
 from tensorpipe_ipc.endpoints.presence import SUFFIX
 from tensorpipe_ipc.process import Identity, open_files
 
-__all__ = ["Attached", "Notice", "framed", "notices", "read_notice"]
+__all__ = ["Attached", "PublishedStatus", "framed", "published_statuses", "read_notice"]
 
 _HEAD = struct.Struct("<II")
 _TRIES = 20  # of reading what is just being written anew
@@ -46,7 +46,7 @@ class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wanted: bool
 
 
-class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PublishedStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One end.
 
     Attributes:
@@ -66,10 +66,10 @@ class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str = ""
 
 
-_decode = msgspec.json.Decoder(Notice).decode
+_decode = msgspec.json.Decoder(PublishedStatus).decode
 
 
-def notices() -> Iterator[Notice]:
+def published_statuses() -> Iterator[PublishedStatus]:
     """Return those of all processes that this one may look at."""
     seen = set()
     for pid, link, path in open_files():
@@ -83,7 +83,7 @@ def notices() -> Iterator[Notice]:
                     yield found
 
 
-def _read(path: str) -> Notice | None:
+def _read(path: str) -> PublishedStatus | None:
     for _ in range(_TRIES):
         with open(path, "rb", opener=_without_waiting) as file:
             found = read_notice(file)
@@ -96,13 +96,13 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def framed(notice: Notice) -> bytes:
+def framed(notice: PublishedStatus) -> bytes:
     """A notice's bytes."""
     text = msgspec.json.encode(notice)
     return _HEAD.pack(zlib.crc32(text), len(text)) + text
 
 
-def read_notice(file: BinaryIO) -> Notice | None:
+def read_notice(file: BinaryIO) -> PublishedStatus | None:
     """Return what was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:

@@ -14,7 +14,7 @@ from arenas import blocks_in_use, drained, small_context
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from wholeness import stride
 
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory import handover
 
 SIZE = 100_000  # items
 LIMIT = 20
@@ -238,18 +238,18 @@ def test_a_small_tensor_is_copied(ctx):
 def test_without_counts_that_can_be_believed_everything_is_copied(ctx, monkeypatch):
     there = ctx.Queue()
     monkeypatch.delattr(torch._C, "_storage_Use_Count")
-    moving._counts.cache_clear()
+    handover._counts.cache_clear()
     try:
         sent = filled(ctx)
         there.put(sent, move=True)
         assert there.get().data_ptr() != sent.data_ptr()
         assert sent.sum() == 3 * SIZE
     finally:
-        moving._counts.cache_clear()
+        handover._counts.cache_clear()
 
 
 def test_each_alias_of_the_list_is_seen_by_this_torch():
-    assert [index for index, alias in enumerate(moving._ALIASES) if not moving._is_seen(alias)] == []
+    assert [index for index, alias in enumerate(handover._ALIASES) if not handover._is_seen(alias)] == []
 
 
 def test_a_lease_inherited_over_a_fork_is_copied_by_the_child_and_by_the_parent_while_it_lives(ctx):
@@ -285,7 +285,7 @@ def test_its_owner_finds_the_block_again(ctx):
         there.put(filled(ctx), move=True)
         back.put(there.get(), move=True)
         back.get()
-        resident.append(ctx.tensorpipe_undertaker().arena.segment.resident())
+        resident.append(ctx.tensorpipe_attachment().arena.segment.resident())
     assert len(set(resident[5:])) == 1
 
 
@@ -298,7 +298,7 @@ def test_it_survives_the_sigkill_of_its_producer_bytes_unchanged(ctx):
 
     reap(in_child(child))
     got = there.get(timeout=LIMIT)
-    ctx.tensorpipe_undertaker().look(inherit=True)
+    ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
     for _ in range(5):
         there.put(torch.zeros(SIZE))
         there.get()
@@ -354,7 +354,7 @@ def test_an_exception_at_any_moment_leaves_the_tensor_here_or_there_and_whole(ct
         assert (tensor == point).all()
         del tensor, sent
         got.clear()
-        ctx.tensorpipe_undertaker().leases.settle()
+        ctx.tensorpipe_attachment().leases.settle()
         assert blocks_in_use(ctx) == {}
         if left > 0:
             break

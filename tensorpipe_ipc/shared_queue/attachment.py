@@ -1,6 +1,6 @@
 """Finishing what the dead began: the argument why no kill at any instruction loses, doubles or blocks anything.
 
-A process is dead when its row's lock can be had (memory/rows.py). Whoever gets the lock, the *undertaker*, goes on
+A process is dead when its row's lock can be had (memory/rows.py). Whoever gets the lock, the *recovering process*, goes on
 with the dead process's program where it stopped, writing into the dead row as that process would have. So it may be
 killed at any point itself, and the next one goes on. Nothing is inferred about the living or the stopped.
 
@@ -34,14 +34,14 @@ clear: G5 before G6, P2 before P7). Found anywhere, it was given. Found nowhere,
 * given: the credit travels with the block. C = 0, then T = 0. Killed between: T is set, and is found given again.
 * not given: the block is made WRITING with the generation before the ticket's, as it was before P5. In no block whose
   ticket was given can that be found, whatever other threads did with it since, for generations do not go down. So the
-  verdict stands even when the undertaker dies. Then T = 0.
+  verdict stands even when the recovering process dies. Then T = 0.
 
 **A dead put of a held block** (``move=True``; a lease forwarded, or a tensor of ``empty``). The steps are the same but
 for P3, which finds the block HELD by the row, writes header and metadata where no tensor lies, and leaves the state
 alone. Killed before P4 the block is HELD, and free after the sweep. Between P4 and P5 T names a block that is HELD with
 the generation before the ticket's: not given, by the same argument as WRITING. After P5 nothing tells it from another
 put. Not given, it becomes WRITING and FREE: its producer is dead, and the children of its forks cannot read it, for a
-process whose row has a witness does not move (``moving.py``). The living make it HELD again, with the same generation,
+process whose row has a fork marker does not move (``handover.py``). The living make it HELD again, with the same generation,
 so the lease simply goes on.
 
 T comes before QUEUED, not after it: killed between, a block would be QUEUED with no ticket anywhere, for ever.
@@ -62,15 +62,15 @@ copy into a page that has just been swapped out can fail half-way through a batc
 take or give all their tokens together. What is argued above is argued of each triple of words by itself. Where queues can
 be joined, a tally stands beside the words: shared_queue/tasks.py.
 
-**A shutdown** is begun by bells in the pipe of tickets (``SHUT``; ``DROP`` where what waits is dropped): as many as there are
-words into which a living process may be reading, and some for those that come. Then ``dropped`` and ``shut`` are set, then
-the bells are given again. Whoever takes such a bell does all of this, unless it is done. So a shutdown that is cut short
-by a kill was either not begun, or each sleeper has a bell of its own. Whoever takes one puts it back into the pipe before it
-leaves the word: bells go round, and none that a killed or stopped process took is missed by another. One pass over what
-the pipe held says that only bells are left (``TokenPipe.take_past_bells``). A bell in a dead row's word is heard by the
-undertaker. Who finds nothing more rings until there are as many bells as words once more. A full pipe has no room for
-them, and ``shut`` is 1. Then each get tries to give them before it takes, until they are in, and ``shut`` is TOLD. So they
-are in long before the last ticket can be taken.
+**A shutdown** is begun by doorbells in the pipe of tickets (``SHUT``; ``DROP`` where what waits is dropped): as many as there
+are words into which a living process may be reading, and some for those that come. Then ``dropped`` and ``shut`` are set, then
+the doorbells are given again. Whoever takes such a doorbell does all of this, unless it is done. So a shutdown that is cut
+short by a kill was either not begun, or each sleeper has a doorbell of its own. Whoever takes one puts it back into the pipe
+before it leaves the word: doorbells go round, and none that a killed or stopped process took is missed by another. One pass
+over what the pipe held says that only doorbells are left (``TokenPipe.take_past_bells``). A doorbell in a dead row's word is
+heard by the recovering process. Who finds nothing more rings until there are as many doorbells as words once more. A full pipe
+has no room for them, and ``shut`` is 1. Then each get tries to give them before it takes, until they are in, and ``shut`` is
+TOLD. So they are in long before the last ticket can be taken.
 All other waits look at ``shut`` in each slice, and a get looks before it waits.
 
 A put looks at ``shut`` when T is set and the block not yet QUEUED, between P4 and P5. So a put that has not seen it has its
@@ -82,19 +82,19 @@ P4 and P6 gives its ticket later; it is got by whoever still gets, and where ``d
 **Then the sweep**: what the dead row wrote or held becomes FREE (memory/arena.py). Not the blocks that a word names
 which we cannot judge, as we do not have its queue: that row stays unfinished for somebody who has. If nobody has it
 (shared_queue/queue_record.py, "Life"), the queue is gone with its tokens, and so is the doubt: words that name it are
-cleared, and *burying* it frees what waits in it and, last, its record. It is done under the lock that says that nobody
+cleared, and *destroying* it frees what waits in it and, last, its record. It is done under the lock that says that nobody
 has the queue, by one process at a time; so no other program can be at these blocks.
 
 **Memory changes hands** meanwhile, also that of the living, and addresses are used for other blocks: memory/extents.py. Not
 where a block is not FREE, so all blocks that are argued of here stay where they are. Only a word that is out of date may name
-a place that is no block any more: a ticket that was given and taken, or a queue that is buried. Of the first the state is
+a place that is no block any more: a ticket that was given and taken, or a queue that is destroyed. Of the first the state is
 compared in all its 64 bits, generation included; the second is asked for as a block (``Arena.begins``). Who walks all blocks
 to free some keeps their extents while it looks (``Arena._walk``); in one that is changing hands it frees nothing, and the
 row or queue is not done yet.
 
 What follows: a token of a dead process is in a pipe, in a living process's hands, or accounted for. C4 holds since
 after P6 no step of the producer is needed; C2 since a ticket is given only after P5; C6 since every wait for
-something that a process may have taken with it is cut into slices, with ``look`` after each."""
+something that a process may have taken with it is cut into slices, with ``recover_dead`` after each."""
 
 from __future__ import annotations
 
@@ -129,13 +129,13 @@ from tensorpipe_ipc.memory.row import GET, LOST, PUT, WALKING, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS, TOLD, QueueRecord, number_of
-from tensorpipe_ipc.shared_queue.token_pipe import BELL, DROP, LAST_BELL, SHUT, SLICE, TokenPipe
+from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, SLICE, TokenPipe
 
-__all__ = ["NEXT_LAP", "Ends", "InDoubt", "Undertaker", "block_of", "default_undertaker", "snapshot", "undertaker_of"]
+__all__ = ["NEXT_LAP", "Ends", "InDoubt", "Attachment", "block_of", "default_attachment", "snapshot", "attachment_of"]
 
 NEXT_LAP = 1 << SLOT_BITS
 _FINGERPRINT = (1 << 40) - 1
-_SPARE_BELLS, _MOST_BELLS = 8, 4096  # for those who begin to wait meanwhile; a pipe holds no more
+_SPARE_DOORBELLS, _MOST_DOORBELLS = 8, 4096  # for those who begin to wait meanwhile; a pipe holds no more
 _PATIENCE = 0.5  # seconds
 _GLANCE = 0.02  # seconds in which who has what is gathered for an error's text
 _LATE = 0.03  # seconds for which a get may outlast its timeout
@@ -154,7 +154,7 @@ class InDoubt(Exception):
     """A token cannot be judged now: no scratch pipe to be had, or its queue is not known here."""
 
 
-class Undertaker:
+class Attachment:
     """Finishes dead rows of one arena, as far as this process has the queues that they used.
 
     Attributes:
@@ -174,28 +174,28 @@ class Undertaker:
 
     def _forget(self) -> None:
         self._left: dict[int, list[Operation]] = {}  # by queue that this process has no more: what is on record of it
-        self._burying, self._bury_again = threading.Lock(), 0.0
+        self._destroying, self._destroy_again = threading.Lock(), 0.0
         self._looks = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return undertaker_of, (self.arena.segment,)
+        return attachment_of, (self.arena.segment,)
 
     def attach(self) -> None:
         """Have the arena take a row, if it has none."""
         if self.rows.index < 0:
             self.arena.attach(self.finish)
             if self.rows.incarnation > 1:  # a process died: its queues may be nobody's now
-                self.bury_all()
+                self.destroy_orphaned_queues()
 
-    def look(self, *, inherit: bool = False) -> int:
+    def recover_dead(self, *, adopt_extents: bool = False) -> int:
         """Finish every dead row that can be finished. How many were.
 
         Args:
-            inherit: take over their extents, too; for when memory is short.
+            adopt_extents: take over their extents, too; for when memory is short.
         """
         count, died, is_done = 0, False, True
-        owners = {row for *_, row in self.arena._all_extents()} if inherit else set[int]()
+        owners = {row for *_, row in self.arena._all_extents()} if adopt_extents else set[int]()
         for row in self.rows.used():
             if row in owners or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:
@@ -208,12 +208,12 @@ class Undertaker:
                     elif dead:
                         is_done = False
         if died:  # its queues may be nobody's now
-            self.bury_all()
+            self.destroy_orphaned_queues()
         if is_done:
             self.words[LOOKS] = self.words[LOOKS] + 1 & (1 << 32) - 1
         return count
 
-    def look_in_turn(self, *, begins: bool = False) -> None:
+    def recover_dead_in_turn(self, *, begins: bool = False) -> None:
         """Look, unless anybody has looked, and left nothing to do, since this process last asked.
 
         For waits in slices: what a look costs grows with the number of processes, and of many who wait one is enough.
@@ -222,24 +222,24 @@ class Undertaker:
             begins: a wait does, and its first look is due after a slice.
         """
         if not begins and self.words[LOOKS] == self._looks:
-            self.look()
+            self.recover_dead()
         self._looks = self.words[LOOKS]
 
     def make_room(self, nbytes: int) -> None:
         """Have free all that can be, so that a message of so many bytes finds room."""
-        self.look(inherit=True)
+        self.recover_dead(adopt_extents=True)
         now = time.monotonic()
-        if now >= self._bury_again:  # it walks all blocks: a wait for room makes room again and again
-            self._bury_again = now + _PATIENCE
-            self.bury_all()
+        if now >= self._destroy_again:  # it walks all blocks: a wait for room makes room again and again
+            self._destroy_again = now + _PATIENCE
+            self.destroy_orphaned_queues()
         self.leases.settle()
         self.arena.collect(nbytes)
 
     def trim(self) -> int:
         """Give back all memory of the arena that nobody needs now, whoever has it. Bytes."""
         self.attach()
-        self.look()
-        self.bury_all()
+        self.recover_dead()
+        self.destroy_orphaned_queues()
         self.leases.settle()
         return self.arena.trim()
 
@@ -298,7 +298,7 @@ class Undertaker:
                 finish = self.finish_put if direction == PUT else self.finish_get
                 for each in record.each():
                     finish(ends, queue, row, each)
-        elif self.bury(queue):
+        elif self.destroy_if_orphaned(queue):
             self._clear(record)
         elif busy:
             raise InDoubt
@@ -325,7 +325,7 @@ class Undertaker:
                 words[record.credit] = 0
                 if ends.tickets.spilled():
                     ends.record.set(ends.record.spilled)
-                    ends.tickets.ring()
+                    ends.tickets.ring_doorbell()
             else:
                 ungiven = block_of(ticket)
                 words[ungiven >> 3] = self._ungiven(row, ticket)
@@ -339,8 +339,8 @@ class Undertaker:
     def _return_credit(self, ends: Ends, queue: int, record: Record) -> None:
         words, credits = self.words, ends.credits
         credit = words[record.credit]
-        if credit == BELL and credits is not None:
-            credits.ring()
+        if credit == DOORBELL and credits is not None:
+            credits.ring_doorbell()
             words[record.credit] = 0
         elif credit and credits is not None:
             if not words[record.given] and credit not in snapshot(credits):
@@ -371,9 +371,9 @@ class Undertaker:
         """Also for the living, in their own row, when an exception came between G5 and G6."""
         words = self.words
         ticket = words[record.ticket]
-        if 0 < ticket <= LAST_BELL:
-            if ticket == BELL:
-                ends.tickets.ring()
+        if 0 < ticket <= LAST_DOORBELL:
+            if ticket == DOORBELL:
+                ends.tickets.ring_doorbell()
             else:
                 self.shut(ends, queue, drop=ticket == DROP)
         elif ticket and (words[record.given] or ticket not in snapshot(ends.tickets)):
@@ -424,21 +424,21 @@ class Undertaker:
             words[record.shut] = TOLD
 
     def wake(self, ends: Ends, queue: int, *, drop: bool = False, again: bool = False) -> bool:
-        """Tell all who wait for a queue's tickets that it is shut down: one bell for each word that may take one.
+        """Tell all who wait for a queue's tickets that it is shut down: one doorbell for each word that may take one.
 
         Args:
             again: it was told before. Bells that are there count, as whoever takes one puts it back: they do not pile up.
 
         Returns:
-            Whether the pipe had room for all bells.
+            Whether the pipe had room for all doorbells.
         """
         rows = self.rows
         waiting = sum(
             record.size for row in rows.used() if rows.is_alive(row) for record in rows.records(row, queue, GET)
         )
         is_dropped = drop or self.words[ends.record.dropped]
-        missing = min(_SPARE_BELLS + waiting, _MOST_BELLS) - (ends.tickets.unread() if again else 0)
-        return ends.tickets.ring(DROP if is_dropped else SHUT, missing)
+        missing = min(_SPARE_DOORBELLS + waiting, _MOST_DOORBELLS) - (ends.tickets.unread() if again else 0)
+        return ends.tickets.ring_doorbell(DROP if is_dropped else SHUT, missing)
 
     def settle_puts(self, queue: int, deadline: float | None = None) -> None:
         """Wait until puts that are about to give their tickets have done so, or have seen that the queue is shut.
@@ -452,7 +452,7 @@ class Undertaker:
         while pending and time.monotonic() < until:
             time.sleep(min(pause, max(0, until - time.monotonic())))
             pause = min(2 * pause, SLICE)
-            self.look()
+            self.recover_dead()
             pending = {word: ticket for word, ticket in pending.items() if self.words[word] == ticket}
 
     def _tickets_named(self, queue: int) -> Iterator[tuple[int, int]]:
@@ -467,7 +467,7 @@ class Undertaker:
     def leave(self, queue: int, operations: list[Operation]) -> None:
         """This process has a queue no more. What its operations count goes with the queue."""
         self._left[queue] = operations
-        self.bury_left()
+        self.destroy_left_queues()
         self._give_back_last()
 
     def leave_context(self) -> None:
@@ -487,7 +487,7 @@ class Undertaker:
         is_maker = self.arena.maker == os.getpid()
         is_kept = bool(self.leases.live or self.leases.has_forked or self._others_live())
         if is_maker or is_kept:
-            self.bury_all()
+            self.destroy_orphaned_queues()
             others_have_queues = any(self._records())
             if (others_have_queues and is_maker) or (is_kept and not others_have_queues):
                 self.rest()
@@ -505,27 +505,27 @@ class Undertaker:
             self.leases.gives_back = True
             self.trim()
 
-    def bury_left(self) -> None:
-        """Bury what this process had, where nobody has it now."""
+    def destroy_left_queues(self) -> None:
+        """Destroy what this process had, where nobody has it now."""
         for queue in list(self._left):
-            if self.bury(queue):
+            if self.destroy_if_orphaned(queue):
                 for operation in self._left.pop(queue, ()):
                     for ticket in self.words[operation.ticket : operation.ticket + operation.size]:
                         self.leases.early.pop(block_of(ticket) >> 3, None)  # a get that failed, and is not made again
                     self._clear(operation)
                     self.rows.retire(operation)
 
-    def bury_all(self) -> None:
-        """Bury whatever queue nobody has any more: for when there is no room."""
+    def destroy_orphaned_queues(self) -> None:
+        """Destroy whatever queue nobody has any more: for when there is no room."""
         for block in self._records():
-            self.bury(number_of(self.arena, block))
+            self.destroy_if_orphaned(number_of(self.arena, block))
 
     def _records(self) -> Iterator[int]:
         """The blocks of all queues' records."""
         for start, kind, units, _ in self.arena._all_extents():
             yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
-    def bury(self, queue: int) -> bool:
+    def destroy_if_orphaned(self, queue: int) -> bool:
         """Free what waits in a queue, and its record, if nobody has the queue. Whether that was so, now or before.
 
         Never waits. Other threads of this process, and signal handlers, are kept out: to the kernel they are one holder.
@@ -533,16 +533,16 @@ class Undertaker:
         record = QueueRecord(self.arena, queue)
         if not record.exists():
             return True
-        burying = self._burying  # a forked child has another
-        if self.rows.index < 0 or not burying.acquire(blocking=False):
+        destroying = self._destroying  # a forked child has another
+        if self.rows.index < 0 or not destroying.acquire(blocking=False):
             return False
         try:
             with self.rows.alone(record.block) as nobody_has_it:
-                return nobody_has_it and self._bury(record)
+                return nobody_has_it and self._destroy(record)
         finally:
-            burying.release()
+            destroying.release()
 
-    def _bury(self, record: QueueRecord) -> bool:
+    def _destroy(self, record: QueueRecord) -> bool:
         """Free what waits in a queue, and its record, whose lock is held. Whether that was all."""
         words, hazard = self.words, hazard_word(self.rows.index, WALKING)
         with self.arena.staying(record.block, hazard) as word:
@@ -591,24 +591,24 @@ class Undertaker:
                 yield from self.words[first : first + record.size]
 
 
-_known: weakref.WeakValueDictionary[int, Undertaker] = weakref.WeakValueDictionary()  # by the id of their segments
+_known: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictionary()  # by the id of their segments
 
 
-_default: weakref.WeakValueDictionary[str, Undertaker] = weakref.WeakValueDictionary()
+_default: weakref.WeakValueDictionary[str, Attachment] = weakref.WeakValueDictionary()
 
 
-def default_undertaker() -> Undertaker:
+def default_attachment() -> Attachment:
     """That of the arena which all queues without a context of ours share. It goes with the last of them.
 
     Raises:
         SharedMemoryError: it could not be made.
     """
-    return _default.get("") or _default.setdefault("", Undertaker(Arena(Segment.create())))
+    return _default.get("") or _default.setdefault("", Attachment(Arena(Segment.create())))
 
 
-def undertaker_of(segment: Segment) -> Undertaker:
-    """The undertaker that this process has for a segment already, if it does: one row for each process."""
-    return _known.get(id(segment)) or Undertaker(Arena(segment))
+def attachment_of(segment: Segment) -> Attachment:
+    """The recovering process that this process has for a segment already, if it does: one row for each process."""
+    return _known.get(id(segment)) or Attachment(Arena(segment))
 
 
 def snapshot(pipe: TokenPipe) -> frozenset[int]:

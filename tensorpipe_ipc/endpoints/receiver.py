@@ -6,15 +6,15 @@ import time
 from collections import deque
 from typing import Any
 
-from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
 from tensorpipe_ipc.endpoints.link import Link, Opening, log
 from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
 from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, pack_control, piece_of
-from tensorpipe_ipc.zeromq.alarm import Alarm
+from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 
 __all__ = ["NOTHING", "ReceiveLink"]
 
@@ -59,7 +59,7 @@ class ReceiveLink(Link):
         self.met_any = False
         self.asked: Peer
         self.duplicates = 0
-        self._regions = Regions()
+        self._buffers = BufferPool()
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
         # By end: what was last taken from those who vanished, and may come back, in which stream that was, and what never came.
@@ -69,7 +69,7 @@ class ReceiveLink(Link):
         self.ended = 0
         self.unwell: list[Peer] = []
         self.left = dict.fromkeys(How, 0)
-        self._alarm: Alarm | None = None
+        self._timer: TimerFd | None = None
         self._due = 0.0  # when it is
         self.in_hand = False
         self._torn = 0  # messages that are known to have been torn, of ``torn`` of the socket
@@ -84,7 +84,7 @@ class ReceiveLink(Link):
             self.window,
             accepts=self._accepted(),
             sequence=taken,
-            shared_memory=self.arrangement.terms(peer),
+            shared_memory=self.negotiation.terms(peer),
             end=self.end,
             folder=self.folder,
             round=self._round if peer is None else peer.round,
@@ -122,7 +122,7 @@ class ReceiveLink(Link):
             return False
         if self.producers:
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
-        return self.met_any and not self.peers and not self._sharing and not self.spares.any_claimed
+        return self.met_any and not self.peers and not self._sharing and not self.standby.any_claimed
 
     def finishes(self) -> bool:
         """See Meeting."""
@@ -140,7 +140,7 @@ class ReceiveLink(Link):
     def fileno(self) -> int:
         """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
         fd = self.socket.fileno()
-        self.introduce(0)
+        self.ensure_greeted(0)
         self.refresh()
         return fd
 
@@ -153,18 +153,18 @@ class ReceiveLink(Link):
 
     def _tick(self) -> None:
         """Have the descriptor tell from time to time, while there is anybody, that it is to be looked who still is there."""
-        if self._alarm is None:
-            self._alarm = Alarm()
-            if self._alarm.fd >= 0:
-                self.socket.watch(self._alarm.fd)
+        if self._timer is None:
+            self._timer = TimerFd()
+            if self._timer.fd >= 0:
+                self.socket.watch(self._timer.fd)
         now = time.monotonic()
-        is_to_look = bool(self.peers) or self.spares.any_claimed or self.is_left_over()
+        is_to_look = bool(self.peers) or self.standby.any_claimed or self.is_left_over()
         if is_to_look and now >= self._due:
             self._due = now + _TICK
-            self._alarm.set(_TICK)
+            self._timer.set(_TICK)
         elif not is_to_look and self._due:
             self._due = 0.0
-            self._alarm.set(0)
+            self._timer.set(0)
 
     def next_ready(self, timeout: float) -> Peer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
@@ -184,7 +184,7 @@ class ReceiveLink(Link):
         found = [] if listens else self.socket.wait_any(0)
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
             spent = time.thread_time()
-            self.introduce(0)
+            self.ensure_greeted(0)
             incoming = not self.socket.is_silent()
             if not incoming:  # else it is known what it was when it has been heard
                 self._listened(spent)
@@ -194,8 +194,8 @@ class ReceiveLink(Link):
                 peer = sharing[fd]
                 peer.room = peer.room or 1
                 ready.append(peer)
-            elif self._alarm is not None and fd == self._alarm.fd:
-                self._alarm.set(0)
+            elif self._timer is not None and fd == self._timer.fd:
+                self._timer.set(0)
                 self._due = 0.0
         if incoming:
             ready.append(None)
@@ -297,7 +297,7 @@ class ReceiveLink(Link):
         skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
         if skipped:
             self._never_come(peer, skipped)
-        peer.assembly, peer.asked_at = None, 0.0
+        peer.reassembly, peer.asked_at = None, 0.0
         self.socket.received()
 
     def expects(self, peer: Peer, header: Header) -> bool:
@@ -353,25 +353,25 @@ class ReceiveLink(Link):
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             return
-        if peer.assembly is None or peer.assembly.sequence != header.sequence:
-            peer.assembly = Assembly(header.sequence, piece_of(header), self._regions)
+        if peer.reassembly is None or peer.reassembly.sequence != header.sequence:
+            peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers)
         try:
-            is_in_place = peer.assembly.add(header, frames[1])
+            is_in_place = peer.reassembly.add(header, frames[1])
         except ProtocolError:
-            peer.assembly = None  # its message will not come again as another
+            peer.reassembly = None  # its message will not come again as another
             raise
         if not is_in_place:
             self._ask(peer)
 
     def lacks_pieces(self, peer: Peer, header: Header) -> bool:
         """See Role. An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
-        assembly, is_torn = peer.assembly, peer.asked_at > 0 or self.socket.torn_at > self._torn_at
+        reassembly, is_torn = peer.reassembly, peer.asked_at > 0 or self.socket.torn_at > self._torn_at
         if (
             not peer.resends
             or not is_torn
-            or assembly is None
-            or assembly.sequence != header.sequence
-            or assembly.is_complete
+            or reassembly is None
+            or reassembly.sequence != header.sequence
+            or reassembly.is_complete
         ):
             return False
         self._ask(peer)
@@ -383,9 +383,9 @@ class ReceiveLink(Link):
         Raises:
             OutOfMemory: there was none.
         """
-        assembly = peer.assembly
-        if assembly is not None and assembly.sequence == header.sequence and assembly.refused:
-            raise OutOfMemory(f"{self.endpoint}: {peer} sent {assembly.refused}")
+        reassembly = peer.reassembly
+        if reassembly is not None and reassembly.sequence == header.sequence and reassembly.refused:
+            raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
     def met(self, peer: Peer) -> None:
         """See Role."""
@@ -412,8 +412,8 @@ class ReceiveLink(Link):
                 self.unshare(peer)
         finally:
             self.disconnect(linger)
-            if self._alarm is not None:
-                self._alarm.close()
+            if self._timer is not None:
+                self._timer.close()
 
     def stands_at(self, peer: Peer, sequence: int) -> None:
         """See Link. All that it sent before saying so has come in before, or never will."""
@@ -424,7 +424,7 @@ class ReceiveLink(Link):
             has_met = not peer.resends or not self.socket.binds
             if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
                 self._never_come(peer, sequence - peer.taken)
-            peer.taken, peer.assembly = sequence, None
+            peer.taken, peer.reassembly = sequence, None
             self._say(peer.routing, pack(Kind.CREDIT, sequence))
         elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
             self._say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
@@ -445,7 +445,7 @@ class ReceiveLink(Link):
             while len(self._known) > _REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.left is How.LOST and peer.queue is not None:
-            peer.queue.undertaker.look()
+            peer.queue.attachment.recover_dead()
         counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
         is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
         met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
@@ -453,7 +453,7 @@ class ReceiveLink(Link):
             log.warning("%s: %s", self.endpoint, peer)
         unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
         self.left[peer.left] += 1
-        self.met_any, self.unwell, peer.assembly = met_any, unwell, None
+        self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
         self.ended += counts
 
     def let_go(self, peer: Peer) -> None:

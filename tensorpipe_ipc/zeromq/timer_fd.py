@@ -9,13 +9,13 @@ from contextlib import suppress
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
 
-__all__ = ["Alarm"]
+__all__ = ["TimerFd"]
 
 _MONOTONIC = 1
 _SETTING = struct.Struct("@4l")  # interval and time left, in seconds and nanoseconds
 
 
-class Alarm:
+class TimerFd:
     """A timer of the kernel's (timerfd).
 
     Attributes:

@@ -20,10 +20,9 @@ from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.cli.doctor.finding import State
-from tensorpipe_ipc.endpoints import link, rendezvous, rendezvous_file
-from tensorpipe_ipc.endpoints import spares as spares_module
+from tensorpipe_ipc.endpoints import link, rendezvous, rendezvous_file, standby_queues
 from tensorpipe_ipc.endpoints.presence import Presence
-from tensorpipe_ipc.endpoints.spares import Spares
+from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.process import identity
@@ -214,7 +213,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
 
     The producer's process lives on, but the consumer does not wait for the HELLO.
     """
-    monkeypatch.setattr(spares_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(standby_queues, "_PATIENCE", 0.05)
     with tp.Consumer("busy") as consumer:
         producer = tp.Producer("busy", linger=0)
         monkeypatch.setattr(producer._link.socket, "send_small", lambda *_: True)  # it went to the last binder
@@ -228,7 +227,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
 
 def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that said it, put and closed meanwhile is no producer that vanished, and ends the stream once."""
-    monkeypatch.setattr(spares_module, "_PATIENCE", 0)
+    monkeypatch.setattr(standby_queues, "_PATIENCE", 0)
     with tp.Consumer("busy", producers=2) as consumer:
         with tp.Producer("busy", shared_memory="off") as other:
             putting = in_thread(lambda: [other.put(number, PATIENCE) for number in range(3)])
@@ -460,25 +459,25 @@ def test_who_names_another_queue_than_was_claimed() -> None:
 
 def test_a_queue_that_is_being_claimed_is_not_dropped() -> None:
     """A binder that closes at that moment knows that there is somebody."""
-    spares, address, own = Spares(), parse("claiming"), hello_of(unpack(memoryview(hello("consumer"))))
+    standby, address, own = StandbyQueues(), parse("claiming"), hello_of(unpack(memoryview(hello("consumer"))))
     with tp.Consumer("claiming", shared_memory="off"):
-        spares.open(address, "", own)
-        spares.stock(own, 2)
+        standby.open(address, "", own)
+        standby.stock(own, 2)
         found = rendezvous_file.read(address)
         assert found is not None
         queue = rendezvous.reach(identity(), found.offers[0], own.window)
         other = os.open(f"/proc/self/fd/{found.offers[0].segment[0]}", os.O_RDWR)
         assert ofd_locks.lock(other, queue.record.block + 1, 1)
-        spares.withdraw()
+        standby.withdraw()
         os.close(other)
-        assert not spares.any_claimed
+        assert not standby.any_claimed
         assert queue.claim(own.window)
-        assert spares.any_claimed
-        assert spares.take(found.offers[1].token) is None
-        taken = spares.take(found.offers[0].token)
+        assert standby.any_claimed
+        assert standby.take(found.offers[1].token) is None
+        taken = standby.take(found.offers[0].token)
         assert taken is not None
         assert taken.offer == found.offers[0]
-        spares.close()
+        standby.close()
         rendezvous._made.clear()
 
 

@@ -16,9 +16,9 @@ The HELLO goes out with the claim, as there is a connection before a file is loo
 both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
 connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
 
-There are two such queues while nobody is attached (``spares``), and then one. Whoever finds none says HELLO, and looks again
-with the WELCOME: by then the file offers one again. With keys nothing is claimed before the WELCOME, so that only those who
-have shown theirs come in.
+There are two such queues while nobody is attached (``standby_queues``), and then one. Whoever finds none says HELLO, and looks
+again with the WELCOME: by then the file offers one again. With keys nothing is claimed before the WELCOME, so that only those
+who have shown theirs come in.
 
 All that the binder goes by is the token: a random number that only this user can have read, and that it compares with those of
 the queues which it made. Whoever says another gets no queue, and is told so. Where a connector cannot see the file, or what it
@@ -38,34 +38,34 @@ from typing import Any
 import msgspec
 
 from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file
-from tensorpipe_ipc.endpoints.arrangement import Arrangement
+from tensorpipe_ipc.endpoints.negotiation import Negotiation
 from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.role import Role, misfit
-from tensorpipe_ipc.endpoints.spares import Spares
+from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms, pack_control
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
-__all__ = ["REPEAT", "Meeting"]
+__all__ = ["REPEAT", "Greeting"]
 
 REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
 _RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
 _AGAIN = 0.02  # seconds between two looks for a file
 
 
-class Meeting(Role):
+class Greeting(Role):
     """The part of a link by which its end meets another.
 
     Attributes:
-        spares: a binder's queues for those to come.
+        standby: a binder's queues for those to come.
     """
 
     socket: FrameSocket
-    arrangement: Arrangement
+    negotiation: Negotiation
     peers: dict[bytes, Peer]
     ended_ends: dict[int, None]
     ended_afar: dict[int, None]
@@ -75,7 +75,7 @@ class Meeting(Role):
     _refusal: Exception | None
 
     def __init__(self) -> None:
-        self.spares = Spares()
+        self.standby = StandbyQueues()
         self._greeted = 0.0  # when a connector last said HELLO
         self._greeted_on = b""  # and by which of its connections
         self._greets_after = REPEAT  # how long after
@@ -92,7 +92,7 @@ class Meeting(Role):
     def _sight_of(self, hello: Hello) -> Sight:
         raise NotImplementedError
 
-    def _post(self) -> None:
+    def _publish(self) -> None:
         raise NotImplementedError
 
     def _is_unread(self, came: int) -> bool:
@@ -109,7 +109,7 @@ class Meeting(Role):
 
     # -- a connector's
 
-    def greet(self) -> None:
+    def say_hello_if_due(self) -> None:
         """A connector's HELLO, when it is due. It is the first that is said by each of its connections."""
         if not self.socket.is_connected() or (not self.peers and self.finishes()):
             return
@@ -127,7 +127,7 @@ class Meeting(Role):
         """Return a connector's peer: the last that it met, where the one before is being read out."""
         return next(reversed(self.peers.values()), None)
 
-    def introduce(self, timeout: float) -> bool:
+    def ensure_greeted(self, timeout: float) -> bool:
         """Have a connector say HELLO that knows nobody, or whose connection is a new one.
 
         False if its binder is not on the line within ``timeout`` seconds, and nothing has come from one that was.
@@ -145,7 +145,7 @@ class Meeting(Role):
             return came
         if not self.peers and not self.socket.reads_out:
             self.meet_by_file()
-        self.greet()
+        self.say_hello_if_due()
         return True
 
     def is_left_over(self) -> bool:
@@ -171,9 +171,9 @@ class Meeting(Role):
         """Return whether a connector was seen to get its binder since it last said HELLO."""
         return self.socket.routing not in (b"", self._greeted_on)
 
-    def trouble(self) -> str:
+    def connect_error(self) -> str:
         """Return what keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
-        trouble = "" if self.peers else self.socket.trouble()
+        trouble = "" if self.peers else self.socket.connect_error()
         return f"; {trouble}" if trouble else ""
 
     def awaits_welcome(self) -> bool:
@@ -211,8 +211,8 @@ class Meeting(Role):
                 self.met(peer)
                 self.peers[peer.routing] = peer
                 has_met = True
-                self._sit_down(peer)
-                self._post()
+                self._attach_claimed_queue(peer)
+                self._publish()
         finally:
             if not has_met:
                 sight.close()
@@ -223,7 +223,7 @@ class Meeting(Role):
         """Return whether this is an end that has told how it ended: what still comes of it was on its way."""
         return hello.end in self.ended_ends or hello.end in self.ended_afar
 
-    def take_spare(self, peer: Peer) -> None:
+    def take_standby(self, peer: Peer) -> None:
         """Claim one of the queues of a binder that has said WELCOME. If all are taken, it is asked to make more."""
         self._greeted = 0.0  # what becomes of it, the binder is to know at once
         found = self._file_of(peer)
@@ -232,7 +232,7 @@ class Meeting(Role):
             queue = None if found is None else self._claimed(found)
             if queue is not None:
                 peer.queue, peer.settled, peer.by_file = queue, True, True
-                self._sit_down(peer)
+                self._attach_claimed_queue(peer)
             if found is not None:
                 return
         except SharedMemoryError as failed:
@@ -271,9 +271,9 @@ class Meeting(Role):
 
     @property
     def _may_meet(self) -> bool:
-        return not self.arrangement.never_shares and not self.has_keys
+        return not self.negotiation.never_shares and not self.has_keys
 
-    def _sit_down(self, peer: Peer) -> None:
+    def _attach_claimed_queue(self, peer: Peer) -> None:
         self.shares(peer)
         self._greeted = 0.0
 
@@ -301,52 +301,52 @@ class Meeting(Role):
         if not self.socket.binds:
             return
         rendezvous_file.sweep()
-        if not self.arrangement.never_shares:
-            self.spares.open(self.socket.address, self.socket.key, self.own_hello(None))
-            self._post()
+        if not self.negotiation.never_shares:
+            self.standby.open(self.socket.address, self.socket.key, self.own_hello(None))
+            self._publish()
 
     def restock(self, room: int) -> None:
         """Bring the file up to date, now that so many peers may still come."""
-        if self.spares.is_open:
-            self.spares.stock(self.own_hello(None), room, is_alone=not self.peers)
+        if self.standby.is_open:
+            self.standby.stock(self.own_hello(None), room, is_alone=not self.peers)
 
-    def give_spare(self, peer: Peer) -> None:
+    def give_standby(self, peer: Peer) -> None:
         """Let a connector that says so have what it has claimed."""
         terms = peer.hello.shared_memory
         self.unshare(peer)
-        if terms is None or self.spares.take(terms.attached, peer) is None:
-            self._post()  # which makes more, if they are taken
-            peer.why_not = self.spares.trouble
+        if terms is None or self.standby.take(terms.attached, peer) is None:
+            self._publish()  # which makes more, if they are taken
+            peer.why_not = self.standby.trouble
 
     def has_claimed(self, hello: Hello) -> bool:
         """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
-        return hello.shared_memory is not None and self.spares.is_claimed(hello.shared_memory.attached)
+        return hello.shared_memory is not None and self.standby.is_claimed(hello.shared_memory.attached)
 
     def unheard(self) -> str:
         """Return who has claimed a queue and was not heard of yet, to be added to a sentence; "" if nobody has."""
-        pids = ", ".join(map(str, self.spares.claimants))
+        pids = ", ".join(map(str, self.standby.claimants))
         return f"; pid {pids} has come by the rendezvous file and has not said HELLO: is it stopped?" if pids else ""
 
-    def refuse_spare(self, hello: Hello) -> None:
+    def refuse_standby(self, hello: Hello) -> None:
         """Drop what a connector has claimed that is not let in."""
-        if hello.shared_memory is not None and self.spares.take(hello.shared_memory.attached) is not None:
-            self._post()
+        if hello.shared_memory is not None and self.standby.take(hello.shared_memory.attached) is not None:
+            self._publish()
 
     def hear_claimants(self) -> None:
         """Before closing: offer no queue any more, and hear who has claimed one, so that he is told goodbye."""
         self._is_leaving = True
-        self.spares.withdraw()
+        self.standby.withdraw()
         deadline = time.monotonic() + _AGAIN
-        while self.spares.any_claimed and self.socket.has_incoming() and time.monotonic() < deadline:
+        while self.standby.any_claimed and self.socket.has_incoming() and time.monotonic() < deadline:
             if self.pump(0) is not None:
                 self.socket.received()
 
     def see_to_deserted(self) -> None:
         """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
-        if not self.spares.any_claimed:
+        if not self.standby.any_claimed:
             return
-        for queue in self.spares.deserted(self._came, self._is_unread):
-            self._post()
+        for queue in self.standby.deserted(self._came, self._is_unread):
+            self._publish()
             if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
                 continue
             dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)

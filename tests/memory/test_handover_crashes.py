@@ -8,7 +8,7 @@ from arenas import blocks_in_use, drained
 from crash_points import dies_at
 from wholeness import stride
 
-from tensorpipe_ipc.memory import moving
+from tensorpipe_ipc.memory import handover
 from tensorpipe_ipc.memory.loans import TensorSpec
 from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
@@ -21,8 +21,8 @@ MAXSIZE = 3
 
 def warm(there):
     """So that the steps are the same each time: a row, and an operation."""
-    assert moving._counts()
-    there._queue.undertaker.attach()
+    assert handover._counts()
+    there._queue.attachment.attach()
     there._queue._putting.append(there._queue._operation(PUT))
 
 
@@ -74,7 +74,7 @@ def test_a_process_killed_at_any_step_of_a_moving_put_leaves_a_whole_message_or_
         return dies_at(point, lambda: steps[-1](), first)
 
     for _ in points(dies, stride(3)):
-        ctx.tensorpipe_undertaker().look()
+        ctx.tensorpipe_attachment().recover_dead()
         got = drained(there)
         seen.add(len(got))
         for tensor, text in got:
@@ -88,19 +88,19 @@ def test_a_process_killed_at_any_step_of_a_moving_put_leaves_a_whole_message_or_
     check_whole(ctx, one, there)
 
 
-def test_an_undertaker_killed_at_any_step_of_finishing_a_moving_put_is_followed_by_another(ctx):
+def test_a_recovering_process_killed_at_any_step_of_finishing_a_moving_put_is_followed_by_another(ctx):
     there, steps, verdicts, far = ctx.Queue(MAXSIZE), [], set(), stride(299)
 
     def first():
         warm(there)
         steps.append(put_held(there, ctx.empty(SIZE).fill_(3)))
 
-    undertaker = ctx.tensorpipe_undertaker()
+    attachment = ctx.tensorpipe_attachment()
     for point in points(lambda point: dies_at(point, lambda: steps[-1](), first), stride(11)):
         verdict = set()
         for step in range(1 + point % far, 3000, far):
-            complete = not dies_at(step, undertaker.attach)  # it finishes the dead row, to adopt it
-            undertaker.look()
+            complete = not dies_at(step, attachment.attach)  # it finishes the dead row, to adopt it
+            attachment.recover_dead()
             got = drained(there)
             verdict.add(len(got))
             got.clear()
@@ -108,7 +108,7 @@ def test_an_undertaker_killed_at_any_step_of_finishing_a_moving_put_is_followed_
             if complete:
                 break
             assert dies_at(point, lambda: steps[-1](), first)
-        undertaker.look()
+        attachment.recover_dead()
         drained(there)
         assert len(verdict) == 1
         verdicts |= verdict
@@ -118,12 +118,12 @@ def test_an_undertaker_killed_at_any_step_of_finishing_a_moving_put_is_followed_
 
 def test_a_process_killed_at_any_step_of_making_a_tensor_leaves_nothing(ctx):
     def first():
-        ctx.tensorpipe_undertaker().attach()
-        arena = ctx.tensorpipe_undertaker().arena
+        ctx.tensorpipe_attachment().attach()
+        arena = ctx.tensorpipe_attachment().arena
         arena.discard(arena.allocate(4 * SIZE + 1000))
 
     for _ in points(lambda point: dies_at(point, lambda: ctx.empty(SIZE), first), stride(11)):
-        ctx.tensorpipe_undertaker().look(inherit=True)
+        ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
         assert blocks_in_use(ctx) == {}
 
 
@@ -136,7 +136,7 @@ def test_a_process_killed_at_any_step_of_a_loan_leaves_a_whole_message_or_none(c
             tree["y"].fill_(7)
 
     for _ in points(lambda point: dies_at(point, fill_a_loan, lambda: warm(there)), stride(97)):
-        ctx.tensorpipe_undertaker().look(inherit=True)
+        ctx.tensorpipe_attachment().recover_dead(adopt_extents=True)
         got = drained(there)
         seen.add(len(got))
         for tree in got:

@@ -18,7 +18,7 @@ forked child. Afterwards these tensors are empty, so that nobody can write under
 
 How many of its tensors' Python names there are does not matter: they all see it empty. Who says ``move`` knows that. But a
 worker of a DataLoader puts what ``collate`` made without saying so. That goes by reference, too, where nobody else has a
-name for any part of it, and is copied where somebody has: a cache, say (``is_only_in``).
+name for any part of it, and is copied where somebody has: a cache, say (``is_sole_reference``).
 
 Which of these counts torch has, and what it counts, differs from one version to another. So they are not believed
 before ``_counts`` has seen that they tell a tensor without aliases from one with each kind of alias. Where they do not,
@@ -44,10 +44,10 @@ from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.memory.leases import Handover, Leases
 from tensorpipe_ipc.wire.flatten import Flat
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
-from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Frame", "handover_of", "is_only_in", "placed", "values_and_frames"]
+__all__ = ["Frame", "handover_of", "is_sole_reference", "placed", "values_and_frames"]
 
 INLINE = (1 << 64) - 1  # the place of a frame whose bytes stand behind the places
 _LENGTH = struct.Struct("<I")
@@ -189,7 +189,7 @@ def _tensor_and_array() -> tuple[torch.Tensor, Callable[[], Any]]:
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-def is_only_in(pair: Any) -> bool:
+def is_sole_reference(pair: Any) -> bool:
     """Return whether nobody has a name for any container or tensor of a tuple.
 
     The tuple itself may have one, and each of its members: the variable that a DataLoader's worker made it of. False, too,
@@ -221,7 +221,7 @@ def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
 # ---- the message ----
 
 
-def placed(message: Outgoing, handover: Handover) -> bytes | None:
+def placed(message: EncodedMessage, handover: Handover) -> bytes | None:
     """Return what the message says instead of its values, if its large frames lie in the block; else None.
 
     ::

@@ -15,10 +15,10 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.wire.header import Hello, SharedMemoryTerms, cut
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["Arrangement"]
+__all__ = ["Negotiation"]
 
 
-class Arrangement:
+class Negotiation:
     """One end's side of it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Arrangement:
         """Return whether this end uses frames, whoever comes."""
         return self.wish == "off" or self._scheme == "inproc"
 
-    def unmet(self, theirs: Hello, why_not: str) -> str:
+    def violated_requirement(self, theirs: Hello, why_not: str) -> str:
         """Return why what one of the two ends requires cannot be; "" if it can."""
         wish = theirs.shared_memory.wish if theirs.shared_memory is not None else "off"
         if not why_not or "require" not in (self.wish, wish):
@@ -83,12 +83,12 @@ class Arrangement:
             return frames
         if self.wish == "off":
             return f"{frames}: shared memory is off here"
-        found = {self.way_of(peer) for peer in peers if peer.settled or peer.queue is not None}
+        found = {self.transport_with(peer) for peer in peers if peer.settled or peer.queue is not None}
         if found:
             self._transport = "; ".join(sorted(found, reverse=True))
         return self._transport
 
-    def way_of(self, peer: Peer) -> str:
+    def transport_with(self, peer: Peer) -> str:
         """Return how messages travel between this end and one that is attached, and why so."""
         if peer.queue is not None:
             return "shared memory"

@@ -1,32 +1,32 @@
-"""A process may die at any store and any system call of put, get, attach and of the undertaker's own work."""
+"""A process may die at any store and any system call of put, get, attach and of the recovering process's own work."""
 
 import pytest
 from crash_points import dies_at
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Full
-from tensorpipe_ipc.memory.arena import kind_of
+from tensorpipe_ipc.memory.arena import size_class_of
 from tensorpipe_ipc.memory.row import GET, PUT
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 pytestmark = pytest.mark.kills
 
 MAXSIZE = 3
-# of the undertaker's steps at each of the states that it may find; others at the next
+# of the recovering process's steps at each of the states that it may find; others at the next
 STRIDE = stride(299)
 SIZES = {"copied": 400, "leased": 100_000}
 
 
-def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_one_takes(undertaker, payload):
-    queue = SharedMemoryQueue.create(undertaker, MAXSIZE)
-    for _ in points(lambda point: dies_at(point, undertaker.attach), stride=stride(3)):
-        check_whole(undertaker, queue, payload)
-    assert undertaker.rows.used() == [0, 1]  # one after another, all had the same
+def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_one_takes(attachment, payload):
+    queue = SharedMemoryQueue.create(attachment, MAXSIZE)
+    for _ in points(lambda point: dies_at(point, attachment.attach), stride=stride(3)):
+        check_whole(attachment, queue, payload)
+    assert attachment.rows.used() == [0, 1]  # one after another, all had the same
 
 
 @pytest.mark.parametrize("nbytes", [400, 5 << 20])
-def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_can_be_walked(undertaker, nbytes):
-    arena = undertaker.arena
+def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_can_be_walked(attachment, nbytes):
+    arena = attachment.arena
 
     def first():
         arena.attach()
@@ -34,14 +34,14 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
         arena._fresh.clear()
 
     for _ in points(lambda point: dies_at(point, lambda: arena.allocate(nbytes), first), stride=stride(13)):
-        undertaker.look(inherit=True)
+        attachment.recover_dead(adopt_extents=True)
         extents = list(arena._all_extents())
         assert {row for *_, row in extents} <= {0}
         for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
             assert start + (units << 20) <= following
         for start, _, _, _ in extents:  # so that there are none each time
             arena.words[arena.table + (start >> 20)] = 0
-        for blocks in (arena.free, arena._fresh, arena.young, arena._old, arena._mine):
+        for blocks in (arena.free, arena._fresh, arena.recent, arena._older, arena._mine):
             blocks.clear()
     assert arena.allocate(nbytes)
 
@@ -49,67 +49,67 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("memory", ["warm", "fresh"])
-def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(undertaker, payload, maxsize, size, memory):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment, payload, maxsize, size, memory):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     content = b"x" * size
     seen = set()
 
     def first():
         """So that the steps are the same each time: a row, an operation, and a free block that was used or was not."""
-        undertaker.attach()
+        attachment.attach()
         queue._putting.append(queue._operation(PUT))
-        arena, kind = undertaker.arena, kind_of(size + 64)
+        arena, kind = attachment.arena, size_class_of(size + 64)
         arena.discard(arena.allocate(size + 64))
         arena.reclaim()
         if memory == "fresh":
             arena._fresh[kind].append(arena.free[kind].pop())
             arena.free[kind].clear()
-            arena._old[kind].clear()
+            arena._older[kind].clear()
 
     steps = stride(2 if memory == "warm" else 7)
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(content), b"m"), first), stride=steps):
-        undertaker.look()
+        attachment.recover_dead()
         got = drain(queue)
         assert got in ([], [content])
         seen.add(len(got))
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
     assert seen == {0, 1}
     assert drain(queue) == [content]  # the last child was not killed before its put had returned
-    assert undertaker.lost() == 0
+    assert attachment.lost() == 0
 
 
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_that_is_counted(
-    undertaker, payload, maxsize, size
+    attachment, payload, maxsize, size
 ):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
+    queue = SharedMemoryQueue.create(attachment, maxsize)
     first, second = b"1" * size, b"2" * size
     seen = set()
 
     def dies_in_get(point):
         queue.put(payload(first), timeout=0)
         queue.put(payload(second), timeout=0)
-        return dies_at(point, queue.get, undertaker.attach)
+        return dies_at(point, queue.get, attachment.attach)
 
     for _ in points(dies_in_get, stride=stride(2)):
-        before = undertaker.lost()
-        undertaker.arena.reclaim()
+        before = attachment.lost()
+        attachment.arena.reclaim()
         others = [b"3" * size, b"4" * size]
         for content in others:  # others go on, perhaps with the block and the credit that the dead had just let go
             try:
                 queue.put(payload(content), timeout=0)
             except Full:
                 others.remove(content)
-        undertaker.look()
+        attachment.recover_dead()
         got = drain(queue)
         assert got[-len(others) :] == others
         got = got[: -len(others)]
         assert got in ([first, second], [second])
-        lost = undertaker.lost() - before
+        lost = attachment.lost() - before
         assert lost in ((0,) if len(got) == 2 else (0, 1))  # 0: get had returned
         seen.add((len(got), lost))
-        check_whole(undertaker, queue, payload)
+        check_whole(attachment, queue, payload)
     assert {(2, 0), (1, 1)} <= seen
     assert drain(queue) == [second]
 
@@ -117,15 +117,15 @@ def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_tha
 class Half:
     """A put or a get that dies half-way, again and again at the same step."""
 
-    def __init__(self, undertaker, queue, payload, role):
-        self.undertaker, self.queue, self.payload, self.role = undertaker, queue, payload, role
+    def __init__(self, attachment, queue, payload, role):
+        self.attachment, self.queue, self.payload, self.role = attachment, queue, payload, role
 
     def first(self):
         """So that the steps are the same each time: a row, an operation and a free block."""
-        self.undertaker.attach()
+        self.attachment.attach()
         self.queue._putting.append(self.queue._operation(PUT))
         self.queue._getting.append(self.queue._operation(GET))
-        arena = self.undertaker.arena
+        arena = self.attachment.arena
         arena.discard(arena.allocate(4))
         arena.reclaim()
 
@@ -139,7 +139,7 @@ class Half:
 
     def state(self):
         """Return a dead row's words, the state of the block that they name, and the lengths of the pipes."""
-        rows, words, queue, state = self.undertaker.rows, self.undertaker.words, self.queue, []
+        rows, words, queue, state = self.attachment.rows, self.attachment.words, self.queue, []
         for row in rows.used():
             if not rows.is_alive(row):
                 for record in rows.records(row, queue.number):
@@ -153,7 +153,7 @@ class Half:
         found = {}
         for point in points(self.dies):
             found.setdefault(self.state(), point)
-            self.undertaker.look()
+            self.attachment.recover_dead()
             drain(self.queue)
         drain(self.queue)
         return sorted(found.values())
@@ -163,27 +163,27 @@ class Half:
 @pytest.mark.limit(3600)
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("role", ["put", "get"])
-def test_an_undertaker_killed_at_any_step_is_followed_by_another(undertaker, payload, role, maxsize):
-    queue = SharedMemoryQueue.create(undertaker, maxsize)
-    half = Half(undertaker, queue, payload, role)
+def test_a_recovering_process_killed_at_any_step_is_followed_by_another(attachment, payload, role, maxsize):
+    queue = SharedMemoryQueue.create(attachment, maxsize)
+    half = Half(attachment, queue, payload, role)
     states = half.points()
     assert len(states) > (5 if maxsize else 3)
     for number, point in enumerate(states):
 
         def dies(step, point=point):
             assert half.dies(point)
-            return dies_at(step, undertaker.attach)  # it finishes the dead row, to adopt it
+            return dies_at(step, attachment.attach)  # it finishes the dead row, to adopt it
 
-        lost, outcomes = undertaker.lost(), set()
+        lost, outcomes = attachment.lost(), set()
         for _ in points(dies, 1 + number % STRIDE, STRIDE):
-            undertaker.arena.reclaim()
+            attachment.arena.reclaim()
             queue.put(payload(b"else"), timeout=0)  # others go on, perhaps in a block that was just let go
-            undertaker.look()
+            attachment.recover_dead()
             *got, last = drain(queue)
             assert last == b"else"
-            outcomes.add((len(got), undertaker.lost() - lost))
-            check_whole(undertaker, queue, payload)
-            lost = undertaker.lost()
-        assert len(outcomes) == 1  # the same verdict, and the same count, wherever the undertaker died
+            outcomes.add((len(got), attachment.lost() - lost))
+            check_whole(attachment, queue, payload)
+            lost = attachment.lost()
+        assert len(outcomes) == 1  # the same verdict, and the same count, wherever the recovering process died
         assert outcomes <= ({(0, 0), (1, 0)} if role == "put" else {(0, 0), (0, 1), (1, 0)})
         drain(queue)

@@ -15,7 +15,7 @@ What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while
 
 Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (bare prototypes,
 under other load, median of rounds). Where malloc has not learned yet to keep 4 MB, the receiver of that loop gets fresh
-pages; where it has (``assembly``), its one copy less weighs as much as all that is won here::
+pages; where it has (``reassembly``), its one copy less weighs as much as all that is won here::
 
     pieces of            4 MB: malloc new    learned     100 MB
     256 KB                           1.18       0.76       2.18
@@ -46,17 +46,17 @@ import numpy as np
 from tensorpipe_ipc.errors import OutOfMemory
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
-from tensorpipe_ipc.wire.layout import ALIGN, Written
-from tensorpipe_ipc.wire.message import Outgoing
+from tensorpipe_ipc.wire.layout import ALIGN, LazyPayload
+from tensorpipe_ipc.wire.message import EncodedMessage
 
-__all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "Kept", "Unacknowledged"]
+__all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
 
 PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
 PIECE_AFAR = PIECE // 4  # to another host
 KEPT_AT_MOST = 1 << 28  # bytes of payloads towards all consumers together; one message may always be kept
 
 
-class Kept:
+class SentMessage:
     """One message that was sent, or whose sending was cut short: then it is sent as one that was given up.
 
     Attributes:
@@ -91,7 +91,7 @@ class Kept:
         return [pack(Kind.DATA, self.sequence), b""]
 
 
-class Unacknowledged:
+class ResendBuffer:
     """The memory that one producer's messages are kept in.
 
     Attributes:
@@ -101,7 +101,7 @@ class Unacknowledged:
     def __init__(self) -> None:
         self.nbytes = 0
         self._free: list[Any] = []
-        self._resting: deque[Kept] = deque()  # taken; ZeroMQ's thread may not have let go of them yet
+        self._resting: deque[SentMessage] = deque()  # taken; ZeroMQ's thread may not have let go of them yet
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether a message with payloads of ``nbytes`` may be kept besides those that are."""
@@ -123,7 +123,7 @@ class Unacknowledged:
         """Return why there is no room."""
         return f"{self.nbytes:,} bytes are kept until they are taken, and the limit is {KEPT_AT_MOST:,}"
 
-    def keep(self, kept: Kept, message: Outgoing, piece: int) -> Iterator[list[Any]]:
+    def keep(self, kept: SentMessage, message: EncodedMessage, piece: int) -> Iterator[list[Any]]:
         """Copy a message, part by part; each is to be sent before the next is asked for. The last one completes it.
 
         Args:
@@ -140,7 +140,7 @@ class Unacknowledged:
             kept.parts.append(part)
             yield part
 
-    def _copied(self, kept: Kept, first: bytes, large: list[_Source], piece: int) -> Iterator[list[Any]]:
+    def _copied(self, kept: SentMessage, first: bytes, large: list[_Source], piece: int) -> Iterator[list[Any]]:
         sizes = [*(-(-source.nbytes // ALIGN) * ALIGN for source in large[:-1]), large[-1].nbytes]
         total = sum(sizes)
         block, filled = self._block(kept), 0
@@ -167,20 +167,20 @@ class Unacknowledged:
             filled, sent = filled + nbytes, sent + nbytes
         yield [first]
 
-    def give_up(self, kept: Kept) -> None:
+    def give_up(self, kept: SentMessage) -> None:
         """Keep nothing of a message but its number."""
         self.nbytes -= kept.nbytes
         kept.nbytes, kept.blocks, kept.lent = 0, [], []  # ZeroMQ may still read them, and keeps them as long
         kept.parts = [kept.given_up()]
 
-    def let_go(self, kept: Kept) -> None:
+    def let_go(self, kept: SentMessage) -> None:
         """A message was taken, or nobody is left to take it."""
         self.nbytes -= kept.nbytes
         kept.nbytes, kept.parts = 0, []
         if kept.blocks:
             self._resting.append(kept)
 
-    def _block(self, kept: Kept) -> Any:
+    def _block(self, kept: SentMessage) -> Any:
         resting = self._resting
         for _ in range(len(resting)):  # one that a peer does not read must not keep what others have read
             if self._free:
@@ -206,7 +206,7 @@ class _Source:
     __slots__ = ("_octets", "_written", "nbytes")
 
     def __init__(self, payload: Any) -> None:
-        self._written = payload if isinstance(payload, Written) else None
+        self._written = payload if isinstance(payload, LazyPayload) else None
         self._octets = np.frombuffer(payload, np.uint8) if self._written is None else None
         self.nbytes = len(payload)
 
@@ -219,7 +219,7 @@ class _Source:
             np.frombuffer(place, np.uint8)[:] = self._octets[start : start + len(place)]
 
     def sent(self, place: memoryview, start: int) -> None:
-        """See ``Written.sent``."""
+        """See ``LazyPayload.sent``."""
         if self._written is not None:
             self._written.sent(place, start)
 

@@ -16,8 +16,8 @@ from crash_points import interrupted_at
 from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints.assembly import Assembly, Regions
-from tensorpipe_ipc.endpoints.unacknowledged import PIECE, Kept, Unacknowledged
+from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
+from tensorpipe_ipc.endpoints.resend_buffer import PIECE, ResendBuffer, SentMessage
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.wire import spec
@@ -133,12 +133,12 @@ def test_as_the_consumer_wants_it(options: dict[str, Any]) -> None:
 
 def test_no_memory_is_asked_for_that_has_not_come() -> None:
     """A message that is announced costs no memory until it is there. It then costs its size once."""
-    total, regions = 20 * PIECE, Regions()
+    total, regions = 20 * PIECE, BufferPool()
     piece = memoryview(bytearray(PIECE))
     tracemalloc.start()
     try:
         began = tracemalloc.get_traced_memory()[0]
-        building = Assembly(1, piece_of(_piece(0, total)), regions)
+        building = Reassembly(1, piece_of(_piece(0, total)), regions)
         for offset in range(0, total - PIECE, PIECE):
             assert building.add(_piece(offset, total), piece)
         assert tracemalloc.get_traced_memory()[1] - began < 1 << 16
@@ -155,7 +155,7 @@ def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int) -> None:
     octets, total = narrow.view(torch.uint8).numpy().tobytes(), 120_000
     frames = [memoryview(octets[at : at + size]) for at in range(0, total, size)]
     heads = [_piece(at, total) for at in range(0, total, size)]
-    building = Assembly(1, piece_of(heads[0]), Regions())
+    building = Reassembly(1, piece_of(heads[0]), BufferPool())
     kept = (total - (1 << 14)) // size
     tracemalloc.start()
     try:
@@ -175,7 +175,7 @@ def test_a_piece_may_lie_anywhere_and_come_twice() -> None:
     """Crooked in its frame, and read-only, and partly known already: every item is put in its place once."""
     narrow = torch.randn(3000).half()
     octets = narrow.view(torch.uint8).numpy().tobytes()
-    building = Assembly(1, Piece(0, 6000), Regions())
+    building = Reassembly(1, Piece(0, 6000), BufferPool())
     for start, end in ((0, 2000), (0, 2000), (1000, 4000), (4000, 6000)):
         frame = b"crooked"[: 1 + start % 7] + octets[start:end]
         assert building.add(_piece(start, 6000), memoryview(frame)[1 + start % 7 :])
@@ -190,9 +190,9 @@ def test_an_exception_anywhere_leaves_no_piece_out_of_place(size: int) -> None:
     total = len(octets)
     pieces = [(_piece(at, total), memoryview(octets)[at : at + size]) for at in range(0, total, size)]
     for point in itertools.count(1):
-        building, at = Assembly(1, Piece(0, total), Regions()), 0
+        building, at = Reassembly(1, Piece(0, total), BufferPool()), 0
 
-        def put_together(building: Assembly = building) -> None:
+        def put_together(building: Reassembly = building) -> None:
             nonlocal at
             while at < len(pieces):
                 at = at + 1 if building.add(*pieces[at]) else 0
@@ -209,7 +209,7 @@ def test_an_exception_anywhere_leaves_no_piece_out_of_place(size: int) -> None:
 def test_a_header_that_denies_its_pieces() -> None:
     """Pieces that are not as long as their header has it: the message is dropped, and the next one comes."""
     tree = [torch.ones(300_000), torch.ones(200_000, dtype=torch.float64)]
-    *pieces, _ = Unacknowledged().keep(Kept(1), encode(tree, serializer_named("raw")), PIECE)
+    *pieces, _ = ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw")), PIECE)
     last = exchange.sent(tree[1:], sequence=1)[0]
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer", round=1))
@@ -225,7 +225,7 @@ def test_a_header_that_denies_its_pieces() -> None:
 def test_a_piece_that_an_exception_took_is_asked_for() -> None:
     """Its message is not dropped, though the header of the whole came: it is taken when the pieces have come again."""
     tree = torch.arange(2 * BULK)
-    kept = list(Unacknowledged().keep(Kept(1), encode(tree, serializer_named("raw")), PIECE // 4))
+    kept = list(ResendBuffer().keep(SentMessage(1), encode(tree, serializer_named("raw")), PIECE // 4))
     parts = [[bytes(frame) for frame in part] for part in kept]
     assert len(parts) > 3
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
@@ -269,12 +269,12 @@ def test_overflows_are_counted_once_however_often_it_is_written() -> None:
     tensor[::1000] = 1e6
     made = narrowing(serializer_named("raw"), torch.float16)
     assert made is not None
-    message, keeper = encode(tensor, made), Unacknowledged()
-    begun = keeper.keep(Kept(1), message, PIECE // 4)
+    message, keeper = encode(tensor, made), ResendBuffer()
+    begun = keeper.keep(SentMessage(1), message, PIECE // 4)
     next(begun), next(begun)
     assert 0 < made.overflowed < len(tensor[::1000])
     for piece in (PIECE, PIECE // 8):
-        assert len(list(keeper.keep(Kept(1), message, piece))) > 2
+        assert len(list(keeper.keep(SentMessage(1), message, piece))) > 2
         assert made.overflowed == len(tensor[::1000])
     message.frames(1)
     assert made.overflowed == len(tensor[::1000])

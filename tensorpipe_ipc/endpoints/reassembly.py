@@ -1,8 +1,8 @@
 """Assembly: a large message that comes in pieces is put together in memory that is warm.
 
-``Regions`` hands out memory for a message's large payloads, and has it back when the last tensor on it is gone: a lease, as
+``BufferPool`` hands out memory for a message's large payloads, and has it back when the last tensor on it is gone: a lease, as
 of a block of shared memory, but of this process's own. What comes back is handed out again, for fresh memory costs more
-than the copy (``unacknowledged``).
+than the copy (``resend_buffer``).
 
 How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
 (nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
@@ -27,7 +27,7 @@ from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.schema import schema_of
 
-__all__ = ["Assembly", "Regions"]
+__all__ = ["Reassembly", "BufferPool"]
 
 _IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
@@ -37,7 +37,7 @@ _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
-class Regions:
+class BufferPool:
     """Memory for messages that come in pieces."""
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class _Region(np.ndarray):
                 self.home.pop()
 
 
-class Assembly:
+class Reassembly:
     """The large payloads of one message, as far as they have come.
 
     Attributes:
         refused: why there is no memory for them, "" as long as there is.
     """
 
-    def __init__(self, sequence: int, first: Piece, regions: Regions) -> None:
+    def __init__(self, sequence: int, first: Piece, buffers: BufferPool) -> None:
         """
         Args:
             sequence: the message's number.
@@ -131,10 +131,10 @@ class Assembly:
         """
         self.sequence = sequence
         self.refused = ""
-        self._total, self._regions = first.total, regions
+        self._total, self._buffers = first.total, buffers
         self._region: memoryview | None = None
         try:
-            self._region = regions.ready(self._total)
+            self._region = buffers.ready(self._total)
         except OutOfMemory as refused:
             self.refused = str(refused)
         self._waiting: list[memoryview | bytearray] = []  # what came, one after the other, before there was a region
@@ -176,7 +176,7 @@ class Assembly:
         if self.refused:
             return
         if self._region is None and end + _AHEAD >= self._total:
-            self._region = self._regions.fresh(self._total)
+            self._region = self._buffers.fresh(self._total)
             at = 0
             for waiting in self._waiting:
                 at = _place(waiting, self._region, at)
