@@ -57,7 +57,7 @@ def left_in(ctx):
     for collect in (lambda: 0, gc.collect):  # which takes 50 ms and more, so only where something is left
         collect()
         ctx.tensorpipe_attachment().recover_dead()
-        ctx.tensorpipe_attachment().destroy_orphaned_queues()
+        ctx.tensorpipe_attachment().orphans.destroy_all()
         found = _blocks(ctx)
         if not found:
             break

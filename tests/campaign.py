@@ -628,7 +628,7 @@ class Round:
         consume(self.queue, 0, str(self.folder), until_empty=True)
         rest = journal(self.folder / "got0", JOURNAL_WORDS)
         self.judge.consumer(rest)
-        lost = inner.attachment.lost()
+        lost = inner.attachment.recovery.lost()
         self.figures.missing += self.judge.verdict(lost)
         self.figures.lost += lost
         self.figures.got += self.judge.count
@@ -656,7 +656,7 @@ class Round:
         inner = self.queue._queue
         inner.leases.settle()
         inner.attachment.recover_dead()
-        inner.attachment.destroy_orphaned_queues()
+        inner.attachment.orphans.destroy_all()
         arena = inner.arena
         return {
             arena.words[block >> 3] & HOLDER

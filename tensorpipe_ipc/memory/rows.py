@@ -16,7 +16,7 @@ and so is alive. Process id and start time are for people only: they mean nothin
 
 **Attaching.** A dead row is adopted before a fresh one is begun, so that the blocks it owns find a new owner. But
 first it must be *finished*: what its process had begun is completed or undone by whoever holds the row's lock
-(``finish``, shared_queue/attachment.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
+(``finish``, shared_queue/recovery.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
 raises the incarnation, by one store. All of it may be cut short by a kill at any point: the lock is free again, and
 what is not finished says so.
 

@@ -1,4 +1,4 @@
-"""The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in attachment.py.
+"""The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in recovery.py.
 
 An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
 aside for the next get. After that it is lost, and counted, as if the process had died there: see queue_end.py.
@@ -31,10 +31,10 @@ from tensorpipe_ipc.memory.leases import LEAST, Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, InDoubt
 from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, Aside, QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import LAST_DOORBELL, Buffers
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
@@ -397,16 +397,16 @@ class GetEnd(QueueEnd):
         while decode is _drop or not words[self.record.dropped]:
             # The pipe may have been full when the doorbells were to be given. First: who takes the last ticket may be killed
             # then.
-            if words[self.record.shut] != TOLD and self.attachment.wake(self._ends, self.number):
+            if words[self.record.shut] != TOLD and self.attachment.shutdown.wake(self._handle):
                 words[self.record.shut] = TOLD
             taken = tickets.take_past_bells(buffers, put_back)
             if taken:
                 return taken
             if last_look:
                 break
-            self.attachment.settle_puts(self.number, deadline)
+            self.attachment.shutdown.settle_puts(self._handle, self.attachment.recover_dead, deadline)
             last_look = True
-        self.attachment.wake(self._ends, self.number, again=True)
+        self.attachment.shutdown.wake(self._handle, again=True)
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def _word_of(self, ticket: int) -> int:
@@ -541,7 +541,7 @@ class GetEnd(QueueEnd):
         """Count a message as lost whose block was let go, and as done."""
         words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
         record, done = Record(operation.purpose, 1, *words), self._done()
-        self.attachment.finish_get(self._ends, self.number, self.rows.index, record)
+        self.attachment.recovery.finish_get(self._handle, self.rows.index, record)
         self.lost += 1  # with no call since the ticket went
         if done:
             self.words[done] += 2  # nobody has it: join is not to wait for it
@@ -640,7 +640,7 @@ class GetEnd(QueueEnd):
         if self.credits is not None:
             words, given = self.words, operation.given + index
             words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
-            self.attachment.give_credit(self._ends, self.number, given)
+            self.attachment.recovery.give_credit(self._handle, given)
 
     def _complete(self, operation: Operation, index: int, word: int) -> None:
         """G5 to G7. No call comes after G6.

@@ -1,4 +1,4 @@
-"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in attachment.py.
+"""The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in recovery.py.
 
 An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
 as the recovering process would: ``_finish_put``.
@@ -36,10 +36,10 @@ from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, InDoubt
 from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
@@ -135,7 +135,7 @@ class PutEnd(QueueEnd):
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
         words = self.words
         if words[self._watch]:
-            self._refuse_if_shut()  # now that the word says so: see "A shutdown" in attachment.py
+            self._refuse_if_shut()  # now that the word says so: see shutdown.py
         if self._has_tasks:
             tasks.count_put(words, operation.tally)  # J1
         words[word] = generation << GENERATION_AT | self.arena.queued  # P5
@@ -530,7 +530,7 @@ class PutEnd(QueueEnd):
         )
         is_held = operation.ticket in self._handovers
         for each in record.each():
-            self.attachment.finish_put(self._ends, self.number, self.rows.index, each, frees=not is_held)
+            self.attachment.recovery.finish_put(self._handle, self.rows.index, each, frees=not is_held)
         self._settle_handover(operation)
 
 

@@ -28,10 +28,11 @@ from threading import get_ident
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT, Operation
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.shared_queue.attachment import Attachment, Ends
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
 from tensorpipe_ipc.shared_queue.tasks import Tasks
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, SHUT, TokenPipe
+from tensorpipe_ipc.shared_queue.tokens import QueueHandle
 
 __all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "Aside", "QueueEnd"]
 
@@ -100,7 +101,7 @@ class QueueEnd:
         self._tickets_fd = tickets.fd
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
         self._read_end = tickets.read_end if tickets.read_end >= 0 else tickets.fd
-        self._ends = attachment.queues[number] = Ends(tickets, credits, self.record)
+        self._handle = attachment.queues[number] = QueueHandle(self.record, tickets, credits)
         self.leases.gives_back = False
         self.rows.after_fork(self._renew)
         self._forget()
@@ -180,7 +181,7 @@ class QueueEnd:
         if doorbell == DOORBELL:
             return
         if not (words[record.shut] and (doorbell == SHUT or words[record.dropped])):
-            self.attachment.shut(self._ends, self.number, drop=doorbell == DROP)
+            self.attachment.shutdown.begin(self._handle, drop=doorbell == DROP)
         self.tickets.ring_doorbell(doorbell)
 
 

@@ -28,7 +28,7 @@ too.
 
 **Life.** Every process that has the queue has an open file description of the segment that carries a read lock (OFD) on the
 record's first byte. The kernel drops it with the last descriptor, however its process ends. So whoever can write-lock that
-byte knows that the queue is gone, and is alone in destroying it (``Attachment.destroy_if_orphaned``). A number is never used
+byte knows that the queue is gone, and is alone in destroying it (``Orphans.destroy``). A number is never used
 twice: the block's generation goes up, so what still names a queue that is gone is seen to.
 
 A queue that children have, too, has a description of its own, inherited or passed on (``PresenceLock``). One that a process

@@ -92,6 +92,6 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
         ),
         resident=arena.segment.resident(),
         capacity=arena.capacity,
-        lost=queue.attachment.lost(),
+        lost=queue.attachment.recovery.lost(),
         undecodable=queue.undecodable,
     )

@@ -5,18 +5,8 @@
     put:  credit -> block filled -> QUEUED -> ticket        get:  ticket -> content -> credit -> HELD or FREE
 
 Which step stands on record in which word at which moment, and why nothing is lost wherever a process dies, is argued
-in shared_queue/attachment.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
-shared_queue/put_end.py and shared_queue/get_end.py.
-
-::
-
-    ticket    63 ────────── 32 31 ──────── 0       credit    63 ─────── 24 23 ──── 0
-              │ block >> 9    │ generation │                 │ lap >= 1   │ slot   │
-              └───────────────┴────────────┘                 └────────────┴────────┘
-
-A queue with ``maxsize`` has so many slots, and for each one credit that goes round: pipe of credits, a producer's
-word, the header of a queued block, a consumer's word, and back with the next lap. As credits have identity, nobody
-ever recounts them: only those that a dead row names are questioned.
+in shared_queue/recovery.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
+shared_queue/put_end.py and shared_queue/get_end.py. The tokens are drawn in shared_queue/tokens.py.
 
 What it costs (two pinned cores of a busy virtual machine, Python 3.11, 400 bytes, p50 of 16,000 round trips halved):
 one way blocked 1.4 to 1.6 times the bare hand-off of 8 bytes through a pipe without a bound, 1.7 to 2.1 times with
@@ -34,12 +24,13 @@ from multiprocessing import context
 from typing import Any
 
 from tensorpipe_ipc.memory.row import PUT, Operation
-from tensorpipe_ipc.shared_queue.attachment import NEXT_LAP, Attachment
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.shared_queue.put_end import Copy, Payload, PutEnd
 from tensorpipe_ipc.shared_queue.queue_end import Aside
 from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
 
@@ -93,8 +84,8 @@ class SharedMemoryQueue(PutEnd, GetEnd):
             drop: drop what waits, so that gets are refused at once.
         """
         self.attachment.attach()
-        self.attachment.shut(self._ends, self.number, drop=drop)
-        self.attachment.settle_puts(self.number)
+        self.attachment.shutdown.begin(self._handle, drop=drop)
+        self.attachment.shutdown.settle_puts(self._handle, self.attachment.recover_dead)
         if drop:
             self.drop_all()
 
@@ -118,7 +109,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
-        if self.attachment.queues.get(self.number) is not self._ends:
+        if self.attachment.queues.get(self.number) is not self._handle:
             return
         self.give_up()
         del self.attachment.queues[self.number]

@@ -217,12 +217,12 @@ def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous
 def test_a_queue_that_only_this_process_has_is_not_buried_before_it_lets_go(queue: rendezvous.PairQueue) -> None:
     """It is kept by the lock that says that the process lives; also where that process itself asks whether it is anybody's."""
     attachment, record = queue.attachment, queue.record
-    attachment.destroy_orphaned_queues()
-    assert not attachment.destroy_if_orphaned(queue.number)
+    attachment.orphans.destroy_all()
+    assert not attachment.orphans.destroy(queue.number)
     assert record.exists()
     queue.close()
     assert not record.exists()
-    assert attachment.destroy_if_orphaned(queue.number)
+    assert attachment.orphans.destroy(queue.number)
 
 
 @pytest.mark.parametrize(("said", "maxsize"), [(2, 2), (3, 3), (4, 3), (1 << 40, 3)])

@@ -268,14 +268,14 @@ def dies() -> None:
 
 def finds_nothing_and_dies(there: Queue) -> None:
     """Have a get see the end, and be killed before it can tell anybody."""
-    there._queue.attachment.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
+    there._queue.attachment.shutdown.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
     there.get()
 
 
 def drops_all_and_dies(there: Queue) -> None:
     """Drop all that is left, and be killed before it can tell anybody once more."""
-    attachment, told = there._queue.attachment, list[None]()
-    wake = attachment.wake
+    shutdown, told = there._queue.attachment.shutdown, list[None]()
+    wake = shutdown.wake
 
     def twice(*args: Any, **options: Any) -> None:
         told.append(None)
@@ -283,7 +283,7 @@ def drops_all_and_dies(there: Queue) -> None:
             dies()
         wake(*args, **options)
 
-    attachment.wake = twice  # type: ignore[method-assign]
+    shutdown.wake = twice  # type: ignore[method-assign]
     there.shutdown(immediate=True)
 
 

@@ -75,7 +75,7 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment
         check_whole(attachment, queue, payload)
     assert seen == {0, 1}
     assert drain(queue) == [content]  # the last child was not killed before its put had returned
-    assert attachment.lost() == 0
+    assert attachment.recovery.lost() == 0
 
 
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
@@ -93,7 +93,7 @@ def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_tha
         return dies_at(point, queue.get, attachment.attach)
 
     for _ in points(dies_in_get, stride=stride(2)):
-        before = attachment.lost()
+        before = attachment.recovery.lost()
         attachment.arena.reclaim()
         others = [b"3" * size, b"4" * size]
         for content in others:  # others go on, perhaps with the block and the credit that the dead had just let go
@@ -106,7 +106,7 @@ def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_tha
         assert got[-len(others) :] == others
         got = got[: -len(others)]
         assert got in ([first, second], [second])
-        lost = attachment.lost() - before
+        lost = attachment.recovery.lost() - before
         assert lost in ((0,) if len(got) == 2 else (0, 1))  # 0: get had returned
         seen.add((len(got), lost))
         check_whole(attachment, queue, payload)
@@ -174,16 +174,16 @@ def test_a_recovering_process_killed_at_any_step_is_followed_by_another(attachme
             assert half.dies(point)
             return dies_at(step, attachment.attach)  # it finishes the dead row, to adopt it
 
-        lost, outcomes = attachment.lost(), set()
+        lost, outcomes = attachment.recovery.lost(), set()
         for _ in points(dies, 1 + number % STRIDE, STRIDE):
             attachment.arena.reclaim()
             queue.put(payload(b"else"), timeout=0)  # others go on, perhaps in a block that was just let go
             attachment.recover_dead()
             *got, last = drain(queue)
             assert last == b"else"
-            outcomes.add((len(got), attachment.lost() - lost))
+            outcomes.add((len(got), attachment.recovery.lost() - lost))
             check_whole(attachment, queue, payload)
-            lost = attachment.lost()
+            lost = attachment.recovery.lost()
         assert len(outcomes) == 1  # the same verdict, and the same count, wherever the recovering process died
         assert outcomes <= ({(0, 0), (1, 0)} if role == "put" else {(0, 0), (0, 1), (1, 0)})
         drain(queue)

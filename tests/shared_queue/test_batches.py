@@ -120,11 +120,11 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(attachment, pa
         return dies_at(point, lambda: queue.get_many(2, 0), first)
 
     for _ in points(dies, stride=STRIDE):
-        before = attachment.lost()
+        before = attachment.recovery.lost()
         attachment.recover_dead()
         got = drain(queue)
         assert got in (sent, sent[2:])
-        lost = attachment.lost() - before
+        lost = attachment.recovery.lost() - before
         assert lost <= 3 - len(got)  # less: it had let go of some, and was about to return
         seen.add((len(got), lost))
         check_whole(attachment, queue, payload)
@@ -142,7 +142,7 @@ def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_
     sent, raised = contents(3, size), 0
     for point in range(1, 220):
         put_all(queue, payload, sent)
-        got, lost = [], attachment.lost()
+        got, lost = [], attachment.recovery.lost()
         try:
             run_traced(lambda: got.extend(queue.get_many(3, 0)), point, raise_interrupt, SIGNAL_CHECKS, before=False)  # noqa: B023
         except Interrupt:
@@ -150,7 +150,7 @@ def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_
         with contextlib.suppress(Empty):
             while True:
                 got += queue.get_many(3, 0)
-        assert [bytes(message.payload) for message in got] == sent[attachment.lost() - lost :]
+        assert [bytes(message.payload) for message in got] == sent[attachment.recovery.lost() - lost :]
         got.clear()
         check_whole(attachment, queue, payload)
     assert 20 < raised < 210

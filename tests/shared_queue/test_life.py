@@ -100,14 +100,14 @@ def test_a_row_whose_queue_is_gone_is_finished_all_the_same(attachment, payload,
 
     for _ in points(lambda point: dies_at(point, half, attachment.attach), stride=step):
         attachment.recover_dead()
-        attachment.destroy_orphaned_queues()
+        attachment.orphans.destroy_all()
         attachment.recover_dead()
         assert used(attachment) == 0
         assert all(
             attachment.rows.is_finished(row) for row in attachment.rows.used() if not attachment.rows.is_alive(row)
         )
     attachment.recover_dead()
-    attachment.destroy_orphaned_queues()
+    attachment.orphans.destroy_all()
 
 
 @strides(7, 31)
@@ -121,11 +121,11 @@ def test_who_buries_may_die_at_any_step(attachment, payload, maxsize, step):
 
     def dies(point):
         assert reap(in_child(leave)) == 0
-        return dies_at(point, attachment.destroy_orphaned_queues, attachment.attach)
+        return dies_at(point, attachment.orphans.destroy_all, attachment.attach)
 
     for _ in points(dies, stride=step):
         attachment.recover_dead()
-        attachment.destroy_orphaned_queues()
+        attachment.orphans.destroy_all()
         assert used(attachment) == 0
 
 

@@ -235,7 +235,7 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, pay
     reap(pid)
     queue.put(payload(b"second"), timeout=5)
     assert bytes(queue.get(0).payload) == b"second"
-    assert attachment.lost() == 1
+    assert attachment.recovery.lost() == 1
     os.close(told)
     os.close(tell)
 
@@ -375,13 +375,13 @@ def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_
     """A message that is copied is not lost at all."""
     queue = SharedMemoryQueue.create(attachment, maxsize)
     for point in range(1, STEPS):
-        content, lost = point.to_bytes(4, "little") * (size // 4), attachment.lost()
+        content, lost = point.to_bytes(4, "little") * (size // 4), attachment.recovery.lost()
         queue.put(payload(content), timeout=0)
         got = []
         raised = interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
         with contextlib.suppress(Empty):
             got.append(queue.get(0))
-        lost = attachment.lost() - lost
+        lost = attachment.recovery.lost() - lost
         assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
         assert lost == 0 or size == LARGE
         got.clear()
@@ -404,7 +404,7 @@ def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(attachment
     raised = 0
     for point in range(1, STEPS):
         for first in (2, 5, 8):
-            content, lost = bytes([point, first]) * (size // 2), attachment.lost()
+            content, lost = bytes([point, first]) * (size // 2), attachment.recovery.lost()
             queue.put(payload(content), timeout=0)
             got = []
             interrupted_at(first, lambda: got.append(queue.get(0)))  # noqa: B023
@@ -412,7 +412,7 @@ def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(attachment
                 raised += interrupted_at(point, lambda: got.append(queue.get(0)))  # noqa: B023
             with contextlib.suppress(Empty):
                 got.append(queue.get(0))
-            lost = attachment.lost() - lost
+            lost = attachment.recovery.lost() - lost
             assert [bytes(message.payload) for message in got] == [content] * (1 - lost)
             assert lost == 0 or size == LARGE
             got.clear()
@@ -587,7 +587,7 @@ def test_random_kills_and_stops_of_producers_and_consumers(attachment, payload, 
     consume(queue, log, until=True)
     os.close(log)
     os.close(put_log)
-    judge(read_journal(tmp_path / "put", 3), [read_journal(path, 3) for path in files], attachment.lost())
+    judge(read_journal(tmp_path / "put", 3), [read_journal(path, 3) for path in files], attachment.recovery.lost())
     for _ in range(maxsize):
         queue.put(payload(b""), timeout=0)
     if maxsize:

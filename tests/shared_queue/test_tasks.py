@@ -148,7 +148,7 @@ def test_a_shutdown_that_drops_finishes_the_dropped(attachment, payload, queue):
 @pytest.mark.parametrize("second", [0, 2, 9, 16])
 def test_join_does_not_wait_for_what_an_exception_inside_get_lost(attachment, payload, queue, second):
     """Also where another comes in the get after it."""
-    point, raised, lost, got = 1, True, attachment.lost(), []
+    point, raised, lost, got = 1, True, attachment.recovery.lost(), []
     while raised:
         queue.put(payload(bytes(100_000)), timeout=0)
         raised = interrupted_at(point, lambda: got.append(queue.get(0)))
@@ -163,7 +163,7 @@ def test_join_does_not_wait_for_what_an_exception_inside_get_lost(attachment, pa
         got.clear()
         point += 1
     assert point > 20
-    assert attachment.lost() > lost
+    assert attachment.recovery.lost() > lost
 
 
 @pytest.mark.usefixtures("handler")
@@ -173,7 +173,7 @@ def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_
         queue = SharedMemoryQueue.create(attachment, 0, tasks=True)
         queue.put(payload(b"1"))
         queue.put(payload(b"2"))
-        attachment.shut(queue._ends, queue.number, drop=True)
+        attachment.shutdown.begin(queue._handle, drop=True)
         raised = interrupted_at(point, queue.drop_all)
         queue.drop_all()
         assert queue.tasks.unfinished() == 0, f"an exception at moment {point}"
