@@ -1,7 +1,7 @@
 """A fuzzer of the wire: valid messages, damaged in ways that know their structure, must end in a tree or in our errors.
 
 Messages are frames from a socket, or lie in a block of shared memory (metadata and payload); so are what ends say of
-themselves: HELLO, WELCOME and REFUSED in frames, the notice in an end's file, and the rendezvous file.
+themselves: HELLO, WELCOME and REFUSED in frames, the status in an end's file, and the rendezvous file.
 
 The tests run some thousands. By hand, with the whole project's root as the working directory::
 
@@ -36,10 +36,10 @@ import torch
 import zoo
 from exchange import encoded, forget_schemas, read, sent
 
-from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, read_notice
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, read_status
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer, Rendezvous, packed, unpacked
-from tensorpipe_ipc.endpoints.resend_buffer import Kept, ResendBuffer
+from tensorpipe_ipc.endpoints.resend_buffer import ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import TensorPipeError, UnsupportedLeaf
 from tensorpipe_ipc.memory import handover
 from tensorpipe_ipc.memory.leases import Octets
@@ -102,7 +102,7 @@ def in_pieces(tree: Any) -> Frames:
     """The frames of a message whose floats were narrowed, piece by piece, and at last its header."""
     encoder = narrowing(serializer_named("raw"), torch.float16)
     assert encoder is not None
-    parts = ResendBuffer().keep(Kept(3), encode(tree, encoder), 1 << 16)
+    parts = ResendBuffer().keep(SentMessage(3), encode(tree, encoder), 1 << 16)
     return [bytes(frame) for part in parts for frame in part]
 
 
@@ -126,7 +126,7 @@ def blocks() -> list[Frames]:
 
 
 def posted() -> list[Frames]:
-    """Notices, as they stand in an end's file."""
+    """Published statuses, as they stand in an end's file."""
     peer = Attached("producer", SOMEBODY, "shared memory", True)
     whole = PublishedStatus("tcp://127.0.0.1:5555", "consumer", True, SOMEBODY, (peer, peer), "because")
     return [[framed(whole)], [framed(PublishedStatus("ipc:///x", "producer", False, SOMEBODY))]]
@@ -394,15 +394,15 @@ def outcome_in_block(frames: Frames) -> str:
     return _ends(end)
 
 
-def outcome_of_notice(frames: Frames) -> str:
-    """Read bytes as a notice, and return "notice" or "nothing".
+def outcome_of_status(frames: Frames) -> str:
+    """Read bytes as a published status, and return "status" or "nothing".
 
     No bytes are an error: anybody may have posted them.
     """
     data = bytearray(frames[0])
     if len(data) >= 8 and data[0] & 1:  # so that half of them get past the checksum
         data[:8] = struct.pack("<II", zlib.crc32(data[8:]), len(data) - 8)
-    return "nothing" if read_notice(io.BytesIO(data)) is None else "notice"
+    return "nothing" if read_status(io.BytesIO(data)) is None else "status"
 
 
 def outcome_of_file(frames: Frames) -> str:
@@ -428,7 +428,7 @@ def _ends(end: Callable[[], str]) -> str:
 TARGETS: dict[str, tuple[Callable[[], list[Frames]], Callable[[Frames], str]]] = {
     "frames": (corpus, outcome),
     "blocks": (blocks, outcome_in_block),
-    "notices": (posted, outcome_of_notice),
+    "statuses": (posted, outcome_of_status),
     "files": (written, outcome_of_file),
 }
 

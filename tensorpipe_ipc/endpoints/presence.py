@@ -16,7 +16,7 @@ How an end ended stands in a file of its own in that folder::
 
     <token>.end     0600, and sticky, so that those who clear away old files leave it
 
-* While the end is open the file says what there is to tell people (``notice``).
+* While the end is open the file says what there is to tell people (``published_status``).
 * A closing end writes how it ended in the place of that, drops its lock, and removes the name, in this order. A peer that has
   the file open reads the ending there, also where the GOODBYE was lost with a connection. A killed end leaves no ending.
 * A binder's token anybody learns who reaches its port. So it is looked for only of one that says WELCOME: whoever connects

@@ -24,7 +24,7 @@ import msgspec
 from tensorpipe_ipc.endpoints.presence import SUFFIX
 from tensorpipe_ipc.process import Identity, open_files
 
-__all__ = ["Attached", "PublishedStatus", "framed", "published_statuses", "read_notice"]
+__all__ = ["Attached", "PublishedStatus", "framed", "published_statuses", "read_status"]
 
 _HEAD = struct.Struct("<II")
 _TRIES = 20  # of reading what is just being written anew
@@ -86,7 +86,7 @@ def published_statuses() -> Iterator[PublishedStatus]:
 def _read(path: str) -> PublishedStatus | None:
     for _ in range(_TRIES):
         with open(path, "rb", opener=_without_waiting) as file:
-            found = read_notice(file)
+            found = read_status(file)
         if found is not None:
             return found
     return None
@@ -96,13 +96,13 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def framed(notice: PublishedStatus) -> bytes:
-    """A notice's bytes."""
-    text = msgspec.json.encode(notice)
+def framed(status: PublishedStatus) -> bytes:
+    """Return the bytes of a published status."""
+    text = msgspec.json.encode(status)
     return _HEAD.pack(zlib.crc32(text), len(text)) + text
 
 
-def read_notice(file: BinaryIO) -> PublishedStatus | None:
+def read_status(file: BinaryIO) -> PublishedStatus | None:
     """Return what was posted there; None if that is nothing, or just being written. Whoever wrote it may be anybody."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:

@@ -26,7 +26,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.cli.doctor import attached, machine
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
-from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, published_statuses, read_notice
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, framed, published_statuses, read_status
 from tensorpipe_ipc.process import identity
 
 pytestmark = pytest.mark.limit(30)
@@ -149,7 +149,7 @@ def test_who_waits_to_be_let_in() -> None:
 
 
 def test_who_left_is_not_told_of_any_more() -> None:
-    """Nor are the copies of a notice that forked children have."""
+    """Nor are the copies of a status that forked children have."""
     with tp.Consumer("left") as consumer:
         with tp.Producer("left") as producer:
             putting = in_thread(lambda: producer.put(1, PATIENCE))
@@ -188,17 +188,17 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
         pytest.param(lambda text, rest: b"", False, id="nothing"),
     ],
 )
-def test_what_a_notice_may_be(more: Any, found: bool) -> None:
-    """A reader passes over anything that is not a notice, as anybody may have written it. It reads at most 1 MiB."""
+def test_what_a_published_status_may_be(more: Any, found: bool) -> None:
+    """A reader passes over anything that is not a published status, as anybody may have written it. It reads at most 1 MiB."""
     said = framed(PublishedStatus("ipc:///x", "consumer", True, identity()))[8:]
     text = more(said, (1 << 20) - len(said))
     data = struct.pack("<II", zlib.crc32(text), len(text)) + text
-    assert (read_notice(io.BytesIO(data)) is not None) == found
-    assert read_notice(io.BytesIO(struct.pack("<II", zlib.crc32(text) ^ 1, len(text)) + text)) is None
-    assert read_notice(io.BytesIO(data[:7])) is None
+    assert (read_status(io.BytesIO(data)) is not None) == found
+    assert read_status(io.BytesIO(struct.pack("<II", zlib.crc32(text) ^ 1, len(text)) + text)) is None
+    assert read_status(io.BytesIO(data[:7])) is None
 
 
-def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_published_status_says_moves_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Root is told of other users' ends, too, and they write what they like: escapes come out as question marks."""
     escape = "\x1b]0;owned\x07\x1b[2J\u202e"
     who = msgspec.structs.replace(identity(), host=f"host{escape}")
@@ -206,10 +206,10 @@ def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.Cap
     peer = Attached(f"producer{escape}", other, f"frames: {escape}", wanted=True)
     address = "tcp://127.0.0.1:9"
     for number, more in enumerate([{"peers": (peer,)}, {"binds": False, "refusal": escape}]):
-        notice = PublishedStatus(
+        status = PublishedStatus(
             **{"endpoint": address, "role": f"consumer{escape}", "binds": True, "identity": who, **more}
         )
-        (tmp_path / f"{number}.end").write_bytes(framed(notice))
+        (tmp_path / f"{number}.end").write_bytes(framed(status))
     with open(tmp_path / "0.end", "rb"), open(tmp_path / "1.end", "rb"):
         assert cli.main(["doctor", address]) == 1
     said = capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_what_a_notice_says_moves_no_terminal(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_ends_without_a_safe_runtime_folder_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor finds two ends although the runtime folder is unsafe. Neither end writes a notice there."""
+    """The doctor finds two ends although the runtime folder is unsafe. Neither end publishes its status there."""
     folder = tmp_path / "tensorpipe_ipc"
     folder.mkdir()
     folder.chmod(0o777)
@@ -231,13 +231,13 @@ def test_ends_without_a_safe_runtime_folder_are_told_of(tmp_path: Path, monkeypa
         assert os.listdir(folder) == []
 
 
-def test_what_lies_under_the_name_of_a_notice_is_not_waited_for(tmp_path: Path) -> None:
+def test_what_lies_under_the_name_of_a_published_status_is_not_waited_for(tmp_path: Path) -> None:
     """A fifo that a program has open by such a name keeps nobody; what ends tell lies in files."""
     os.mkfifo(tmp_path / "x.end")
     fifo = os.open(tmp_path / "x.end", os.O_RDWR)
     try:
         with tp.Consumer("one") as consumer:
-            assert [notice.role for notice in published_statuses() if notice.endpoint == consumer.endpoint] == [
+            assert [status.role for status in published_statuses() if status.endpoint == consumer.endpoint] == [
                 "consumer"
             ]
     finally:

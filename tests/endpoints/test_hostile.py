@@ -67,9 +67,9 @@ def test_the_corpus_ends_as_it_did(target: str) -> None:
 
 @pytest.mark.parametrize("target", [target for target in fuzz_wire.TARGETS if target != "frames"])
 def test_the_fuzzer_gets_deep(target: str) -> None:
-    """Blocks, notices and rendezvous files: of some thousands of damaged ones each ends in a tree or our errors."""
+    """Blocks, published statuses and rendezvous files: of some thousands of damaged ones each ends in a tree or our errors."""
     ends = fuzz_wire.fuzz(2000, seed=3, target=target)
-    ways = {"published_statuses": ("notice", "nothing"), "files": ("rendezvous", "nothing")}
+    ways = {"statuses": ("status", "nothing"), "files": ("rendezvous", "nothing")}
     for end in ways.get(target, ("tree", "ProtocolError", "UnknownSerializer")):
         assert ends[end] > 10, ends
 

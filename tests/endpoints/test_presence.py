@@ -183,10 +183,10 @@ def test_what_an_end_posts_late_does_not_take_the_place_of_its_last_words() -> N
         one.open()
         other.open()
         sight = other.sight_of(one.token, one.folder)
-        one.post(b"attached: nobody")
+        one.publish(b"attached: nobody")
         assert not sight.is_gone()
         one.end(presence.LastWords(Ending("ValueError: 3")))
-        one.post(b"attached: fewer")
+        one.publish(b"attached: fewer")
         assert sight.is_gone()
         words = sight.last_words()
         assert words is not None
