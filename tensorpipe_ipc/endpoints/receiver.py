@@ -294,9 +294,10 @@ class ReceiveLink(Link):
         An exception that comes before it is counted as taken has it come again.
         """
         self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
-        skipped, peer.taken, self.in_hand = header.sequence - peer.taken - 1, header.sequence, is_whole
+        skipped = header.sequence - peer.taken - 1
         if skipped:
             self._never_come(peer, skipped)
+        peer.taken, self.in_hand = header.sequence, is_whole  # no exception comes between what that did last and this
         peer.reassembly, peer.asked_at = None, 0.0
         self.socket.received()
 

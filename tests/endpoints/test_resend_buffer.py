@@ -202,6 +202,27 @@ def test_an_exception_of_ones_own_hides_no_other_loss(monkeypatch: pytest.Monkey
         assert consumer.statistics().lost == 4
 
 
+def test_an_exception_while_a_torn_message_is_counted_leaves_it_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message after it shows that it is missing, and comes again where that is not counted yet."""
+    with tp.Consumer("torn", shared_memory="off") as consumer, tp.Producer("torn", shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
+        producer.put(2, PATIENCE)
+        _tear_one_out_of(consumer, monkeypatch)
+        producer.put(3, PATIENCE)
+        with monkeypatch.context() as raising:
+            raising.setattr(consumer._link, "_never_come", _raise_at_once)
+            with pytest.raises(_RaisedError):
+                consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE) == 3
+        assert consumer.statistics().lost == 1
+
+
+def _raise_at_once(*_: object) -> None:
+    raise _RaisedError
+
+
 def _tear_one_out_of(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have an exception take the next message out of a consumer's hand."""
     with monkeypatch.context() as tearing:
