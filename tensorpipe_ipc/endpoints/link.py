@@ -195,7 +195,7 @@ class Link(Greeting):
         self._strangers_from = 0.0  # when there is time for somebody who is no peer
         self._drained = 0.0
         self._looked = 0.0  # when it was last seen to who is still there
-        self._torn_at = 0.0  # ``torn_at`` of the socket that was dealt with
+        self._tears = 0  # of the socket, that were dealt with
         self._is_posted = False  # whether this end's file is up to date
         self._posts_from = 0.0  # when it may be brought up to date again
         self.socket = (Binder if bind else Connector)(
@@ -796,8 +796,8 @@ class Link(Greeting):
             return
         self._looked = now
         self._publish_status()
-        if self.socket.torn_at > self._torn_at:
-            self._torn_at = self.socket.torn_at
+        if self.socket.tears.count > self._tears:
+            self._tears = self.socket.tears.count
             self.tore()
         again = now - self._greeted >= REPEAT
         for peer in list(self.peers.values()):

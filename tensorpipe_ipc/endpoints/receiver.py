@@ -72,7 +72,7 @@ class ReceiveLink(Link):
         self._timer: TimerFd | None = None
         self._due = 0.0  # when it is
         self.in_hand = False
-        self._torn = 0  # messages that are known to have been torn, of ``torn`` of the socket
+        self._torn = 0  # messages that are known to have been torn, of the socket's tears
         super().__init__(opening)
 
     def own_hello(self, peer: Peer | None) -> Hello:
@@ -366,7 +366,7 @@ class ReceiveLink(Link):
 
     def lacks_pieces(self, peer: Peer, header: Header) -> bool:
         """See Role. An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
-        reassembly, is_torn = peer.reassembly, peer.asked_at > 0 or self.socket.torn_at > self._torn_at
+        reassembly, is_torn = peer.reassembly, peer.asked_at > 0 or self.socket.tears.count > self._tears
         if (
             not peer.resends
             or not is_torn
@@ -481,7 +481,7 @@ class ReceiveLink(Link):
         It does where exceptions inside this end's own get tore them, of which its caller knows: one message each, of a peer
         that sends nothing again.
         """
-        own = 0 if peer.resends else min(count, self.socket.torn - self._torn)
+        own = 0 if peer.resends else min(count, self.socket.tears.count - self._torn)
         self._torn += own
         self.lost += count
         peer.never_came += count - own

@@ -88,7 +88,7 @@ class Connector(FrameSocket):
         self._set_up(socket, {})
         if self._keys:
             use_keys(socket, self._keys, bind=False)
-        line = Line(socket, self.address, is_shared=self._is_shared)
+        line = Line(socket, self.address, self.tears, is_shared=self._is_shared)
         self._is_settled = False
         self._open[line] = None
         line.open(self._context)

@@ -14,7 +14,7 @@ import zmq
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.wire.layout import BULK
 
-__all__ = ["FrameReader", "NamedFrameReader"]
+__all__ = ["FrameReader", "NamedFrameReader", "Tears"]
 
 # Plain ints: each `|` of pyzmq's enum members costs a microsecond.
 _WAIT, _DO_NOT_WAIT, _NO_COPY = (0,), (int(zmq.NOBLOCK),), (False,)  # for recv
@@ -31,19 +31,28 @@ _GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 200_000, 1000
 _GIVE_BACK_RARELY = 20
 
 
+class Tears:
+    """The count of messages that exceptions took out of the readers of one end."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class FrameReader:
     """A DEALER's.
 
     Attributes:
         frames: of the message in hand.
         surplus: why it is none: it had more frames than one of so many bytes has, and the first few were kept. "" of others.
-        torn_at: when an exception last took a part of a message with it, or perhaps nothing.
+        tears: counts how often an exception took a part of a message with it, or perhaps nothing.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
         self.frames: list[Any] = []
         self.surplus = ""
-        self.torn_at = 0.0
+        self.tears = tears
         self._socket = socket
         self._came = 0  # bytes of the message in hand
         self._has_surplus = False
@@ -100,8 +109,8 @@ class FrameReader:
         if not self._is_whole():
             if not self._drop_frames():
                 return False
+            self.tears.count += 1  # no call comes from here on
             self.frames, self._has_surplus = [], False
-            self.torn_at = time.monotonic()
         self._is_torn = False
         return True
 
@@ -146,8 +155,8 @@ class NamedFrameReader(FrameReader):
         dropped: messages of theirs that were dropped.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        super().__init__(socket)
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
+        super().__init__(socket, tears)
         self.hung_up: dict[bytes, None] = {}
         self.dropped = 0
 

@@ -28,7 +28,7 @@ import zmq
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.process import is_dead
 from tensorpipe_ipc.zeromq.addresses import Address
-from tensorpipe_ipc.zeromq.frame_reader import FrameReader
+from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
 from tensorpipe_ipc.zeromq.kernel_sockets import is_to_itself, listener_behind
 
 __all__ = ["Line"]
@@ -59,15 +59,16 @@ class Line:
         is_to_itself: whether it got the connector itself on the line.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], address: Address, *, is_shared: bool = False) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], address: Address, tears: Tears, *, is_shared: bool = False) -> None:
         """
         Args:
             socket: a DEALER, set up but not connected yet.
             address: what to connect to.
+            tears: counts what exceptions take out of its reader.
             is_shared: whether other users may put a socket there.
         """
         self.socket = socket
-        self.reader = FrameReader(socket)
+        self.reader = FrameReader(socket, tears)
         self.routing = b""
         self.is_up = self.has_ended = False
         self.failure: tuple[int, int] | None = None

@@ -24,7 +24,7 @@ from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import DOMAIN
 from tensorpipe_ipc.zeromq.fragments import LARGEST_FRAGMENT, in_fragments, joined
-from tensorpipe_ipc.zeromq.frame_reader import FrameReader
+from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
 from tensorpipe_ipc.zeromq.kernel_sockets import prepare_for_bulk
 from tensorpipe_ipc.zeromq.poll_fd import PollFd
 from tensorpipe_ipc.zeromq.zmq_contexts import hold_reaper, release
@@ -67,8 +67,7 @@ class FrameSocket:
         connection: the number of a connector's connection, as it was last seen; 0 while there is none, or this end binds.
         routing: the routing id of that connection; b"" while there is none.
         reads_out: the routing id of the connection before this one, as long as a connector still reads what came by it.
-        torn_at: when an exception last hit inside a receive, and took a part of a message, or perhaps none, with it.
-        torn: how often one did.
+        tears: counts how often an exception hit inside a receive, and took a message with it, or perhaps nothing.
         dropped: messages that had come by connections that a binder had hung up on.
     """
 
@@ -89,8 +88,7 @@ class FrameSocket:
         self.connection = 0
         self.routing = b""
         self.reads_out = b""
-        self.torn_at = 0.0
-        self.torn = 0
+        self.tears = Tears()
 
         self._poll_fd: PollFd | None = None
         self._is_silent = False  # nothing had come at the last look, and its descriptor tells if anything does
@@ -266,11 +264,7 @@ class FrameSocket:
         self._reader = reader
         if not reader.frames and 0 < timeout < SLICE and not socket.poll(max(1, int(timeout * 1000))):
             return None
-        is_there = reader.read(wait=timeout >= SLICE)
-        if reader.torn_at > self.torn_at:
-            self.torn_at = reader.torn_at
-            self.torn += 1
-        if not is_there:
+        if not reader.read(wait=timeout >= SLICE):
             return None
         if not self._receives:
             self._heard = reader.frames[-1]
