@@ -43,7 +43,7 @@ def _blocks(ctx):
     attachment, found = ctx.tensorpipe_attachment(), {}
     attachment.leases.settle()
     arena = attachment.arena
-    for start, kind, units, _ in arena._all_extents():
+    for start, kind, units, _ in arena.all_extents():
         for block in arena._blocks(start, kind, units):
             state = arena.words[block >> 3] & HOLDER
             if state and state & 15 != KEPT:

@@ -54,6 +54,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from inside import shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
@@ -187,7 +188,7 @@ class Helping:
 
     def __init__(self, queue: Queue, who: int, folder: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are reaped by the kernel
-        attachment = queue._queue.attachment
+        attachment = shared_queue_of(queue).attachment
         self.side = Queue(1, ctx=SimpleNamespace(tensorpipe_attachment=lambda: attachment))
         self.side.put(None)
         self.board, self.choose, self.large = journal(f"{folder}/board", 8), random.Random(who), 0
@@ -488,7 +489,7 @@ class Round:
 
     def look(self) -> None:
         """See that memory costs no more than it may, and that nobody waits for room while others go on."""
-        resident, now = self.queue._queue.arena.segment.resident(), time.monotonic()
+        resident, now = shared_queue_of(self.queue).arena.segment.resident(), time.monotonic()
         self.figures.resident = max(self.figures.resident, resident)
         assert resident <= CAPACITY + OVER, (
             f"{resident:,} bytes are resident, of {CAPACITY:,}: {self.queue.statistics()}"
@@ -622,7 +623,7 @@ class Round:
 
     def finish(self) -> None:
         """Drain, judge, and see that nothing is left."""
-        inner = self.queue._queue
+        inner = shared_queue_of(self.queue)
         inner.attachment.recover_dead()
         self.figures.forks += self.board[FORKS]
         consume(self.queue, 0, str(self.folder), until_empty=True)
@@ -637,13 +638,13 @@ class Round:
 
     def check_whole(self) -> None:
         """Every place of the queue is free, and every block."""
-        for number in range(self.queue._queue.maxsize):
+        for number in range(shared_queue_of(self.queue).maxsize):
             self.queue.put(number, timeout=1)
-        if self.queue._queue.maxsize:
+        if shared_queue_of(self.queue).maxsize:
             with contextlib.suppress(Full):
                 self.queue.put(-1, timeout=0)
                 raise AssertionError("the queue has more places than it should")
-        for number in range(self.queue._queue.maxsize):
+        for number in range(shared_queue_of(self.queue).maxsize):
             assert self.queue.get(timeout=1) == number
         until = time.monotonic() + HANG
         while not (states := self.states_of_blocks()) <= {0, KEPT}:  # the last helpers may be at work
@@ -653,14 +654,14 @@ class Round:
 
     def states_of_blocks(self) -> set[int]:
         """Return the states of all blocks, with their holders."""
-        inner = self.queue._queue
+        inner = shared_queue_of(self.queue)
         inner.leases.settle()
         inner.attachment.recover_dead()
         inner.attachment.orphans.destroy_all()
         arena = inner.arena
         return {
             arena.words[block >> 3] & HOLDER
-            for start, kind, units, _ in arena._all_extents()
+            for start, kind, units, _ in arena.all_extents()
             for block in arena._blocks(start, kind, units)
         }
 

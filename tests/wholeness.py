@@ -35,7 +35,7 @@ def check_whole(attachment, queue, payload):
     arena = attachment.arena
     steps = {
         arena.words[block >> 3] & HOLDER
-        for start, kind, units, _ in arena._all_extents()
+        for start, kind, units, _ in arena.all_extents()
         for block in arena._blocks(start, kind, units)
     }
     assert steps <= {0, KEPT}, f"blocks that nobody holds are not free: {sorted(map(hex, steps))}"

@@ -707,7 +707,7 @@ class Arena(Extents):
         over = self.segment.resident() - self.capacity
         return over > 0 and over > sum(
             self._free_memory(start, kind, *self.states(start, kind, units))[0]
-            for start, kind, units, _ in self._all_extents()
+            for start, kind, units, _ in self.all_extents()
         )
 
     def trim(self) -> int:
@@ -745,7 +745,7 @@ class Arena(Extents):
         if self.words[PAGE_LOCKED]:  # nothing can be given back any more
             return
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
-        for start, kind, units, _ in self._all_extents():
+        for start, kind, units, _ in self.all_extents():
             blocks, states = self.states(start, kind, units)
             seen[start] = kind, int(states.sum())
             if before.get(start) == seen[start] and any(self._free_memory(start, kind, blocks, states)):
@@ -830,7 +830,7 @@ class Arena(Extents):
 
     def _in_use(self) -> Iterator[tuple[Places, Words]]:
         """Of each extent's blocks that are in the works or held: the rows of those who have them, and the bytes of payload."""
-        for start, kind, units, _ in self._all_extents():
+        for start, kind, units, _ in self.all_extents():
             blocks, states = self.states(start, kind, units)
             states &= np.uint64(HOLDER)
             busy = (states != FREE) & (states != KEPT)

@@ -193,7 +193,7 @@ class Extents:
 
     def _gap(self, unit: int, units: int) -> int:
         """The first unit from ``unit`` on that so many free ones begin with."""
-        for start, _, length, _ in self._all_extents():
+        for start, _, length, _ in self.all_extents():
             first = start >> 20
             if first >= unit + units:
                 break
@@ -301,7 +301,7 @@ class Extents:
     def _punch_gaps(self) -> None:
         """Punch pages out that lie in no extent: somebody has read a state there when its extent had just been given up."""
         end = self._first_unit
-        for start, units in [(start, units) for start, _, units, _ in self._all_extents()] + [(self._units << 20, 0)]:
+        for start, units in [(start, units) for start, _, units, _ in self.all_extents()] + [(self._units << 20, 0)]:
             for first, stop in list(self.written(end << 20, start)):
                 unit, count = first >> 20, -(-stop // UNIT) - (first >> 20)
                 with self._alone(unit, count) as alone:
@@ -315,7 +315,7 @@ class Extents:
 
     # ---- walking ----
 
-    def _all_extents(self) -> Iterator[tuple[int, int, int, int]]:
+    def all_extents(self) -> Iterator[tuple[int, int, int, int]]:
         """(offset, kind, units, row) of each extent, in order of offset.
 
         Reading a page of shared memory that nobody wrote makes it cost memory; so the holes are asked for first.
@@ -344,7 +344,7 @@ class Extents:
         Args:
             hazard: index of a word that only the caller uses.
         """
-        for start, kind, units, _ in self._all_extents():
+        for start, kind, units, _ in self.all_extents():
             with self.staying(start, hazard) as word:
                 if word & _SHAPE == units << 32 | kind << 16:
                     yield start, kind, units, bool(word & IN_DOUBT)

@@ -74,7 +74,7 @@ class Attachment:
             adopt_extents: take over their extents, too; for when memory is short.
         """
         count, died, is_done = 0, False, True
-        owners = {row for *_, row in self.arena._all_extents()} if adopt_extents else set[int]()
+        owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
         for row in self.rows.used():
             if row in owners or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:

@@ -35,7 +35,7 @@ class Orphans:
 
     def records(self) -> Iterator[int]:
         """Yield the block of each queue's record."""
-        for start, kind, units, _ in self.arena._all_extents():
+        for start, kind, units, _ in self.arena.all_extents():
             yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
     def destroy(self, number: int) -> bool:

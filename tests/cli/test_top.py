@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import shared_queue_of
 
 from tensorpipe_ipc import cli
 from tensorpipe_ipc.shared_queue.survey import survey
@@ -89,7 +90,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 def test_it_shows_what_changes(ctx, terminal: Callable[..., Terminal]) -> None:
     """``top`` shows waiting messages, rates and holders, and shows them anew on a change. Ctrl-C ends it with 130."""
     queue = ctx.Queue(8)
-    number = queue._queue.number & 0xFFFFFFFF
+    number = shared_queue_of(queue).number & 0xFFFFFFFF
     queue.put(torch.ones(1 << 18))
     screen = terminal("top", "--interval", "0.05")
     row = rf"{number}\s+%d of 8\s+%d\.0"

@@ -20,6 +20,7 @@ import zoo
 from arenas import left_in
 from children import Child
 from gpu_stand_in import GPU, OTHER, StandIn
+from inside import shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cuda import on_device
@@ -467,7 +468,7 @@ def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
             )
         return "looked at"
 
-    assert queue._queue.get(1, decode) == "looked at"
+    assert shared_queue_of(queue).get(1, decode) == "looked at"
     assert there.files.calls == []
 
 

@@ -20,6 +20,7 @@ import zoo
 from arenas import left_in
 from children import PATIENCE, in_thread
 from gpu_stand_in import GPU, OTHER, Recording
+from inside import shared_queue_of
 from programs import ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -45,12 +46,12 @@ def cuda() -> Iterator[Recording]:
 
 def _put(queue: Any, tree: Any, at_work: Staging) -> None:
     message = encode(tree, StagingEncoder(serializer_named("raw"), at_work))
-    queue._queue.put(*in_one_block(message))
+    shared_queue_of(queue).put(*in_one_block(message))
 
 
 def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
     arrival = DecodeOptions(unstage=functools.partial(at_work.unstage, device=device))
-    return queue._queue.get(1, functools.partial(queue._codec.decode, arrival=arrival))
+    return shared_queue_of(queue).get(1, functools.partial(queue._codec.decode, arrival=arrival))
 
 
 def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
@@ -270,7 +271,7 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
         "storage": torch.ones(7).untyped_storage(),
     }
     queue.put(tree)
-    got = queue._queue.get(1, functools.partial(queue._codec.decode, arrival=DecodeOptions(unstage=unstage)))
+    got = shared_queue_of(queue).get(1, functools.partial(queue._codec.decode, arrival=DecodeOptions(unstage=unstage)))
     assert sorted(moved) == [12, 256]
     got["views"][0][20] = -1
     assert got["views"][1][4] == -1

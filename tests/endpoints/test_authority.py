@@ -27,6 +27,7 @@ import msgspec
 import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import link_of
 from programs import InFork
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of, wait_in_vain
 from secured import binders, connectors, make_keys
@@ -232,7 +233,7 @@ def test_a_binder_leads_only_to_ends_that_have_its_key(has_its_key: bool, tmp_pa
             putting = in_thread(lambda: producer.put("word", PATIENCE))
             squatter.hear_of(Kind.HELLO)
             terms = SharedMemoryTerms("auto", os.geteuid())
-            welcome = hello("consumer", Kind.WELCOME, shared_memory=terms, end=other._link.end)
+            welcome = hello("consumer", Kind.WELCOME, shared_memory=terms, end=link_of(other).end)
             said = None
             while said is None or not (said.attached or said.why_not):
                 squatter.say(welcome)
@@ -254,7 +255,7 @@ def test_a_stranger_names_the_file_of_another_binder(role: str) -> None:
     made = tp.Consumer if role == "producer" else tp.Producer
     options: dict[str, Any] = {"bind": True, "peer_timeout": 0.2, **({"linger": 0} if role == "consumer" else {})}
     with tp.Consumer(LOOPBACK) as other, made(LOOPBACK, **options) as end:
-        told = {"end": other._link.end, "folder": other._link.folder}
+        told = {"end": link_of(other).end, "folder": link_of(other).folder}
 
         def peers() -> str:
             with contextlib.suppress(tp.Empty, tp.Full, tp.PeerLost):

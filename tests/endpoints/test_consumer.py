@@ -15,6 +15,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread
+from inside import link_of
 
 import tensorpipe_ipc as tp
 
@@ -313,7 +314,7 @@ def test_the_descriptor_stays_readable_as_long_as_there_is_something(consumer: t
 def test_a_binder_that_comes_while_get_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A binder may come after get has looked for it, and before get brings the descriptor up to date: that tells."""
     with tp.Consumer("late", bind=False) as consumer, Child() as child:
-        link = consumer._link
+        link = link_of(consumer)
         ensure_greeted = link.ensure_greeted
 
         def then_it_comes(timeout: float) -> bool:
@@ -369,7 +370,7 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
     """
     with tp.Consumer("kept") as consumer, tp.Producer("kept") as producer:
         held: list[bool] = []
-        refresh = consumer._link.refresh
+        refresh = link_of(consumer).refresh
 
         def torn() -> None:
             held.append(consumer._guard._is_owned())
@@ -378,7 +379,7 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
             refresh()
 
         putting = in_thread(lambda: producer.put("lost", PATIENCE))
-        monkeypatch.setattr(consumer._link, "refresh", torn)
+        monkeypatch.setattr(link_of(consumer), "refresh", torn)
         with pytest.raises(KeyboardInterrupt):
             consumer.get(PATIENCE)
         putting()

@@ -19,6 +19,7 @@ import exchange
 import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import link_of
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
@@ -151,7 +152,7 @@ def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_g
         before = set(os.listdir("/proc/self/fd"))
         with RawLine(consumer.endpoint) as stranger:
             stranger.say(b"garbage", b"more")
-            wait_until(consumer._link.socket.has_incoming)
+            wait_until(link_of(consumer).socket.has_incoming)
             taken = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
         wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
         own: list[socket.socket] = []
@@ -198,7 +199,7 @@ def test_a_peer_may_send_again_what_is_in_flight() -> None:
 def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:
     """A stranger is hung up on unheard then, and comes in when there is time for it."""
     with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as stranger:
-        consumer._link._strangers_from = time.monotonic() + 60
+        link_of(consumer)._strangers_from = time.monotonic() + 60
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: "more strangers" in consumer.statistics().last_rejection)
         assert consumer.statistics().peers == ()
@@ -207,7 +208,7 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         putting()
-        consumer._link._strangers_from = 0.0
+        link_of(consumer)._strangers_from = 0.0
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
 
@@ -224,7 +225,7 @@ def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_t
             producer.put(number, PATIENCE)
         with pytest.warns(RuntimeWarning, match="1 messages") if count else contextlib.nullcontext():
             producer.close()
-        consumer._link._strangers_from = time.monotonic() + 60
+        link_of(consumer)._strangers_from = time.monotonic() + 60
         assert [consumer.get(PATIENCE) for _ in range(count)] == [*range(count)]
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -268,8 +269,8 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
         child.call(children.put, "met")
         assert consumer.get(PATIENCE) == "met"
         with monkeypatch.context() as slow:
-            hear = consumer._link._hear
-            slow.setattr(consumer._link, "_hear", lambda *came: (time.sleep(0.01), hear(*came))[1])
+            hear = link_of(consumer)._hear
+            slow.setattr(link_of(consumer), "_hear", lambda *came: (time.sleep(0.01), hear(*came))[1])
             for _ in range(20):
                 raw.say(b"garbage")
             wait_in_vain(consumer, lambda: consumer.statistics().rejected == 20)
@@ -305,7 +306,7 @@ def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages()
         with RawEnd(consumer.endpoint) as raw:
             for _ in range(5 * count):
                 raw.say(b"garbage")
-            wait_until(consumer._link.socket.has_incoming)
+            wait_until(link_of(consumer).socket.has_incoming)
             before = consumer.statistics().rejected
             came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
             assert consumer.statistics().rejected - before < count / 2, "as one for each of both producers"

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import link_of
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -403,7 +404,7 @@ def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monk
     ):
         for raw in (one, two):
             _attach(consumer, raw)
-        three.say(hello("producer", end=5, folder=consumer._link.folder))  # says that it is in sight, and is not
+        three.say(hello("producer", end=5, folder=link_of(consumer).folder))  # says that it is in sight, and is not
         _listen(consumer, lambda: consumer.statistics().rejected)
         assert "takes no more" in refusal_of(three.hear_of(Kind.REFUSED))
         with tp.Producer(consumer.endpoint) as producer:
@@ -436,11 +437,11 @@ def test_who_says_that_it_is_another_end() -> None:
     """One that names the end of another process, or the binder itself, is not believed: it would seem present."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as one:
         _attach(consumer, one, end=5)
-        for token in (5, consumer._link.end):
+        for token in (5, link_of(consumer).end):
             before = consumer.statistics().rejected
             other = msgspec.structs.replace(process.identity(), pid=os.getpid() + 1)
             with RawEnd(consumer.endpoint) as two:
-                two.say(hello("producer", identity=other, end=token, folder=consumer._link.folder))
+                two.say(hello("producer", identity=other, end=token, folder=link_of(consumer).folder))
                 _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
             assert "attached already" in consumer.statistics().last_rejection
         assert len(consumer.statistics().peers) == 1
@@ -449,7 +450,7 @@ def test_who_says_that_it_is_another_end() -> None:
 def test_an_ends_file_does_not_grow_by_what_a_stranger_says_of_itself() -> None:
     """Of its texts only so much is repeated as there is of a true one."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
-        presence = consumer._link.presence
+        presence = link_of(consumer).presence
         assert presence is not None
         assert presence._file is not None
         before = os.fstat(presence._file.fileno()).st_size
@@ -478,7 +479,7 @@ def test_what_an_end_said_by_its_last_connection_is_read_after_what_it_says_by_t
     with binder, _present() as present, RawEnd(binder.endpoint) as last, RawEnd(binder.endpoint) as this:
         for raw, number in ((this, 2), (last, 1)):
             raw.say(hello(role, round=number, **present))
-            wait_until(binder._link.socket.has_incoming)
+            wait_until(link_of(binder).socket.has_incoming)
             with contextlib.suppress(tp.Empty):
                 binder.get(0) if isinstance(binder, tp.Consumer) else binder.statistics()
         if isinstance(binder, tp.Consumer):
@@ -499,10 +500,10 @@ def test_pieces_that_came_by_the_line_before_are_no_flood() -> None:
             last.say(hello("producer", round=1, **present))
             wait_in_vain(consumer, lambda: consumer.statistics().peers)
             this.say(hello("producer", round=2, **present))
-            wait_in_vain(consumer, lambda: consumer._link._over)
+            wait_in_vain(consumer, lambda: link_of(consumer)._over)
             for number in range(count):
                 last.say(pack_piece(1, Piece(number * BULK, count * BULK)), bytes(BULK))
-        wait_in_vain(consumer, lambda: consumer._link._came > count or consumer.statistics().rejected)
+        wait_in_vain(consumer, lambda: link_of(consumer)._came > count or consumer.statistics().rejected)
         this.say(exchange.sent("next", sequence=1)[0])
         assert consumer.get(PATIENCE) == "next"
         assert consumer.statistics().rejected == 0
@@ -849,7 +850,7 @@ def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPat
                 raw.say(*[b""] * 2000, b"x")
                 _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
         assert len(given_back) == 1
-        monkeypatch.setattr(consumer._link.socket._reader, "_gives_back_from", 0.0)
+        monkeypatch.setattr(link_of(consumer).socket._reader, "_gives_back_from", 0.0)
         _listen(consumer, lambda: len(given_back) == 2)
 
 

@@ -17,6 +17,7 @@ import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import told_by_child
+from inside import link_of
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -442,7 +443,7 @@ def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
         with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
             getting = in_thread(lambda: consumer.get(PATIENCE))
             raw.hear_of(Kind.HELLO)
-            dying = {"identity": dead, "end": 7 | 1 << 63, "folder": consumer._link.folder}
+            dying = {"identity": dead, "end": 7 | 1 << 63, "folder": link_of(consumer).folder}
             raw.say(hello("producer", Kind.WELCOME, shared_memory=TERMS, **dying))
             with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
                 getting()
@@ -617,7 +618,7 @@ def _pair() -> tuple[tp.Consumer, tp.Producer, rendezvous.PairQueue]:
     putting = in_thread(lambda: producer.put("met", PATIENCE))
     assert consumer.get(PATIENCE) == "met"
     putting()
-    (peer,) = producer._link.peers.values()
+    (peer,) = link_of(producer).peers.values()
     assert peer.queue is not None
     return consumer, producer, peer.queue
 

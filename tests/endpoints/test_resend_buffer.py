@@ -21,6 +21,7 @@ import pytest
 import torch
 import zmq
 from children import PATIENCE, in_thread, wait_until
+from inside import link_of
 from proxy import Proxy
 from raw_ends import RawEnd, RawLine, hello, hello_of
 
@@ -94,7 +95,7 @@ def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
         Proxy(int(producer.endpoint.rpartition(":")[2])) as line,
         tp.Consumer(line.endpoint, bind=False, **options) as consumer,
     ):
-        wait_until(lambda: consumer._link.socket.is_connected(0.05))
+        wait_until(lambda: link_of(consumer).socket.is_connected(0.05))
         line.silence("back")
         _listen(consumer)
         for number in range(4):
@@ -115,7 +116,7 @@ def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyP
         assert consumer.get(PATIENCE) == "word"
         putting()
         producer.flush(PATIENCE)
-        socket = producer._link.socket
+        socket = link_of(producer).socket
         before = socket.connection
         line.cut()
         line.heal()
@@ -212,7 +213,7 @@ def test_an_exception_while_a_torn_message_is_counted_leaves_it_to_be_counted(mo
         _tear_one_out_of(consumer, monkeypatch)
         producer.put(3, PATIENCE)
         with monkeypatch.context() as raising:
-            raising.setattr(consumer._link, "_never_come", _raise_at_once)
+            raising.setattr(link_of(consumer), "_never_come", _raise_at_once)
             with pytest.raises(_RaisedError):
                 consumer.get(PATIENCE)
         assert consumer.get(PATIENCE) == 3
@@ -233,7 +234,7 @@ def _tear_one_out_of(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> 
 
 def reader_of(end: Any) -> Any:
     """Return what reads the messages that come to an end."""
-    socket = end._link.socket
+    socket = link_of(end).socket
     return socket._reader if socket.binds else socket._line.reader
 
 
@@ -273,7 +274,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatc
         def all_was_heard() -> bool:
             with contextlib.suppress(tp.Empty, tp.Full):
                 end.get(0.05) if role == "producer" else end.wait_for(2, 0.05)
-            return not end._link.socket.has_incoming()
+            return not link_of(end).socket.has_incoming()
 
         wait_until(all_was_heard)
         answered = deaf.heard(0.2) / 300
@@ -313,7 +314,7 @@ def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
         raw.say(pack(Kind.CREDIT, first + 4))
         producer.flush(PATIENCE)
         assert producer.statistics().resent == 2
-        assert producer._link._resend_buffer.nbytes == 0
+        assert link_of(producer)._resend_buffer.nbytes == 0
 
 
 def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_port: int) -> None:
@@ -343,7 +344,7 @@ def test_a_producer_that_met_who_computes_and_is_gone_was_there(endpoint: str, f
             raw.say(*exchange.sent("before it went"))
             raw.say(pack_goodbye(1, Ending()))
         (tmp_path / "gone.sock").unlink(missing_ok=True)
-        wait_until(lambda: not consumer._link.socket.is_connected())
+        wait_until(lambda: not link_of(consumer).socket.is_connected())
         assert consumer.get(PATIENCE) == "before it went"
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -672,7 +673,7 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
         putting = in_thread(lambda: producer.put("met", PATIENCE))
         assert consumer.get(PATIENCE) == "met"
         putting()
-        lend, sent = producer._link.socket.lend, []
+        lend, sent = link_of(producer).socket.lend, []
 
         def cut(*arguments: Any, **options: Any) -> Any:
             sent.append(arguments)
@@ -680,7 +681,7 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
                 raise KeyboardInterrupt
             return lend(*arguments, **options)
 
-        monkeypatch.setattr(producer._link.socket, "lend", cut)
+        monkeypatch.setattr(link_of(producer).socket, "lend", cut)
         with contextlib.suppress(KeyboardInterrupt):
             producer.put(torch.ones(4 * PIECE, dtype=torch.uint8), PATIENCE)
         putting = in_thread(lambda: producer.put("next", PATIENCE))
@@ -697,7 +698,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     """
     monkeypatch.setattr(receiver, "_REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
-        link = consumer._link
+        link = link_of(consumer)
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
             _part(link, end, resends, how)
         assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
@@ -756,7 +757,7 @@ def test_which_message_is_the_next() -> None:
     If the producer can fill a gap, the consumer asks for that and drops messages behind the gap, too.
     """
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one, old = consumer._link, _peer(5), _peer(5, resends=False)
+        link, one, old = link_of(consumer), _peer(5), _peer(5, resends=False)
         assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
         assert (consumer.statistics().duplicates, one.round) == (2, 2)
         assert [link.expects(old, _head(sequence)) for sequence in (5, 6, 7)] == [False, True, True]
@@ -766,7 +767,7 @@ def test_which_message_is_the_next() -> None:
 def test_frames_of_a_producer_that_shares_memory() -> None:
     """Its messages come by the queue, and nothing else does."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, sharing, other = consumer._link, _peer(0), _peer(0)
+        link, sharing, other = link_of(consumer), _peer(0), _peer(0)
         sharing.queue = object()  # type: ignore[assignment]
         piece = unpack(memoryview(_piece(0, 8)))
         assert link.expects(other, _head(1))
@@ -786,7 +787,7 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
         for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
             with monkeypatch.context() as patch:
                 patch.setattr(receiver, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
-                consumer._link._ask(asked)
+                link_of(consumer)._ask(asked)
             assert asked.round == rounds, now
 
 
@@ -805,7 +806,7 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
 def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
     """A message that a producer will not send is lost, unless another end had it. An old position changes nothing."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = consumer._link, _peer(2, resends=resends)
+        link, one = link_of(consumer), _peer(2, resends=resends)
         one.taken = taken
         one.reassembly = begun = Reassembly(taken + 1, Piece(0, 8), BufferPool())
         link.stands_at(one, said)
@@ -819,7 +820,7 @@ def test_a_new_connection_of_the_other_end() -> None:
         one = _peer(0)
         for said, rounds in ((1, 1), (2, 2), (2, 2), (1, 2), (4, 3)):
             one.hello = msgspec.structs.replace(one.hello, round=said)
-            consumer._link.stands_at(one, 0)
+            link_of(consumer).stands_at(one, 0)
             assert one.round == rounds
 
 
@@ -827,7 +828,7 @@ def test_a_new_connection_of_the_other_end() -> None:
 def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> None:
     """It is where more was taken, or where it says that it will not send again: whichever is more. The gap is lost."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = consumer._link, _peer(0, sequence=said)
+        link, one = link_of(consumer), _peer(0, sequence=said)
         link._known = {7: (known, 1, 0), 8: (99, 1, 0)} if known else {8: (99, 1, 0)}
         link.met(one)
         assert (one.taken, one.began, link._known, link.lost) == (taken, taken, {8: (99, 1, 0)}, lost)
@@ -836,7 +837,7 @@ def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> No
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message whose pieces there was none for; not one that is complete, nor another one."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = consumer._link, _peer(0)
+        link, one = link_of(consumer), _peer(0)
         link.check_memory(one, _head(1))
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(one, _head(1))
@@ -853,7 +854,7 @@ def test_pieces_of_a_message_that_was_taken() -> None:
         one = _peer(1, resends=False)
         for sequence, begins in ((1, False), (2, True)):
             said = unpack(memoryview(pack_piece(sequence, Piece(0, 8))))
-            consumer._link.piece(one, said, [b"", memoryview(bytes(4))])
+            link_of(consumer).piece(one, said, [b"", memoryview(bytes(4))])
             assert (one.reassembly is not None) == begins
 
 
@@ -890,7 +891,7 @@ def test_who_asks_again_and_again_and_reads_nothing_is_sent_nothing_more(
     def all_was_heard() -> bool:
         with pytest.raises(tp.Full):
             producer.put(torch.zeros(60_000, dtype=torch.uint8), 0.1)
-        return not producer._link.socket.has_incoming()
+        return not link_of(producer).socket.has_incoming()
 
     wait_until(all_was_heard)
     assert producer.statistics().resent <= 64

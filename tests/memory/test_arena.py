@@ -190,7 +190,7 @@ def test_processes_claim_extents_that_do_not_overlap(arena, child):
     for _ in range(4):
         child(claim)
     claim()
-    extents = list(arena._all_extents())
+    extents = list(arena.all_extents())
     assert len({row for *_, row in extents}) == 5
     for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
         assert start + units * UNIT <= following
@@ -215,7 +215,7 @@ def test_a_dead_processs_blocks_are_freed_and_its_extents_go_to_who_adopts_the_r
         arena.attach()
         assert arena.rows.index == 1
         assert arena.allocate(5000)
-        assert [owner for *_, owner in arena._all_extents()] == [1]
+        assert [owner for *_, owner in arena.all_extents()] == [1]
 
     child(adopt)
 
@@ -282,7 +282,7 @@ def test_units_that_another_process_is_claiming_are_left_to_it(arena):
     other = Rows(arena.segment)
     other.attach(lambda _: True)
     arena.discard(arena.allocate(400))
-    start, _, units, _ = list(arena._all_extents())[-1]
+    start, _, units, _ = list(arena.all_extents())[-1]
     following = start + units * UNIT
     assert other.try_lock((1 << 62) + following // UNIT, 2)  # it may be stopped there for long
     assert arena.allocate(5000) == following + 2 * UNIT
@@ -346,7 +346,7 @@ def test_who_attaches_finishes_the_dead_row_that_it_adopts(arena, child, kill, o
     other, asked = Arena(arena.segment, capacity=64 << 20), []
     other.attach((lambda row: asked.append(row) or other.finish(row)) if own else None)
     assert (other.rows.index, other.rows.incarnation, asked) == (1, 2, [1] * own)
-    assert [owner for *_, owner in other._all_extents()] == [1]
+    assert [owner for *_, owner in other.all_extents()] == [1]
     assert not other.is_in_use()
     other.attach(lambda _: asked.append("again"))
     assert (other.rows.incarnation, asked) == (2, [1] * own)
@@ -365,7 +365,7 @@ def test_units_that_another_thread_is_claiming_are_left_to_it(arena):
     assert arena._claim_at(unit, 3, 22)
     assert not arena._claim_at(unit + 2, 1, 20)
     assert arena._claiming == {unit + 3: [unit + 3]}
-    assert list(arena._all_extents()) == [(unit * UNIT, 22, 3, arena.rows.index)]
+    assert list(arena.all_extents()) == [(unit * UNIT, 22, 3, arena.rows.index)]
 
 
 def test_a_gap_is_filled_by_what_fits_to_the_unit(arena):
@@ -411,7 +411,7 @@ def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena):
         arena._take(arena._withdraw())
         assert not arena._mine, f"after an exception at step {point}"
         arena.trim()
-        assert not list(arena._all_extents())
+        assert not list(arena.all_extents())
         point += 1
     assert point > 100
 

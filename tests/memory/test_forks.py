@@ -23,6 +23,7 @@ import torch
 from arenas import CAPACITY, blocks_in_use
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+from inside import shared_queue_of
 from programs import ran, ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -562,7 +563,7 @@ def test_nothing_grows_with_the_queues_that_were_ever_made(ctx: Any) -> None:
             there = ctx.Queue(3)
             there.put(1)
             there.get()
-            there._queue.close()
+            shared_queue_of(there).close()
         del there
         gc.collect()
         return sys.getallocatedblocks()

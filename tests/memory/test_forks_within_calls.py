@@ -14,6 +14,7 @@ import pytest
 import torch
 from arenas import left_in
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+from inside import shared_queue_of
 
 import tensorpipe_ipc as tp
 
@@ -222,9 +223,9 @@ def left_by_a_child(ctx: Any, there: Any, call: Callable[[], Any], point: int) -
     except BaseException as error:
         if os.getpid() == parent:
             raise
-        there._queue._take_up()
+        shared_queue_of(there)._take_up()
         use_memory(ctx)
-        os._exit(not isinstance(error, (Through, AssertionError)) or there._queue.holds_back)
+        os._exit(not isinstance(error, (Through, AssertionError)) or shared_queue_of(there).holds_back)
     assert [reap(pid) for pid in pids] in ([], [0])
     (got,) = result
     if got is None:
@@ -346,7 +347,7 @@ def test_what_is_collected_while_kept_blocks_are_looked_at_costs_no_message(ctx:
     there.put(torch.full((SIZE,), 5.0))
 
     def collect(phase: str, _: Any) -> None:
-        if dying and sys._getframe(1).f_code is type(there._queue.leases).settle.__code__:
+        if dying and sys._getframe(1).f_code is type(shared_queue_of(there).leases).settle.__code__:
             dying.pop()
 
     thresholds = gc.get_threshold()

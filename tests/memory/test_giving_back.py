@@ -14,6 +14,7 @@ import torch
 from arenas import blocks_in_use, drained, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
+from inside import link_of
 from programs import InFork, ran_in_fork
 from wholeness import strides
 
@@ -175,7 +176,7 @@ def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, mo
         one.put(octets(12 * MIB))
         os.read(told, 1)
         if where == "as it takes a block":
-            ((start, *_),) = (each for each in arena._all_extents() if each[2] >= 12)
+            ((start, *_),) = (each for each in arena.all_extents() if each[2] >= 12)
             arena.words[arena._hazard] = start
             stop()
         monkeypatch.setattr(Segment, "punch", stop)
@@ -222,7 +223,7 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(c
     def take_all():
         ctx.tensorpipe_attachment().attach()
         monkeypatch.setattr(barrier, "quick", die)
-        arena._take([extent for *extent, _ in arena._all_extents()])
+        arena._take([extent for *extent, _ in arena.all_extents()])
 
     assert reap(in_child(take_all)) == -signal.SIGKILL
     del there
@@ -310,7 +311,7 @@ def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_c
         for _ in range(there.qsize()):
             there.get(copy=True)
         there.trim()
-        left = list(medium_ctx.tensorpipe_attachment().arena._all_extents())
+        left = list(medium_ctx.tensorpipe_attachment().arena.all_extents())
         assert len(left) == 1, (
             f"after an exception at step {point} there is more left than what the queue's record lies in"
         )
@@ -387,7 +388,7 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
 
 def _pages_of_no_extent(ctx):
     arena = ctx.tensorpipe_attachment().arena
-    extents = [(start, start + (units << 20)) for start, _, units, _ in arena._all_extents()]
+    extents = [(start, start + (units << 20)) for start, _, units, _ in arena.all_extents()]
     pages = arena.written(arena._first_unit << 20, arena.segment.size)
     return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
 
@@ -1034,7 +1035,7 @@ def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
 def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
     """It looks at all that there are; that there are more of them meanwhile is no error."""
     with tp.Consumer("grown") as consumer:
-        attachment = consumer._link.standby._queues[0].attachment
+        attachment = link_of(consumer).standby._queues[0].attachment
         ends, done = next(iter(attachment.queues.values())), threading.Event()
         numbers = range(1 << 40, (1 << 40) + 3000)
 

@@ -53,7 +53,7 @@ class Ledger:
 
 
 def check_layout(arena):
-    extents = list(arena._all_extents())
+    extents = list(arena.all_extents())
     for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
         assert start + (units << 20) <= following
 
@@ -89,7 +89,7 @@ def test_who_takes_memory_may_die_at_any_step(arena, work):
     settle(arena)
     arena.trim()
     assert arena.segment.resident() < 1 << 20
-    assert not list(arena._all_extents())
+    assert not list(arena.all_extents())
 
 
 @pytest.mark.kills
@@ -111,7 +111,7 @@ def test_who_allocates_may_die_at_any_step_while_others_take(arena):
         ledger.use()
     settle(arena)
     arena.trim()
-    assert not list(arena._all_extents())
+    assert not list(arena.all_extents())
 
 
 def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(arena, monkeypatch):
@@ -128,7 +128,7 @@ def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(arena, mon
     def take_all():
         arena.attach()
         monkeypatch.setattr(barrier, "quick", die)
-        arena._take([extent for *extent, _ in arena._all_extents()])
+        arena._take([extent for *extent, _ in arena.all_extents()])
 
     pid = in_child(own)
     assert os.read(told, 1) == b"."
@@ -185,14 +185,14 @@ def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
         while " T " not in Path(f"/proc/{pid}/stat").read_text():
             time.sleep(0.001)
         arena.trim()
-        left = [(start >> 20, row) for start, _, _, row in arena._all_extents()]
+        left = [(start >> 20, row) for start, _, _, row in arena.all_extents()]
         assert left == [(wanted, arena.rows.index)]
         Ledger(arena).use()
         os.kill(pid, signal.SIGCONT)
         got = int.from_bytes(os.read(told, 4), "little")
         assert got != wanted  # it was lost
         arena.trim()
-        assert [start >> 20 for start, *_ in arena._all_extents()] == [got]
+        assert [start >> 20 for start, *_ in arena.all_extents()] == [got]
         Ledger(arena).use()
     finally:
         os.kill(pid, signal.SIGKILL)

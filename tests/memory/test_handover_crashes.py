@@ -6,6 +6,7 @@ import pytest
 import torch
 from arenas import blocks_in_use, drained
 from crash_points import dies_at
+from inside import shared_queue_of
 from wholeness import stride
 
 from tensorpipe_ipc.memory import handover
@@ -22,30 +23,30 @@ MAXSIZE = 3
 def warm(there):
     """So that the steps are the same each time: a row, and an operation."""
     assert handover._counts()
-    there._queue.attachment.attach()
-    there._queue._putting.append(there._queue._operation(PUT))
+    shared_queue_of(there).attachment.attach()
+    shared_queue_of(there)._putting.append(shared_queue_of(there)._operation(PUT))
 
 
 def put_held(there, tree):
     """The shared stores of a moving put, as something to be called."""
     calls = []
-    there._queue.put_held = lambda *arguments: calls.append(arguments) or True
+    shared_queue_of(there).put_held = lambda *arguments: calls.append(arguments) or True
     there.put(tree, move=True)
-    del there._queue.put_held
+    del shared_queue_of(there).put_held
     assert calls, "it was copied"
-    return lambda: SharedMemoryQueue.put_held(there._queue, *calls[0])
+    return lambda: SharedMemoryQueue.put_held(shared_queue_of(there), *calls[0])
 
 
 def check_whole(ctx, *queues):
     """Nothing is missing and nothing is there twice: blocks, places, credits."""
     assert blocks_in_use(ctx) == {}
     for there in queues:
-        for i in range(there._queue.maxsize):
+        for i in range(shared_queue_of(there).maxsize):
             there.put(i, timeout=0)
-        if there._queue.maxsize:
+        if shared_queue_of(there).maxsize:
             with pytest.raises(queue.Full):
                 there.put("one too many", timeout=0)
-        assert drained(there) == list(range(there._queue.maxsize))
+        assert drained(there) == list(range(shared_queue_of(there).maxsize))
 
 
 def points(dies, step=1):

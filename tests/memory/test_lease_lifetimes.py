@@ -11,6 +11,7 @@ import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use, small_context
 from crash_points import in_child, reap
+from inside import shared_queue_of
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
@@ -109,7 +110,7 @@ def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx):
 
     def child():
         lease = there.get(timeout=LIMIT)
-        there._queue.close()
+        shared_queue_of(there).close()
         vars(there).clear()
         vars(ctx).clear()
         gc.collect()

@@ -13,6 +13,7 @@ import echoing_process
 import pytest
 import torch
 from arenas import CAPACITY, small_context
+from inside import shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -69,9 +70,9 @@ def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_
     before = segments()
     ctx = small_context().__class__()
     assert segments() == before
-    queues = [ctx.Queue(), ctx.Queue(3), ctx.JoinableQueue(), ctx.SimpleQueue()._queue]
+    queues = [ctx.Queue(), ctx.Queue(3), ctx.JoinableQueue(), shared_queue_of(ctx.SimpleQueue())]
     tensor = ctx.empty(3)
-    assert len({id(each._queue.attachment) for each in queues}) == 1
+    assert len({id(shared_queue_of(each).attachment) for each in queues}) == 1
     assert segments()[0] == before[0] + 1
     del ctx, queues, tensor
     assert segments() == before
@@ -82,7 +83,7 @@ def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_
 def test_without_a_context_of_ours_queues_share_a_default_arena_until_the_last_user_goes(given, last):
     before = segments()
     one, other = tp.Queue(ctx=given), tp.Queue()
-    assert one._queue.attachment is other._queue.attachment
+    assert shared_queue_of(one).attachment is shared_queue_of(other).attachment
     one.put(torch.ones(100_000))
     kept = one.get() if last == "lease" else other
     del one, other
@@ -98,7 +99,7 @@ def use(ctx, queues, back):
     torch.set_num_threads(1)  # those of OpenMP do not survive a fork
     (one,), (other,) = queues
     x = one.get(timeout=LIMIT)
-    same = one._queue.attachment is other._queue.attachment is ctx.tensorpipe_attachment()
+    same = shared_queue_of(one).attachment is shared_queue_of(other).attachment is ctx.tensorpipe_attachment()
     other.put(x, move=True)
     y = ctx.empty(100_000).fill_(5)
     other.put(y, move=True)
@@ -230,8 +231,8 @@ def test_what_reaches_for_a_queues_reader() -> None:
 def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:
     """Though something is in the pipe that only wakes others; and it is ready where ``get`` would say that all is over."""
     there = tp.Queue()
-    there._queue.record.set(there._queue.record.spilled)
-    there._queue.tickets.ring_doorbell()
+    shared_queue_of(there).record.set(shared_queue_of(there).record.spilled)
+    shared_queue_of(there).tickets.ring_doorbell()
     began = time.monotonic()
     assert not there._reader.poll(0.1)
     assert time.monotonic() - began >= 0.1

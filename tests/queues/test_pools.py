@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
+from inside import shared_queue_of
 from programs import outliving, ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -128,7 +129,7 @@ def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx):
         with gate:
             results = pool.imap(wait_for_gate, (taken.append(i) or sent for i in range(1000)))
             until = time.monotonic() + LIMIT
-            while not pool._inqueue._queue.full() and time.monotonic() < until:
+            while not shared_queue_of(pool._inqueue).full() and time.monotonic() < until:
                 os.sched_yield()
             assert len(taken) <= WAITING + 5  # two at the gate, and one that finds no room
         assert all(int(each.sum()) == SIZE for each in results)
@@ -151,7 +152,7 @@ def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):
         pool = ctx.Pool(1, stand_at, (gate,))
         results = pool.imap(wait_for_gate, [torch.ones(SIZE)] * 1000)
         until = time.monotonic() + LIMIT
-        while not pool._inqueue._queue.full() and time.monotonic() < until:
+        while not shared_queue_of(pool._inqueue).full() and time.monotonic() < until:
             os.sched_yield()
         pool.terminate()
         pool.join()
@@ -253,7 +254,7 @@ def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
         send(calls, item, block, timeout)
         if item is not None:
             results, until = calls._results, time.monotonic() + LIMIT
-            while results.qsize() + results._queue.done(GET)[0] < calls._sent and time.monotonic() < until:
+            while results.qsize() + shared_queue_of(results).done(GET)[0] < calls._sent and time.monotonic() < until:
                 os.sched_yield()
             unread.append(results.qsize())
 

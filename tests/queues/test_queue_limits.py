@@ -15,6 +15,7 @@ import pytest
 import torch
 from crash_points import die, in_child, reap
 from guard import others
+from inside import shared_queue_of
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
@@ -31,7 +32,7 @@ MARGIN = 1.0  # seconds that a busy machine may add to a timeout
 def queue_of(capacity: int, maxsize: int = 0) -> Queue:
     """A queue whose arena may cost so many bytes, all of them under leases."""
     made = Queue(maxsize)
-    inner = made._queue
+    inner = shared_queue_of(made)
     inner.arena.words[CAPACITY] = capacity
     inner.leases.budget = inner.leases._room = 1 << 40
     return made
@@ -69,17 +70,17 @@ def test_a_queue_has_no_more_places_when_who_gave_one_and_who_took_it_were_kille
         monkeypatch.setattr(owner, name, lambda *arguments: (call(*arguments), die()))
 
     def give() -> None:
-        dies_after(there._queue.credits, "give")
+        dies_after(shared_queue_of(there).credits, "give")
         there.get()
 
     def take() -> None:
-        there._queue.attachment.attach()  # its row is before the other's
+        shared_queue_of(there).attachment.attach()  # its row is before the other's
         assert reap(in_child(give)) == -signal.SIGKILL
-        dies_after(there._queue.credits, "take_nowait")
+        dies_after(shared_queue_of(there).credits, "take_nowait")
         there.put(1)
 
     assert reap(in_child(take)) == -signal.SIGKILL
-    there._queue.attachment.recover_dead()
+    shared_queue_of(there).attachment.recover_dead()
     there.put(2, timeout=0)
     with pytest.raises(Full):
         there.put(3, timeout=0)
@@ -212,7 +213,7 @@ def test_a_full_arena_makes_put_wait_and_then_names_who_holds_what() -> None:
     there = queue_of(8 * MIB)
 
     def hold(ready: Callable[[], None]) -> None:
-        inner = there._queue
+        inner = shared_queue_of(there)
         inner.attachment.attach()
         inner.leases.budget = inner.leases._room = 1 << 40
         held = [there.get(timeout=LIMIT) for _ in range(3)]
@@ -436,13 +437,13 @@ def test_a_stopped_consumer_costs_bounded_memory_and_put_keeps_its_timeout() -> 
             pass
         for number in range(4):
             there.put(torch.full((MIB,), number), timeout=LIMIT)
-        resident = there._queue.arena.segment.resident()
+        resident = shared_queue_of(there).arena.segment.resident()
         for _ in range(20):
             began = time.monotonic()
             with pytest.raises(Full):
                 there.put(torch.full((MIB,), 5), timeout=0.05)
             assert 0.05 <= time.monotonic() - began < 0.1 + MARGIN
-        assert there._queue.arena.segment.resident() < resident + (64 << 10)  # not by one of the messages
+        assert shared_queue_of(there).arena.segment.resident() < resident + (64 << 10)  # not by one of the messages
         os.kill(pid, signal.SIGCONT)
         assert [back.get(timeout=LIMIT) for _ in range(4)] == list(range(4))
 
@@ -468,7 +469,7 @@ def test_a_lease_outlives_its_killed_producer() -> None:
         signal.pause()
 
     with child(others):
-        there._queue.attachment.recover_dead(adopt_extents=True)
+        shared_queue_of(there).attachment.recover_dead(adopt_extents=True)
     assert bool((tensor == 1).all())
 
 
@@ -496,7 +497,7 @@ def test_survivors_descriptors_and_mappings_do_not_grow_with_the_dead() -> None:
             assert there.get(timeout=LIMIT) == 1
         after.append(held())
     assert set(after) == {after[0]}
-    assert len(there._queue.rows.used()) <= 3
+    assert len(shared_queue_of(there).rows.used()) <= 3
 
 
 ALL_DIE = """

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
+from inside import shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS
@@ -173,7 +174,7 @@ def test_statistics_count_each_object_once_whatever_came_with_it() -> None:
     """A doorbell among the tickets is none; and one that was set aside counts when it is got."""
     there = Queue()
     there.put(torch.ones(3))
-    there._queue.tickets.ring_doorbell()
+    shared_queue_of(there).tickets.ring_doorbell()
     there.put(torch.ones(3, dtype=torch.bfloat16))
     assert len(there.get_many(64, as_numpy=True)) == 1
     assert there.statistics().messages_got == 1
@@ -186,7 +187,7 @@ def test_what_was_only_put_aside_was_not_tried() -> None:
     """A doorbell among the tickets sends a get around once more: its objects have failed to arrive no more often for that."""
     there = Queue()
     there.put(torch.ones(3, dtype=torch.bfloat16))
-    there._queue.tickets.ring_doorbell()
+    shared_queue_of(there).tickets.ring_doorbell()
     there.put("next")
     with pytest.raises(UnsupportedLeaf, match="bfloat16"):
         there.get_many(3, as_numpy=True)
@@ -200,12 +201,12 @@ def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
     """A doorbell among the tickets has each served by itself, but in the same call: the caller may be about to end."""
     there = Queue()
     there.put_many(range(3))
-    there._queue.tickets.ring_doorbell()
+    shared_queue_of(there).tickets.ring_doorbell()
     there.put_many(range(3, 6))
     if shut:
         there.shutdown()
     assert there.get_many(10, LIMIT) == list(range(6))
-    assert not there._queue.holds_back
+    assert not shared_queue_of(there).holds_back
 
 
 def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:
@@ -233,7 +234,7 @@ def test_one_that_can_never_fit_is_told_apart_from_those_before_it(maxsize: int)
 def test_a_part_of_a_batch_is_put_though_no_descriptor_is_left() -> None:
     """As many as have room in memory; the places that the others would have had come back."""
     there = Queue(60)
-    there._queue.arena.words[CAPACITY] = 64 << 20
+    shared_queue_of(there).arena.words[CAPACITY] = 64 << 20
     big = torch.ones(20 << 20, dtype=torch.uint8)
     held = []
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -353,7 +354,7 @@ def test_more_threads_than_a_process_can_batch_for_work_one_by_one(call: str) ->
     for thread in threads:
         thread.start()
     until = time.monotonic() + LIMIT
-    while len(there._queue._operations) < 70:
+    while len(shared_queue_of(there)._operations) < 70:
         assert time.monotonic() < until
         time.sleep(0.001)
     if call == "put_many":
@@ -372,7 +373,7 @@ def test_bells_do_not_make_a_timeout_longer() -> None:
 
     def ring_doorbell() -> None:
         while not over.wait(0.05):
-            there._queue.tickets.ring_doorbell()
+            shared_queue_of(there).tickets.ring_doorbell()
 
     ringer = threading.Thread(target=ring_doorbell)
     ringer.start()
@@ -561,7 +562,7 @@ def test_what_comes_at_the_second_try_lies_under_one_lease() -> None:
             kept.append(error)
             assert there.get(copy=False).sum() == 100_000
     kept.clear()
-    leases = there._queue.leases
+    leases = shared_queue_of(there).leases
     assert leases._room == leases.budget
 
 
@@ -596,7 +597,7 @@ def test_what_a_failed_try_has_kept_does_not_change() -> None:
 def test_a_wake_up_among_the_messages_is_no_failure_of_one() -> None:
     """An object that cannot be made again at its first try, short of memory say, is there for the second."""
     there = Queue()
-    there._queue.tickets.ring_doorbell()
+    shared_queue_of(there).tickets.ring_doorbell()
     there.put_many([BreaksOnce(), 2])
     BreaksOnce.tries = 0
     with pytest.raises(MemoryError):
@@ -746,8 +747,8 @@ def test_a_put_that_does_not_wait_finds_the_place_of_who_was_killed_in_get(put: 
     there.put(1)
 
     def die() -> None:
-        assert there._queue.credits is not None
-        there._queue.credits.give = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        assert shared_queue_of(there).credits is not None
+        shared_queue_of(there).credits.give = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         there.get()
 
     assert reap(in_child(die)) == -signal.SIGKILL
@@ -766,14 +767,14 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
     told, tell = os.pipe()
 
     def take_and_stop() -> None:
-        assert there._queue.credits is not None
-        there._queue.credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
+        assert shared_queue_of(there).credits is not None
+        shared_queue_of(there).credits.give = lambda _: (os.write(tell, b"x"), signal.pause())  # type: ignore[assignment, method-assign]
         there.get()
 
     consumer = in_child(take_and_stop)
     os.read(told, 1)
     producers = [in_child(functools.partial(there.put, number)) for number in range(1, 9)]
-    rows, words = there._queue.rows, there._queue.words
+    rows, words = shared_queue_of(there).rows, shared_queue_of(there).words
     while len(rows.used()) < 2 + len(producers):
         time.sleep(0.01)
     before = words[LOOKS]

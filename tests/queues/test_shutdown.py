@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
+from inside import shared_queue_of
 from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
@@ -81,7 +82,7 @@ def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
     there = Queue()
 
     def struck() -> None:
-        there._queue._hear = lambda doorbell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
+        shared_queue_of(there)._hear = lambda doorbell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
         GETS[wait](there)
 
     lucky = [lambda: refused(there, GETS[wait])] * 6
@@ -103,10 +104,10 @@ def test_a_shutdown_that_is_killed_at_any_step_is_not_begun_or_ends_all_waits(st
     def killed(point: int) -> bool:
         nonlocal begun
         there = Queue()
-        there._queue.attachment.attach()
+        shared_queue_of(there).attachment.attach()
         chosen = ("get", "get", "get_many")
         with waiters(there, [lambda wait=wait: waits(there, wait) for wait in chosen]) as pids:  # type: ignore[misc]
-            was_killed = dies_at(point, there.shutdown, there._queue.attachment.attach)
+            was_killed = dies_at(point, there.shutdown, shared_queue_of(there).attachment.attach)
             if select.select([ended], [], [], SOON)[0]:
                 begun += 1
             else:
@@ -129,11 +130,11 @@ def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_
     there.get()
 
     def struck() -> None:
-        there._queue._hear = lambda doorbell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        shared_queue_of(there)._hear = lambda doorbell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         there.get()
 
     with waiters(there, [struck]) as pids:
-        there._queue.tickets.ring_doorbell(SHUT)  # all that the first one came to
+        shared_queue_of(there).tickets.ring_doorbell(SHUT)  # all that the first one came to
         assert reap(pids[0]) == -signal.SIGKILL
         assert there.statistics().lost == 0
         refused(there, lambda there: there.put(1))
@@ -205,7 +206,7 @@ def waiters_of(action: Callable[[], object]) -> Iterator[int]:
 def test_a_put_that_is_stopped_before_its_last_look_is_refused_after_the_shutdown() -> None:
     """Its message is not in the queue, and the shutdown did not wait for it."""
     there = JoinableQueue()
-    inner = there._queue
+    inner = shared_queue_of(there)
 
     def put() -> None:
         refuse = inner._refuse_if_shut
@@ -268,13 +269,13 @@ def dies() -> None:
 
 def finds_nothing_and_dies(there: Queue) -> None:
     """Have a get see the end, and be killed before it can tell anybody."""
-    there._queue.attachment.shutdown.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
+    shared_queue_of(there).attachment.shutdown.settle_puts = lambda *_: dies()  # type: ignore[method-assign]
     there.get()
 
 
 def drops_all_and_dies(there: Queue) -> None:
     """Drop all that is left, and be killed before it can tell anybody once more."""
-    shutdown, told = there._queue.attachment.shutdown, list[None]()
+    shutdown, told = shared_queue_of(there).attachment.shutdown, list[None]()
     wake = shutdown.wake
 
     def twice(*args: Any, **options: Any) -> None:
@@ -343,10 +344,10 @@ def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:
     there = Queue()
     there.shutdown()
     refused(there, GETS["get"])
-    before = there._queue.tickets.unread()
+    before = shared_queue_of(there).tickets.unread()
     for wait in (*GETS.values(), *GETS.values()):
         refused(there, wait)
-    assert there._queue.tickets.unread() <= before + 2 * 64 * 2  # a batch's words are told of, too
+    assert shared_queue_of(there).tickets.unread() <= before + 2 * 64 * 2  # a batch's words are told of, too
 
 
 def test_who_polls_is_told_of_a_shutdown() -> None:
@@ -387,13 +388,13 @@ def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() 
     fcntl.fcntl(there.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
     for number in range(520):
         there.put(number)
-    tickets = there._queue.tickets
+    tickets = shared_queue_of(there).tickets
     tickets.turn = None  # which whoever is stopped may have
     look = tickets._head
 
     def drop_one() -> None:
-        there._queue._get(0, drop)
-        there._queue.tasks.done()
+        shared_queue_of(there)._get(0, drop)
+        shared_queue_of(there).tasks.done()
 
     def another_takes_it() -> bytes:
         found = look()
@@ -405,5 +406,5 @@ def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() 
     tickets._head = another_takes_it  # type: ignore[method-assign]
     there.shutdown(immediate=True)
     assert "_head" not in vars(tickets)
-    assert there._queue.tasks.unfinished() == 0
+    assert shared_queue_of(there).tasks.unfinished() == 0
     assert there.qsize() == 0

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import in_child, reap
+from inside import shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import Queue
@@ -118,7 +119,7 @@ def test_one_that_is_stopped_while_it_takes_what_was_spilled_keeps_others_waitin
         there.put(each)
 
     def stops() -> None:
-        tickets = there._queue.tickets
+        tickets = shared_queue_of(there).tickets
         tickets._take_spilled = lambda _: os.kill(os.getpid(), signal.SIGSTOP) or 0  # type: ignore[method-assign, func-returns-value]
         got: list[object] = []
         all_there(there, got)
@@ -257,7 +258,7 @@ def test_bursts_and_droughts_again_and_again_lose_nothing_and_keep_the_order(siz
 def test_one_thread_at_a_time_takes_from_the_log() -> None:
     """Another waits for a moment, and goes on without, as it does where another process has the turn and is stopped."""
     there = Queue()
-    turn, told = there._queue.tickets.turn, list[bool]()
+    turn, told = shared_queue_of(there).tickets.turn, list[bool]()
     there.put(1)
     assert turn is not None
     assert turn.take()
@@ -372,7 +373,7 @@ def test_what_one_process_took_and_keeps_does_not_pile_up_with_who_puts() -> Non
         for number in range(1000):
             there.put(number)
             assert there.get(timeout=LIMIT) == number
-        assert len(there._queue._backlog) < 10
+        assert len(shared_queue_of(there)._backlog) < 10
     finally:
         os.kill(child, signal.SIGKILL)
         reap(child)

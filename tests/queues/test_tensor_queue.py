@@ -25,6 +25,7 @@ import pytest
 import torch
 import zoo
 from crash_points import in_child, reap
+from inside import shared_queue_of
 
 import tensorpipe_ipc
 import tensorpipe_ipc as tp
@@ -195,7 +196,7 @@ def test_no_block_is_used_again_while_something_lies_on_it(kind: str) -> None:
     there = Queue()
     there.put(ON_A_LEASE[kind](torch.ones(1 << 16)))
     came = there.get()
-    live = there._queue.leases.live
+    live = shared_queue_of(there).leases.live
     assert len(live) == 1
     for _ in range(5):
         there.put(torch.zeros(1 << 16))
@@ -212,7 +213,7 @@ def test_the_last_alias_keeps_the_block(part: str) -> None:
     there = Queue()
     there.put(torch.ones(1 << 16))
     kept = LET_GO[part](there.get())
-    live = there._queue.leases.live
+    live = shared_queue_of(there).leases.live
     assert len(live) == 1
     del kept
     assert not live
@@ -223,10 +224,10 @@ def test_a_forked_child_that_lets_go_frees_nothing() -> None:
     there = Queue()
     there.put(torch.ones(1 << 16))
     kept = [there.get()]
-    (word,) = there._queue.leases.live
-    before = there._queue.words[word]
+    (word,) = shared_queue_of(there).leases.live
+    before = shared_queue_of(there).words[word]
     assert reap(in_child(kept.clear)) == 0
-    assert there._queue.words[word] == before
+    assert shared_queue_of(there).words[word] == before
     assert kept[0].sum() == 1 << 16
     kept.clear()
 

@@ -35,7 +35,7 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
 
     for _ in points(lambda point: dies_at(point, lambda: arena.allocate(nbytes), first), stride=stride(13)):
         attachment.recover_dead(adopt_extents=True)
-        extents = list(arena._all_extents())
+        extents = list(arena.all_extents())
         assert {row for *_, row in extents} <= {0}
         for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
             assert start + (units << 20) <= following

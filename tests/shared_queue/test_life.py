@@ -16,7 +16,7 @@ def used(attachment):
     arena = attachment.arena
     return sum(
         bool(arena.words[block >> 3] & HOLDER)
-        for start, kind, units, _ in arena._all_extents()
+        for start, kind, units, _ in arena.all_extents()
         for block in arena._blocks(start, kind, units)
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crash_points import PACKAGE
+from inside import shared_queue_of
 
 from tensorpipe_ipc.memory.arena import HEADER, KEPT, STEPS
 from tensorpipe_ipc.memory.leases import Handover
@@ -47,7 +48,7 @@ class Onlooker:
         self._before = self._look()
 
     def _look(self) -> dict[str, int]:
-        queue, words = self._queue, self._queue.words
+        queue, words = shared_queue_of(self), shared_queue_of(self).words
         seen = {"tickets": queue.tickets.unread(), "credits": queue.credits.unread() if queue.credits else 0}
         seen["laps"] = sum(words[queue.record.laps : queue.record.laps + queue.maxsize])
         for direction in (PUT, GET):
@@ -56,7 +57,7 @@ class Onlooker:
                     first = getattr(record, name)
                     count = sum(map(bool, words[first : first + record.size]))
                     seen[f"{name} {direction}"] = seen.get(f"{name} {direction}", 0) + count
-        for start, kind, units, _ in queue.arena._all_extents():
+        for start, kind, units, _ in queue.arena.all_extents():
             _, states = queue.arena.states(start, kind, units)
             for step, count in zip(*np.unique(states & np.uint64(15), return_counts=True), strict=True):
                 if step not in (0, KEPT):
