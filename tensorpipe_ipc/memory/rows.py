@@ -126,7 +126,7 @@ class Rows:
         self._descriptor = -1  # the same
         self._other: OwnedFd | None = None
         self._mutex = threading.RLock()
-        self._recovering = threading.Lock()
+        self._is_recovering = False
         self._unused = {1: 0, BATCH: SINGLES}  # by size: the number of the first that was never used
         self._spare: dict[int, list[Operation]] = {1: [], BATCH: []}
         self._inherited: dict[int, list[Operation]] = {}  # by purpose: their tallies go on
@@ -317,19 +317,24 @@ class Rows:
         Other threads of this process, and signal handlers, are kept out too: to the kernel they are the same holder.
         Never waits.
         """
-        recovering = self._recovering  # a forked child has another
-        if row == self.index or not recovering.acquire(blocking=False):
+        if row == self.index or self._is_recovering:
             yield False
             return
+        self._is_recovering = held = (
+            True  # with no call since the look: no other thread and no handler comes in between
+        )
         try:
             held = self._try_lock(row)
-            try:
-                yield held
-            finally:
-                if held:
-                    self._unlock(row)
+            yield held
         finally:
-            recovering.release()
+            try:
+                if held:  # perhaps: an exception may have come when it was just locked
+                    self._unlock(row)
+            except BaseException:  # a handler's, which may have come before it was unlocked
+                self._unlock(row)
+                raise
+            finally:
+                self._is_recovering = False
 
     def is_alive(self, row: int) -> bool:
         """Return whether somebody holds the row's lock. A recovering process at work in it counts."""

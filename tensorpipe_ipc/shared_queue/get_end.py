@@ -552,17 +552,26 @@ class GetEnd(QueueEnd):
         while self._aside:
             aside = self._aside[0]
             del self._aside[0]
-            operation, i = aside.operation, aside.index
-            ticket = self.words[operation.ticket + i]
             try:
-                if self._is_due(ticket):
-                    word = ticket >> 32 << SMALLEST - 3
-                    self._give_credit(operation, i, word)
-                    self._let_go(word)
-                self._lose(operation, i)
+                self._drop_lost(aside.operation, aside.index)
             except InDoubt:  # its place may be given back when this process has died
                 continue
-            self._is_over(operation)
+            except BaseException as error:
+                aside.cause = error
+                self._left.append(aside)  # the next call goes on with it
+                raise
+            self._is_over(aside.operation)
+
+    def _drop_lost(self, operation: Operation, index: int) -> None:
+        """Let go of what a ticket names, and count its message as lost. May be cut short anywhere, and called again."""
+        ticket = self.words[operation.ticket + index]
+        if not ticket:
+            return
+        if self._is_due(ticket):
+            word = ticket >> 32 << SMALLEST - 3
+            self._give_credit(operation, index, word)
+            self._let_go(word)
+        self._lose(operation, index)
 
     def _is_due(self, ticket: int) -> bool:
         """Return whether the block of a ticket waits to be got: it was not let go, or will be again."""

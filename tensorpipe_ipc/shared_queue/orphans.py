@@ -6,7 +6,6 @@ the queue is gone, and is alone in destroying it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, METADATA, QUEUED, Arena
@@ -26,7 +25,7 @@ class Orphans:
         self._forget()
 
     def _forget(self) -> None:
-        self._destroying = threading.Lock()
+        self._is_destroying = False
 
     def destroy_all(self) -> None:
         """Destroy every queue that no process has any more."""
@@ -49,14 +48,14 @@ class Orphans:
         record = QueueRecord(self.arena, number)
         if not record.exists():
             return True
-        destroying = self._destroying  # a forked child has another
-        if self.rows.index < 0 or not destroying.acquire(blocking=False):
+        if self.rows.index < 0 or self._is_destroying:
             return False
+        self._is_destroying = True  # with no call since the look: no other thread and no handler comes in between
         try:
             with self.rows.alone(record.block) as nobody_has_it:
                 return nobody_has_it and self._destroy(record)
         finally:
-            destroying.release()
+            self._is_destroying = False
 
     def _destroy(self, record: QueueRecord) -> bool:
         """Free what waits in a queue, and its record, whose lock is held. Return whether that was all."""

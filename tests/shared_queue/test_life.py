@@ -4,8 +4,8 @@ import os
 import signal
 
 import pytest
-from crash_points import dies_at, in_child, reap
-from wholeness import points, strides
+from crash_points import dies_at, in_child, interrupted_at, reap, told_by_child
+from wholeness import check_whole, points, strides
 
 from tensorpipe_ipc.memory.arena import HOLDER
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
@@ -137,3 +137,47 @@ def test_a_number_is_not_used_twice(attachment):
         queue.close()
     assert len(numbers) == 100
     assert len({number & 0xFFFFFFFF for number in numbers}) == 1  # though its place is
+
+
+def fail(*_):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("maxsize", [0, 3])
+def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(attachment, payload, maxsize):
+    """What an interrupted get had taken is lost with the queue, and counted; nothing of the queue stays."""
+    point, raised = 1, True
+    while raised:
+        queue, lost = SharedMemoryQueue.create(attachment, maxsize), attachment.recovery.lost()
+        for content in (b"taken, and put aside", b"waits"):
+            queue.put(payload(content))
+        with pytest.raises(MemoryError):
+            queue.get(0, fail)
+        raised = interrupted_at(point, queue.close)
+        queue.close()
+        del queue
+        attachment.destroy_left_queues()
+        attachment.orphans.destroy_all()
+        assert attachment.recovery.lost() == lost + 1, f"an exception at moment {point}"
+        assert used(attachment) == 0, f"an exception at moment {point}"
+        point += 1 if point < 100 else 37
+
+
+def test_an_exception_at_any_moment_of_recovery_leaves_the_dead_to_others(attachment, payload):
+    """The dead process's row is free for any other process at once, and this one goes on with it at its next look."""
+    queue = SharedMemoryQueue.create(attachment, 3)
+
+    def dies():
+        attachment.attach()
+        queue.get(0, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    point, raised = 1, True
+    while raised:
+        queue.put(payload(b"taken by the dead"))
+        assert reap(in_child(dies)) == -signal.SIGKILL
+        raised = interrupted_at(point, attachment.recover_dead)
+        assert told_by_child(lambda: attachment.attach() or attachment.rows.index) == "1", f"at moment {point}"
+        attachment.recover_dead()
+        assert all(map(attachment.rows.is_finished, range(1, len(attachment.rows.used())))), f"at moment {point}"
+        point += 1 if point < 60 else 23
+    check_whole(attachment, queue, payload)
