@@ -93,8 +93,12 @@ class Guard:
                 raise Busy(f"{self.what} is in use by another thread; give each thread an end of its own")
             self.check()
         except BaseException:
-            if self._is_owned():
-                self._lock.release()
+            try:
+                if self._is_owned():
+                    self._lock.release()
+            except BaseException:  # a second one, right behind the first
+                if self._is_owned():
+                    self._lock.release()
             raise
 
     def check(self) -> None:

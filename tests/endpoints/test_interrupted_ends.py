@@ -93,3 +93,27 @@ def test_a_constructor_and_a_close_at_every_step(kind: str) -> None:
     """The same at each of them."""
     _interrupted_constructors(kind, stride(1))
     _interrupted_closes(kind, stride(1))
+
+
+def test_two_exceptions_one_behind_the_other_leave_the_end_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one hits while the first one's use of the end is being undone."""
+    with tp.Consumer("twice") as consumer:
+        guard: Any = consumer._guard
+        is_owned, hits = guard._is_owned, itertools.chain([True], itertools.repeat(False))
+
+        def hit() -> None:
+            raise KeyboardInterrupt
+
+        def is_owned_or_hit() -> bool:
+            if is_owned() and next(hits):
+                hit()
+            return bool(is_owned())
+
+        with monkeypatch.context() as storm:
+            storm.setattr(type(guard), "check", lambda _: hit())
+            guard._is_owned = is_owned_or_hit
+            with pytest.raises(KeyboardInterrupt):
+                consumer.get(0)
+            guard._is_owned = is_owned
+        with pytest.raises(tp.Empty):
+            consumer.get(0)
