@@ -32,7 +32,7 @@ def _check(out: str, items: int) -> None:
     assert f"All {2 * items} results equal this process's own, bit for bit:\n" in out
     assert re.search(rf"images and results +{items} +[\d.]+ +[\d.]+ +[\d.,]+ +[\d.,]+\n", out)
     for process in ("reader", "worker", "main"):
-        assert re.search(rf"^{process} +\d+ +\d+ +\d+ *$", out, re.MULTILINE), process
+        assert re.search(rf"^{process} +\d+ +[\d,]+ +[\d,]+ *$", out, re.MULTILINE), process
     for hop in ("reader to worker", "worker to main"):
         assert re.search(rf"^{hop} +\w+ +[\d,]+ +\d+ +[\d,]+ +[\d,]+ *$", out, re.MULTILINE), hop
     assert max(map(len, out.splitlines())) <= 80

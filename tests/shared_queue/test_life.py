@@ -145,7 +145,7 @@ def fail(*_):
 
 @pytest.mark.parametrize("maxsize", [0, 3])
 def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(attachment, payload, maxsize):
-    """What an interrupted get had taken is lost with the queue, and counted; nothing of the queue stays."""
+    """The message that an interrupted get had taken is lost with the queue, and counted; nothing of the queue stays."""
     point, raised = 1, True
     while raised:
         queue, lost = SharedMemoryQueue.create(attachment, maxsize), attachment.recovery.lost()
