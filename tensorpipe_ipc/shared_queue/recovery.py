@@ -1,10 +1,14 @@
-"""Recovery: finish or undo what a dead process began. The argument why no kill loses, doubles or blocks anything.
+"""Recovery: finish or undo what a dead process began.
 
-A process is dead when its row's lock can be had (memory/rows.py). Whoever gets the lock, the *recovering process*, goes on
-with the dead process's program where it stopped, writing into the dead row as that process would have. So it may be
-killed at any point itself, and the next one goes on. Nothing is inferred about the living or the stopped.
+This file owns the argument why no kill, at any instruction, loses, doubles or blocks a message. The put and get that it
+speaks of stand in put_end.py and get_end.py.
 
-What each end of a queue does, a store or system call per line, in this order (shared_queue/put_end.py, get_end.py)::
+A process is dead when its row's lock can be taken (memory/rows.py). The process that takes the lock is the *recovering
+process*. It continues the dead process's program where that stopped, and writes into the dead row as the dead process
+would have. So the recovering process may itself be killed at any point, and the next one continues. Nothing is inferred
+about processes that live or are stopped.
+
+**The steps**, one store or system call a line, in this order::
 
     put                                              get
     P1  readv(credits) -> C          (bounded)       G1  readv(tickets) -> T
@@ -16,70 +20,79 @@ What each end of a queue does, a store or system call per line, in this order (s
     P7  C = 0                        (bounded)       G7  G = 0                                   (bounded)
     P8  T = 0
 
-C, T and G are the three words of the operation (memory/row.py). A *ticket* is (block, generation), a *credit* (slot,
-lap): no token is ever given twice. It is in one place at a time, and moves on in one direction only:
+C, T and G are the three words of an operation (memory/row.py). A *ticket* is (block, generation), a *credit* (slot, lap).
+No token is ever given twice. A token is in one place at a time, and moves in one direction only:
 
     giver's word, in doubt  ->  pipe or log  ->  taker's word  ->  stamped
                                                                    ticket: the block is not QUEUED with it any more
                                                                    credit: laps[slot] >= lap
 
-**Was a token in doubt given?** The giver is dead, so it will not be given from now on. If it was, it is beyond the
-first arrow. We look at pipe and log (``TokenPipe.snapshot``), then at all takers' words, then at the stamp: in the
-direction in which it moves. So it cannot slip past us: had it left the pipe before we looked there, then it was in a
-word by then; had it left the word before we looked there, it had been stamped by then (takers stamp before they
-clear: G5 before G6, P2 before P7). Found anywhere, it was given. Found nowhere, it was not, and will not be.
+**Was a token in doubt given?** Its giver is dead and will not give it from now on. If the giver did give it, the token
+has passed the first arrow. The recovering process looks at the pipe and its log (``TokenPipe.snapshot``), then at the words
+of all takers, then at the stamp. It looks in the direction in which the token moves, so the token cannot slip past it. A
+token that left the pipe before that look was in a word by then. A token that left the word before that look had been
+stamped by then, because takers stamp before they clear (G5 before G6, P2 before P7). A token that is found anywhere was
+given. A token that is found nowhere was not given, and never will be.
 
-**A dead put.** T is set (killed in P4 to P8):
+**A dead put.** T is set if it was killed in P4 to P8:
 
-* given: the credit travels with the block. C = 0, then T = 0. Killed between: T is set, and is found given again.
-* not given: the block is made WRITING with the generation before the ticket's, as it was before P5. In no block whose
-  ticket was given can that be found, whatever other threads did with it since, for generations do not go down. So the
-  verdict stands even when the recovering process dies. Then T = 0.
+* The ticket was given: the credit travels with the block. C = 0, then T = 0. A kill between the two leaves T set, and the
+  next recovering process finds the ticket given again.
+* The ticket was not given: the block becomes WRITING with the generation before the ticket's, as it was before P5. No block
+  whose ticket was given can be in that state, whatever other threads did with it since, because generations never go
+  down. So the verdict stands even if the recovering process dies. Then T = 0.
 
-**A dead put of a held block** (``move=True``; a lease forwarded, or a tensor of ``empty``). The steps are the same but
-for P3, which finds the block HELD by the row, writes header and metadata where no tensor lies, and leaves the state
-alone. Killed before P4 the block is HELD, and free after the sweep. Between P4 and P5 T names a block that is HELD with
-the generation before the ticket's: not given, by the same argument as WRITING. After P5 nothing tells it from another
-put. Not given, it becomes WRITING and FREE: its producer is dead, and the children of its forks cannot read it, for a
-process whose row has a fork marker does not move (``handover.py``). The living make it HELD again, with the same generation,
-so the lease simply goes on.
+T is stored before the block becomes QUEUED. In the other order, a kill between the two would leave a block QUEUED for ever,
+with no ticket anywhere.
 
-T comes before QUEUED, not after it: killed between, a block would be QUEUED with no ticket anywhere, for ever.
+If C is still set, the recovering process gives the credit back, as a living process would. It stamps the slot as in P2, as
+the kill may have come before that step. Then G = (slot, lap + 1), which is in doubt until it is found given; then C = 0;
+then G = 0. No other process has the slot before G is given, so the stamp belongs to nobody else. C = 0 with G set means that
+the credit was given. The WRITING block becomes FREE in the sweep.
 
-Then, if C is set, the credit goes back, as the living would give it: its slot is stamped as in P2, for it may have been killed
-before that; G = (slot, lap + 1), in doubt until found given; C = 0; G = 0. Nobody else has the slot before G is given, so
-that stamp is nobody else's. With C = 0 and G set it was given. The WRITING block becomes FREE in the sweep.
+**A dead put of a held block** (``move=True``: a forwarded lease, or a tensor of ``empty``) takes the same steps but for P3.
+P3 finds the block HELD by the row, writes header and metadata where no tensor lies, and leaves the state alone.
 
-**A dead get.** T is set (killed in G1 to G6): the message is lost with the consumer (C5), once: the count and the
-ticket counted last share one word. If G is not set, the block was not touched by G5 (G2 comes before), so its header
-still has the credit: G = its next lap. G is in doubt until found given. Then the block, if it still is QUEUED with
-this ticket, is FREE. T = 0, then G = 0. With T = 0 and G set, the credit was given.
+* Killed before P4: the block is HELD, and the sweep frees it.
+* Killed between P4 and P5: T names a block that is HELD with the generation before the ticket's. It was not given, by the
+  same argument as for WRITING.
+* Killed after P5: this is an ordinary put.
 
-A token in a dead taker's word that is in the snapshot too was not taken: the kernel copies before it removes, and a
-copy into a page that has just been swapped out can fail half-way through a batch. The word is cleared, nothing else.
+A block that was not given becomes WRITING, then FREE. Its producer is dead, and no child of a fork can read it, because a
+process whose row has a fork marker does not move blocks (``handover.py``). A living process makes the block HELD again, with
+the same generation, so its lease simply goes on.
 
-**Many at once** is the same with runs of words: each step is done for all messages before the next, and the system calls
-take or give all their tokens together. What is argued above is argued of each triple of words by itself. Where queues can
-be joined, a tally stands beside the words: shared_queue/tasks.py.
+**A dead get.** T is set if it was killed in G1 to G6. The message is lost with the consumer (C5), and counted once: the count
+shares one word with the ticket that was counted last. If G is not set, G5 has not touched the block (G2 comes before it), so
+its header still has the credit: G = the credit's next lap, in doubt until it is found given. Then the block becomes FREE, if
+it is still QUEUED with this ticket. Then T = 0, then G = 0. T = 0 with G set means that the credit was given.
 
-A *doorbell* in a dead row's word is rung again, and a shutdown that a dead process began is completed (``shutdown``).
+A token that stands in a dead taker's word and also in the snapshot was not taken. The kernel copies a token before it
+removes it, and a copy into a page that has just been swapped out can fail half-way through a batch. The recovering process
+clears that word and does nothing else.
 
-**Then the sweep**: what the dead row wrote or held becomes FREE (memory/arena.py). Not the blocks that a word names
-which we cannot judge, as we do not have its queue: that row stays unfinished for somebody who has. If nobody has it
-(shared_queue/queue_record.py, "Life"), the queue is gone with its tokens, and so is the doubt: words that name it are
-cleared, and *destroying* it frees what waits in it and, last, its record. It is done under the lock that says that nobody
-has the queue, by one process at a time; so no other program can be at these blocks.
+**A batch** uses runs of words. Each step is done for all messages before the next step begins, and one system call takes or
+gives all tokens. The argument above holds for each triple of words by itself. In a queue that can be joined, a tally stands
+beside the words (shared_queue/tasks.py). A *doorbell* in a dead row's word is rung again, and a shutdown that a dead process
+began is completed (shared_queue/shutdown.py).
 
-**Memory changes hands** meanwhile, also that of the living, and addresses are used for other blocks: memory/extents.py. Not
-where a block is not FREE, so all blocks that are argued of here stay where they are. Only a word that is out of date may name
-a place that is no block any more: a ticket that was given and taken, or a queue that is destroyed. Of the first the state is
-compared in all its 64 bits, generation included; the second is asked for as a block (``Arena.begins``). Who walks all blocks
-to free some keeps their extents while it looks (``Arena._walk``); in one that is changing hands it frees nothing, and the
-row or queue is not done yet.
+**Then the sweep** frees what the dead row wrote or held (memory/arena.py). It spares blocks that are named by a word which
+this process cannot judge, because it does not have that queue. Such a row stays unfinished for a process that has the queue.
+If no process has it (shared_queue/orphans.py), the queue and its tokens are gone, and the doubt with them: the words that name
+the queue are cleared, and what waits in it is freed. That is done under the lock that says that no process has the queue, by
+one process at a time. So no other program can touch these blocks.
 
-What follows: a token of a dead process is in a pipe, in a living process's hands, or accounted for. C4 holds since
-after P6 no step of the producer is needed; C2 since a ticket is given only after P5; C6 since every wait for
-something that a process may have taken with it is cut into slices, with ``recover_dead`` after each."""
+**Memory changes hands meanwhile**, also that of living processes, and addresses are used for other blocks (memory/extents.py).
+This never happens to a block that is not FREE, so every block named above stays where it is. Only an outdated word may name
+a place that is no longer a block: a ticket that was given and taken, or a destroyed queue. A ticket's block is compared in all
+64 bits of its state, generation included. A queue's block is checked with ``Arena.begins``. A process that walks all blocks to
+free some of them keeps their extents while it looks (``Arena._walk``). In an extent that is changing hands it frees nothing,
+and the row or queue is not done yet.
+
+**What follows.** A dead process's token is in a pipe, in a living process's word, or accounted for. C4 holds because no step
+after P6 needs the producer. C2 holds because a ticket is given only after P5. C6 holds because every wait for something that a
+process may have taken with it is cut into slices, with ``Attachment.recover_dead`` after each.
+"""
 
 from __future__ import annotations
 

@@ -1,21 +1,26 @@
-"""Shutdown: refuse further puts to a queue, and wake all that wait for its tickets.
+"""Shutdown: refuse further puts to a queue, and wake every process that waits for its tickets.
 
-A shutdown begins with doorbells in the pipe of tickets (``SHUT``; ``DROP`` where what waits is dropped): as many as there
-are words into which a living process may be reading, and some for those that come. Then ``dropped`` and ``shut`` are set, then
-the doorbells are given again. Whoever takes such a doorbell does all of this, unless it is done. So a shutdown that is cut
-short by a kill was either not begun, or each sleeper has a doorbell of its own. Whoever takes one puts it back into the pipe
-before it leaves the word: doorbells go round, and none that a killed or stopped process took is missed by another. One pass
-over what the pipe held says that only doorbells are left (``TokenPipe.take_past_bells``). A doorbell in a dead row's word is
-heard by the recovering process. Who finds nothing more rings until there are as many doorbells as words once more. A full pipe
-has no room for them, and ``shut`` is 1. Then each get tries to give them before it takes, until they are in, and ``shut`` is
-TOLD. So they are in long before the last ticket can be taken.
-All other waits look at ``shut`` in each slice, and a get looks before it waits.
+**Doorbells.** A shutdown begins with doorbells in the pipe of tickets: ``SHUT``, or ``DROP`` where waiting messages are to be
+dropped. There is one for each word into which a living process may be reading, and some for processes that begin to wait
+meanwhile. Then the words ``dropped`` and ``shut`` are set, and the doorbells are given again. A process that takes a doorbell
+does all of this itself, unless it is done. So a shutdown that a kill cut short either never began, or has a doorbell for each
+sleeper.
 
-A put looks at ``shut`` when T is set and the block not yet QUEUED, between P4 and P5. So a put that has not seen it has its
-T on record before ``shut`` was stored: ``settle_puts`` waits for these words, for a time, before a shutdown returns, and before
-a get says that nothing is left. (The store of T and the look are not ordered by a fence. The looks at the words come after
-several system calls, and a store stays in a processor's buffer for less than one.) Only a process that is stopped between
-P4 and P6 gives its ticket later; it is got by whoever still gets, and where ``dropped`` is set ``join`` drops it.
+A process that takes a doorbell puts it back into the pipe before it clears its word. So doorbells go round, and a doorbell
+that a killed or stopped process took is missed by nobody. One pass over what the pipe held tells that only doorbells are
+left (``TokenPipe.take_past_bells``). A doorbell in a dead row's word is handled by the recovering process. A get that finds
+nothing more rings until there are as many doorbells as words again.
+
+A full pipe has no room for doorbells, and then ``shut`` is 1. Each get tries to give them before it takes a ticket. Once they
+are in, ``shut`` is TOLD. So they are in long before the last ticket can be taken. All other waits look at ``shut`` in each
+slice, and a get looks at it before it waits.
+
+**Puts under way.** A put looks at ``shut`` between P4 and P5: when T is set, and the block not yet QUEUED. So a put that has
+not seen ``shut`` had stored its T before ``shut`` was stored. ``settle_puts`` waits for such words, for a limited time: before
+a shutdown returns, and before a get reports that nothing is left. No fence orders the store of T and the look at ``shut``. But
+several system calls come before the look at the words, and a store stays in a processor's buffer for less than one. Only a
+process that is stopped between P4 and P6 gives its ticket later. A later get takes that ticket, and where ``dropped`` is set
+``join`` drops it.
 """
 
 from __future__ import annotations
