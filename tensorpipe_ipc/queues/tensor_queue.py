@@ -371,8 +371,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return 0 < self._queue.maxsize <= self.qsize()
 
     def close(self) -> None:
-        """Use it no more in this process. Other processes go on, and what was put stays for them. What a get here had taken and
-        left for the next one, as an exception came, is lost, and counted."""
+        """Stop using the queue in this process. Other processes go on, and messages that were put stay for them.
+
+        A message that a ``get`` here had taken and left for the next one, because of an exception, is lost and counted. A
+        thread that waits in ``get`` meanwhile goes on waiting, as with multiprocessing's queue: ``shutdown`` wakes it.
+        """
         self._closed = True
         self._queue.give_up()
 
