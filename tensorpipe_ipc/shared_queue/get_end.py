@@ -399,7 +399,7 @@ class GetEnd(QueueEnd):
             # then.
             if words[self.record.shut] != TOLD and self.attachment.shutdown.wake(self._handle):
                 words[self.record.shut] = TOLD
-            taken = tickets.take_past_bells(buffers, put_back)
+            taken = tickets.take_past_doorbells(buffers, put_back)
             if taken:
                 return taken
             if last_look:

@@ -1,23 +1,23 @@
-"""The knowledge that both ends of a queue in shared memory have, and the operations on record that they work with.
+"""QueueEnd: what both ends of a queue in shared memory have in common, and the operations on record that they work with.
 
-**Exceptions.** A signal's handler may raise wherever CPython looks for signals: after a call, on entering a function and on
-jumping back; and again while the first exception is on its way. What is then promised is what is promised of a death, but that
-this process finishes its operation itself, as the recovering process would:
+**Exceptions.** A signal handler may raise wherever CPython looks for signals: after a call, on entering a function and on
+jumping back; and again while the first exception propagates. The promise is the same as for a death, except that this process
+finishes its operation itself, as the recovering process would:
 
-* A put was done, or nothing of it is left. A get loses its message at most, and counts it, and that only if the message's
-  block had been let go. Else its ticket is set aside, and the next get serves it.
-* What put or get had begun stands in the operation's words. In its ``except`` clause the operation is put into ``_left``,
-  before any call at which another exception could come, and from there taken up, at once or by the next put or get.
-* Whoever takes something out of a list, and whoever marks what is done, does so with no call until it is on record again.
-  So a list's last entry is taken by ``values[-1]`` and ``del values[-1]``: after ``values.pop()`` an exception may come. No
-  other thread comes in between either: CPython lets it run at the same moments.
+* A put is done, or nothing of it is left. A get loses its message at most, and counts it, and only if the message's block
+  had been let go. Otherwise its ticket is set aside, and the next get serves it.
+* An operation's words say what put or get had begun. The ``except`` clause puts the operation into ``_left`` before any call
+  at which another exception could come. It is finished from there, at once or by the next put or get.
+* Code that takes an entry out of a list, or marks something as done, makes no call until that is on record again. So a list's
+  last entry is taken by ``values[-1]`` and ``del values[-1]``: after ``values.pop()`` an exception may come. No other thread
+  runs in between either, because CPython switches threads at the same moments.
 
-Python 3.10 looks for signals also when a function has returned, before its caller has what it returned. What is lost there is
-lost, and not counted, as in the caller's own ``message = queue.get()``.
+Python 3.10 looks for signals also when a function has returned, before the caller has its result. What is lost there is not
+counted, as in the caller's own ``message = queue.get()``.
 
-**Forks** within a put or a get, by a signal's handler, a finalizer or ``__setstate__``: what is under way is the parent's, and
-so is its operation. In the child it ends at the first exception, or when the message is decoded, with no store to shared
-memory: ``_process`` is another there. A child must not return into a put or into a wait, which nothing can stop.
+**Forks** may happen within a put or a get: in a signal handler, a finalizer or ``__setstate__``. The operation under way
+belongs to the parent. In the child it ends at the first exception, or when the message is decoded, and stores nothing to
+shared memory: ``_process`` differs there. A child must not return into a put or into a wait; nothing can stop it there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts of one queue that all processes know: a record in shared memory, and a lock that says that somebody has the queue.
+"""QueueRecord: the facts of one queue that all its processes share, and the lock that says that a process has the queue.
 
 ::
 
@@ -11,31 +11,38 @@
                           │ generation  │ block >> 9  │
                           └─────────────┴─────────────┘
 
-``watch`` is set with any of the three words behind it, so that the usual put and get look at one word. ``shut``: no more
-puts (TOLD: and all who wait have been told); ``dropped``: nor gets, what waits is dropped; ``spilled``: the log was ever used
-(shared_queue/token_pipe.py), or doorbells stand in the pipe for another reason; ``tasks``: the queue can be joined (OF_OTHERS:
-and some process finishes what others took, shared_queue/tasks.py); ``pair``: it lies between two endpoints (for onlookers);
-``claimed``: a connector has taken one that was there for whoever comes, for which it has the lock of the record's second byte.
-That of the third is the turn of those who take from the spill log.
+========  ====================================================================================================
+word      meaning if set
+========  ====================================================================================================
+watch     one of ``spilled``, ``shut``, ``dropped`` is set: so the usual put and get look at one word only
+spilled   the log was ever used (token_pipe.py), or doorbells stand in the pipe for another reason
+shut      no more puts; TOLD: and all waiting processes have been told
+dropped   no more gets either: waiting messages are dropped
+tasks     the queue can be joined; OF_OTHERS: and some process finishes what others took (tasks.py)
+pair      the queue lies between two endpoints (for onlookers)
+claimed   a connector has taken this queue, which a binder had ready; it holds the lock of the record's second byte
+========  ====================================================================================================
 
-**The log is empty again.** While it holds something takers must look at it, and none may sleep where only the pipe wakes it.
-So a giver sets ``watch`` before it appends to the log, and once more thereafter, before its put is over. A taker that finds
-pipe and log empty, and the queue not shut down, clears ``watch``, looks at the log once more, and sets ``watch`` if there
-is something in it. If it saw nothing, the append came after that look, and the giver's second store after the clearing. Only a
-giver that is stopped or killed between append and store leaves a token unwatched, of a put that has not returned; the
-recovering process sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``; the taker looks at ``shut`` last,
-too.
+The lock of the record's third byte is the turn to take from the spill log.
 
-**Life.** Every process that has the queue has an open file description of the segment that carries a read lock (OFD) on the
-record's first byte. The kernel drops it with the last descriptor, however its process ends. So whoever can write-lock that
-byte knows that the queue is gone, and is alone in destroying it (``Orphans.destroy``). A number is never used
-twice: the block's generation goes up, so what still names a queue that is gone is seen to.
+**When the log is empty again.** While the log holds tokens, takers must look at it, and none may sleep where only the pipe
+wakes it. So a giver sets ``watch`` before it appends to the log, and again afterwards, before its put is over. A taker that
+finds pipe and log empty, and the queue not shut down, clears ``watch`` and looks at the log once more. If there is something in
+it, the taker sets ``watch`` again. If it saw nothing, the append came after that look, and the giver's second store comes after
+the clearing. Only a giver that is stopped or killed between append and store leaves a token unwatched, and its put has not
+returned. The recovering process sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``, and the taker looks at
+``shut`` last, too.
 
-A queue that children have, too, has a description of its own, inherited or passed on (``PresenceLock``). One that a process
-keeps to itself is locked through the description that carries its row (``RowPresenceLock``), which a forked child closes.
-Closing such a queue unlocks it; so a process has no queue twice (``endpoints.rendezvous``). A burial takes the lock through a
-description that is made for it (``Rows.alone``). So what this process has by its row is in its way, as what others have is;
-and no queue is made or reached in a record that another thread of this process is just destroying.
+**The presence lock.** Each process that has the queue has an open file description of the segment that carries a read lock
+(OFD) on the record's first byte. The kernel drops that lock with the last descriptor, however the process ends. So a process
+that can write-lock the byte knows that the queue is gone, and is alone in destroying it (``Orphans.destroy``). No number is
+used twice: the block's generation goes up, so an outdated number is recognised.
+
+A queue that children have, too, has a description of its own, which they inherit or receive (``PresenceLock``). A queue that
+one process keeps to itself is locked through the description that carries the process's row (``RowPresenceLock``), which a
+forked child closes. Closing such a queue unlocks it, so a process never has it twice (``endpoints.rendezvous``). The process
+that destroys a queue takes the lock through a description that is made for it (``Rows.alone``). So the process's own lock
+is in its way as the locks of others are. And no queue is made or reached in a record that another thread is destroying.
 """
 
 from __future__ import annotations
@@ -175,7 +182,7 @@ class QueueRecord:
         if not 0 <= maxsize <= SLOTS:
             raise ValueError(f"maxsize must be from 0 (no bound) to {SLOTS}, not {maxsize}")
         nbytes = 8 * (_LAPS + maxsize)
-        block, presence_lock = _block_and_life(arena, nbytes, kept_by)
+        block, presence_lock = _block_and_lock(arena, nbytes, kept_by)
         words, word = arena.words, block >> 3
         words[word + _MAXSIZE : word + _LAPS] = memoryview(bytes(8 * (_LAPS - _MAXSIZE))).cast("Q")
         words[word + _MAXSIZE], words[word + _TASKS] = maxsize, tasks
@@ -233,7 +240,7 @@ def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
     return words[_MAXSIZE], bool(words[_SHUT]), bool(words[_TASKS]), bool(words[_PAIR])
 
 
-def _block_and_life(arena: Arena, nbytes: int, kept_by: type[PresenceLock]) -> tuple[int, PresenceLock]:
+def _block_and_lock(arena: Arena, nbytes: int, kept_by: type[PresenceLock]) -> tuple[int, PresenceLock]:
     """A block, and the read lock on its first byte.
 
     Whoever destroyed the queue whose record lay there before may still have the byte's lock, and may be stopped: then another

@@ -8,7 +8,7 @@ sleeper.
 
 A process that takes a doorbell puts it back into the pipe before it clears its word. So doorbells go round, and a doorbell
 that a killed or stopped process took is missed by nobody. One pass over what the pipe held tells that only doorbells are
-left (``TokenPipe.take_past_bells``). A doorbell in a dead row's word is handled by the recovering process. A get that finds
+left (``TokenPipe.take_past_doorbells``). A doorbell in a dead row's word is handled by the recovering process. A get that finds
 nothing more rings until there are as many doorbells as words again.
 
 A full pipe has no room for doorbells, and then ``shut`` is 1. Each get tries to give them before it takes a ticket. Once they

@@ -1,54 +1,54 @@
-"""Tokens of 8 bytes through a kernel pipe: order, atomicity and wake-ups come from the kernel, and so survive any kill.
+"""TokenPipe: tokens of 8 bytes through a kernel pipe.
 
-A token is a number above ``LAST_DOORBELL`` (tickets and credits: shared_queue/shared_memory.py). It is given from, and
-taken into, a word of the acting process's own row in shared memory (memory/row.py), by ``writev`` and ``readv`` on
-that very word. The kernel copies a token into the taker's word and only then removes it from the pipe, under the
-pipe's mutex, in one system call that no signal can cut in two. So at every moment a token stands in the pipe or in a
-word of some row, and who has taken it is on record. An exception that a signal handler raises finds it there too: the
-return value of ``os.read`` would be lost.
+The kernel provides order, atomicity and wake-ups, so they survive any kill. A token is a number above ``LAST_DOORBELL``
+(tickets and credits: tokens.py). ``writev`` gives it from, and ``readv`` takes it into, a word of the acting process's own
+row in shared memory (memory/row.py). The kernel copies a token into the taker's word, and only then removes it from the pipe:
+under the pipe's mutex, in one system call that no signal can interrupt. So at every moment a token stands in the pipe or in a
+word of some row, and it is on record which process has taken it. A signal handler's exception changes nothing about that. It
+would lose the return value of ``os.read``.
 
-**Descriptors.** A pipe costs two: ``fd`` reads and writes and never blocks; ``read_end`` is for the plain wait in a
-blocking ``readv``. Credits are never waited for so, and have ``fd`` alone. (``RWF_NOWAIT`` would save ``read_end``, but
-Linux 6.18 refuses it for a pipe that was opened again through /proc, and one opened for both is only had so.) Each flag
-belongs to an open file description, which processes share; so each of these two is used in one way by all of them.
+**Descriptors.** A pipe costs two. ``fd`` reads and writes and never blocks. ``read_end`` is for the plain wait in a blocking
+``readv``. Nobody waits for credits in that way, so their pipe has ``fd`` alone. (``RWF_NOWAIT`` would make ``read_end``
+unnecessary. But Linux 6.18 refuses it for a pipe that was opened again through /proc, and a pipe that is open for both
+directions can be had in no other way.) The flag O_NONBLOCK belongs to an open file description, which processes share. So
+each of the two is used in one way by all processes.
 
-**Capacity.** A pipe of 16 pages of 4 KiB has 512 tokens a page. The page at the head may be nearly empty, and the tail
-of a page is wasted when a batch does not fit into it. Batches of at most 64 tokens waste less than 64 of each page's 512,
-so that 15 x 449 = 6,735 tokens always fit. ``CAPACITY`` is what we rely on where the pipe has 16 pages, of whatever size.
-A pipe of fewer holds what ``_capacity`` says: none, if it has one page. A queue that may have more in it gets a log.
+**Capacity.** A pipe of 16 pages of 4 KiB holds 512 tokens a page. The page at the head may be nearly empty, and the tail of a
+page is wasted when a batch does not fit into it. A batch has at most 64 tokens, so it wastes less than 64 of a page's 512.
+Hence 15 x 449 = 6,735 tokens always fit. ``CAPACITY`` is what this package relies on if the pipe has 16 pages, of whatever
+size. A pipe of fewer pages holds ``_capacity`` tokens, which is none for one page. A queue that may have more gets a log.
 
-**The spill log**, for queues without a bound (or with a larger one): a memfd to which tokens are appended when the
-pipe is full, and from which consumers ``readv`` through one shared file offset: the kernel moves it under a mutex, so
-each token is taken once, into a word, like from the pipe. ``pwritev`` with ``RWF_APPEND`` appends, under the inode's lock,
-and leaves that offset alone: one descriptor does both. Order per giver is kept by three rules:
+**The spill log** serves queues without a bound, or with a larger one. It is a memfd. Givers append tokens when the pipe is
+full, and takers ``readv`` them through one shared file offset. The kernel moves that offset under a mutex, so each token is
+taken once, into a word, as from the pipe. ``pwritev`` with ``RWF_APPEND`` appends under the inode's lock and leaves the offset
+alone, so one descriptor does both. Three rules keep the order of each giver's tokens:
 
-1. A giver whose last spilled token has not been taken spills the next too (the caller knows it: ``spill``).
-2. A taker looks at the log only when the pipe is empty, *and saw the token at the log's head before it saw the pipe
-   empty*: what its giver had put into the pipe before has then been taken.
-3. Between these two looks others may have drained the log and filled the pipe again, so the token it gets may be
-   another. It notices, since tokens are never given twice. Then this one is *early*: take returns a negative count,
-   and the caller keeps it until it has taken as many tokens as stood in the pipe, or found the pipe empty
-   (``take_piped``). It takes nothing from the log meanwhile: that would be later than the early one.
+1. A giver whose last spilled token has not been taken spills the next one, too (the caller knows that: ``spill``).
+2. A taker looks at the log only when the pipe is empty, *and it saw the token at the log's head before it saw the pipe
+   empty*. Everything that the giver had put into the pipe before was taken by then.
+3. Between these two looks other takers may have drained the log and filled the pipe again, so the taker may get another
+   token than the one it saw. It notices, because no token is given twice. Such a token is *early*: ``take`` returns a
+   negative count, and the caller keeps the token. It serves it after as many tokens as stood in the pipe, or when it finds
+   the pipe empty (``take_piped``). Meanwhile it takes nothing from the log, which would be later than the early token.
 
-Rule 3 is needed: one shared offset "read after the pipe is empty" alone lets a taker that is stopped between the two
-looks overtake a pipe filled meanwhile. But a taker that ends with an early token loses it. So takers exclude each other
-between the looks, by a lock that the kernel drops when they die (``turn``): who has it gets the head that it saw.
-Who does not get it for ``_TURN``, because the one who has it is stopped, goes on without, and either may come early. For
-``_NO_TURN`` it then does not wait for the turn again: there may be a million tokens.
+Rule 3 is necessary: with a shared offset alone, a taker that is stopped between the two looks overtakes a pipe that was
+filled meanwhile. But a taker that dies with an early token loses it. So takers exclude each other between the looks, by a lock
+that the kernel drops when its holder dies (``turn``). The holder gets the token that it saw. A taker that waits ``_TURN`` in
+vain, because the holder is stopped, goes on without the turn, and then either of the two may get an early token. It does not
+wait for the turn again for ``_NO_TURN``, as there may be a million tokens.
 
-A giver that spilled writes one ``DOORBELL`` to the pipe if it can. If it cannot, the pipe is full and no taker is asleep.
-``SHUT`` and ``DROP`` tell takers that the queue is shut down (``Attachment.shut``). So a taker without a
-timeout waits in a plain blocking ``readv``, which is the fastest wait, and the one that a killed neighbour cannot rob
-of its wake-up: the kernel hands the token over or wakes the next. A doorbell eventfd beside the pipe would need epoll for
-every wait (two more system calls, 1 us).
+A giver that spilled writes one ``DOORBELL`` to the pipe, if it can. If it cannot, the pipe is full and no taker is asleep.
+``SHUT`` and ``DROP`` tell takers that the queue is shut down (shutdown.py). So a taker without a timeout waits in a plain
+blocking ``readv``. That is the fastest wait, and a killed neighbour cannot rob it of its wake-up: the kernel hands the token
+over or wakes the next taker. An eventfd beside the pipe would need epoll for every wait (two more system calls, 1 us).
 
-**Waking.** A token wakes one of those who sleep in ``readv``, and the kernel lets none of them be killed between its
-wake-up and the taking: it takes, and then dies. But a taker that was woken out of a poll may be killed before its ``readv``.
-With EPOLLEXCLUSIVE, which wakes one waiter instead of all, it would take the wake-up with it, and those who sleep in
-``readv`` have no slices in which to notice. (The kill campaign saw that: two tokens in the pipe, two takers asleep.) So waits
-with a timeout poll, and share wake-ups with nobody. Where all who wait do so in slices, as for credits, one is woken for each
-token (``exclusive``). The epoll which that takes is registered for the length of the wait and used again by the process's
-next wait, for whichever pipe: it costs a descriptor for each thread that waits, and none for a queue.
+**Waking.** A token wakes one of the takers that sleep in ``readv``. The kernel lets no taker die between its wake-up and its
+taking: it takes the token, and then dies. But a taker that polls may be killed between its wake-up and its ``readv``. With
+EPOLLEXCLUSIVE, which wakes one waiter instead of all, it would take the wake-up with it, and takers that sleep in ``readv``
+have no slices in which to notice. (The kill campaign has shown this: two tokens in the pipe, two takers asleep.) So waits with
+a timeout use ``poll`` and share wake-ups with nobody. Where all takers wait in slices, as for credits, a token wakes one of
+them (``exclusive``). Such a wait registers an epoll for its own length, and the process's next wait uses it again, for any
+pipe. That costs a descriptor for each waiting thread, and none for a queue.
 """
 
 from __future__ import annotations
@@ -77,15 +77,23 @@ from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
-__all__ = ["DOORBELL", "BELLS", "CAPACITY", "DROP", "LAST_DOORBELL", "SHUT", "SLICE", "Buffers", "TokenPipe", "Turn"]
+__all__ = [
+    "DOORBELL",
+    "DOORBELLS",
+    "CAPACITY",
+    "DROP",
+    "LAST_DOORBELL",
+    "SHUT",
+    "SLICE",
+    "Buffers",
+    "TokenPipe",
+    "Turn",
+]
 
-DOORBELL, SHUT, DROP = (
-    1,
-    2,
-    3,
-)  # what wakes takers and is no token: look at the log; the queue is shut down; and emptied
+# These wake takers and are no tokens: look at the log; the queue is shut down; and its messages are dropped.
+DOORBELL, SHUT, DROP = 1, 2, 3
 LAST_DOORBELL = 3
-BELLS = frozenset((DOORBELL, SHUT, DROP))
+DOORBELLS = frozenset((DOORBELL, SHUT, DROP))
 CAPACITY = 6400  # tokens that always fit into a pipe of 16 pages, see above
 SLICE = 0.05  # seconds; C6 promises 100 ms, a wait may begin just before the death, and probing takes time too
 
@@ -102,24 +110,23 @@ Buffers = list[memoryview]  # what os.readv fills and os.writev reads: one view 
 
 
 class Turn(Protocol):
-    """The turn to take from the log: a lock between processes, which the kernel drops with its holder."""
+    """The turn to take from the log: a lock between processes, which the kernel drops when its holder dies."""
 
     def take(self) -> bool:
-        """Return whether it was to be had."""
+        """Try to get the turn, without waiting. Return whether that succeeded."""
 
     def leave(self) -> None:
-        """Let others have it."""
+        """Give the turn up."""
 
 
 class TokenPipe:
-    """One pipe, and perhaps a spill log. Inherited by fork; pickled to a child while that is being spawned.
+    """One pipe, and perhaps a spill log. A child inherits it by fork, or unpickles it while it is being spawned.
 
     Attributes:
-        fd: the pipe, to read and to write, non-blocking.
-        read_end: the pipe, to read, blocking; -1 for a pipe on which nobody waits so. Every process has ``fd`` open for both,
-            so there is no end of file and no EPIPE.
+        fd: the pipe, open to read and write, non-blocking. As every process has it, there is no end of file and no EPIPE.
+        read_end: the pipe, open to read, blocking; -1 for a pipe on which nobody waits in ``readv``.
         spills: whether there is a log.
-        turn: of those who take from the log; None: nobody minds their order.
+        turn: the turn to take from the log; None if the order of takers does not matter.
     """
 
     def __init__(self, fd: OwnedFd, log: OwnedFd | None = None, read_end: OwnedFd | None = None) -> None:
@@ -132,10 +139,10 @@ class TokenPipe:
 
     @classmethod
     def create(cls, tokens: int | None, *, blocking: bool = True) -> TokenPipe:
-        """A new one, with a log if need be.
+        """Make a new pipe, with a log if it may hold more than the pipe does.
 
         Args:
-            tokens: how many may be in it at once; None: any number.
+            tokens: the most that may be in it at once; None: any number.
             blocking: whether takers wait in a plain blocking ``readv``.
 
         Raises:
@@ -144,7 +151,7 @@ class TokenPipe:
         try:
             read_end, write_end = owned_fd.pipe()
             with write_end:
-                # A user who has used up his pipe budget (fs.pipe-user-pages-soft) gets one of one or two pages.
+                # A user beyond the pipe budget (fs.pipe-user-pages-soft) gets a pipe of one or two pages.
                 if fcntl.fcntl(write_end, _F_GETPIPE_SZ) != _PAGES * mmap.PAGESIZE:
                     with contextlib.suppress(OSError):
                         fcntl.fcntl(write_end, _F_SETPIPE_SZ, _PAGES * mmap.PAGESIZE)
@@ -159,7 +166,7 @@ class TokenPipe:
 
     @classmethod
     def reach(cls, fd: OwnedFd, *, blocking: bool = True) -> TokenPipe:
-        """That of another process, which has no log.
+        """Return another process's pipe, which has no log.
 
         Args:
             fd: the pipe, opened here, O_RDWR and non-blocking.
@@ -173,10 +180,10 @@ class TokenPipe:
     # ---- taking ----
 
     def take_nowait(self, buffers: Buffers) -> int:
-        """Take what is there, at most as many tokens as ``buffers`` holds.
+        """Take the tokens that are there, at most as many as ``buffers`` holds.
 
         Returns:
-            How many. Negative: they are early (see above).
+            The number of tokens; negative if they are early (see above).
         """
         try:
             if not self.spills:
@@ -198,10 +205,10 @@ class TokenPipe:
                 self.turn.leave()
 
     def tell_of_more(self) -> bool:
-        """After a taking: ring if the pipe is empty and the log is not, so that ``fileno`` goes on telling of it.
+        """After taking: ring if the pipe is empty and the log is not, so that ``fileno`` stays readable.
 
         Returns:
-            Whether both were empty.
+            Whether both are empty.
         """
         if self.unread():
             return False
@@ -211,11 +218,11 @@ class TokenPipe:
         return True
 
     def _head(self) -> bytes:
-        """The token at the log's head; b"" if it is empty."""
+        """Return the token at the log's head; b"" if the log is empty."""
         return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
 
     def _take_turn(self) -> bool:
-        """Return whether no other process takes from the log now, until the turn is left. False where that is not known."""
+        """Wait for the turn, but not long. Return whether this process has it, so that no other takes from the log."""
         if self.turn is None:
             return False
         until = 0.0
@@ -235,15 +242,16 @@ class TokenPipe:
             return os.readv(self.fd, buffers) >> 3
         return self._take_behind(head, buffers) if head else 0  # 0: others have taken it
 
-    def take_past_bells(self, buffers: Buffers, put_back: Callable[[int], None]) -> int:
-        """``take_nowait`` where doorbells go round, and the pipe is never empty for long: once as many have passed as there
-        were when the head of the log was seen, nothing is left that was in the pipe then.
+    def take_past_doorbells(self, buffers: Buffers, put_back: Callable[[int], None]) -> int:
+        """Do what ``take_nowait`` does, in a pipe that is never empty for long, because doorbells go round.
+
+        Once as many entries have passed as the pipe held when the log's head was seen, nothing of those is left in the pipe.
 
         Args:
-            put_back: is to put back so many doorbells, which were taken.
+            put_back: called with the number of doorbells that were taken; it puts them back.
 
         Returns:
-            How many, tokens among them; negative: they are early. 0: there were but doorbells.
+            The number of entries, with tokens among them; negative if they are early; 0 if there were only doorbells.
         """
         has_turn = self.spills and self._take_turn()
         try:
@@ -259,28 +267,28 @@ class TokenPipe:
                 left -= taken
                 if not looked:  # there may be thousands, and as many messages in the log
                     looked = True
-                    if self._holds_but_bells():
+                    if self._holds_doorbells_only():
                         break
             return self._take_behind(head, buffers) if head else 0
         finally:
             if has_turn and self.turn is not None:
                 self.turn.leave()
 
-    def _holds_but_bells(self) -> bool:
-        """Return whether no token is in the pipe now; False where that is not known."""
+    def _holds_doorbells_only(self) -> bool:
+        """Return whether the pipe holds no token now; False if that cannot be told."""
         content = self._content()
         return content is not None and max(memoryview(content).cast("Q"), default=0) <= LAST_DOORBELL
 
     def _take_behind(self, head: bytes, buffers: Buffers) -> int:
-        """Take from the log, whose head was seen before the pipe was seen to be empty."""
+        """Take from the log. Its head was seen before the pipe was seen empty."""
         taken = os.readv(self._log, buffers) >> 3
         self._punch()
-        # One look for a whole batch: what stood behind the head that was seen was spilled at that time, or later.
+        # One look serves a whole batch: the tokens behind the head that was seen were spilled at that time, or later.
         in_order = buffers[0][:8] == head and (taken == 1 or not self.unread())
         return taken if in_order or not self.unread() else -taken
 
     def take_piped(self, buffers: Buffers) -> int:
-        """Take what is in the pipe, and leave the log alone. How many."""
+        """Take tokens from the pipe only, and return their number."""
         try:
             return os.readv(self.fd, buffers) >> 3
         except BlockingIOError:
@@ -294,12 +302,12 @@ class TokenPipe:
         *,
         exclusive: bool = False,
     ) -> int:
-        """Wait for tokens and take them; 0 when the deadline has passed.
+        """Wait for tokens and take them. Return their number; 0 when the deadline has passed.
 
         Args:
-            deadline: on ``time.monotonic``'s clock; None: none.
+            deadline: on ``time.monotonic``'s clock; None for no deadline.
             idle: called after each slice in which nothing came.
-            exclusive: have each token wake one of those who wait: where all of them wait in this way.
+            exclusive: have each token wake only one waiter. All waiters of the pipe must then wait in this way.
         """
         taken = self.take_nowait(buffers)
         if taken or deadline is not None and deadline <= time.monotonic():
@@ -327,12 +335,15 @@ class TokenPipe:
             return _Shared(self.fd)
 
     def fileno(self) -> int:
-        """Readable while the pipe holds anything, a doorbell included. There is one while the log holds anything: its writer
-        rings, and so does whoever empties the pipe. (That a process is killed in between shows with the next put or get.)"""
+        """Return a descriptor that is readable while the pipe holds anything, a doorbell included.
+
+        The pipe holds a doorbell while the log holds tokens: a process that writes to the log rings, and so does one that
+        empties the pipe. (If it is killed in between, the next put or get makes up for it.)
+        """
         return self.fd
 
     def unread(self) -> int:
-        """Return how many tokens (and doorbells) the pipe holds now, not counting the log."""
+        """Return how many tokens and doorbells the pipe holds now, without the log."""
         count = array.array("i", [0])
         fcntl.ioctl(self.fd, termios.FIONREAD, count)
         return count[0] >> 3
@@ -346,11 +357,11 @@ class TokenPipe:
     # ---- giving ----
 
     def give(self, buffers: Buffers) -> None:
-        """Give the tokens in ``buffers``, all at once: at most 64, and none of them zero. Never waits.
+        """Give the tokens in ``buffers`` at once: at most 64, and none of them zero. It never waits.
 
         Raises:
-            BlockingIOError: there are more in a pipe without a log than it was made for, which only a stranger can have
-                put there. None of them was given.
+            BlockingIOError: a pipe without a log holds more than it was made for, which only a stranger can have put there.
+                No token was given.
         """
         try:
             os.writev(self.fd, buffers)
@@ -361,13 +372,13 @@ class TokenPipe:
             self.ring_doorbell()
 
     def spill(self, buffers: Buffers) -> None:
-        """Give the tokens to the log at once (rule 1). A ring is due.
+        """Append tokens to the log (rule 1). The caller must ring then.
 
         Raises:
-            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``). None of them was given.
+            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``). No token was given.
         """
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        # Near it the kernel writes a part, perhaps of a token; and others may be writing.
+        # Near the limit the kernel writes a part, perhaps of a token. And other processes may be writing, too.
         if limit != resource.RLIM_INFINITY and os.fstat(self._log).st_size > limit - _MARGIN:
             raise SharedMemoryError(
                 errno.EFBIG,
@@ -377,13 +388,13 @@ class TokenPipe:
         os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
 
     def ring_doorbell(self, doorbell: int = DOORBELL, count: int = 1) -> bool:
-        """Put doorbells into the pipe, each of which wakes one taker. If there is no room for them, no taker is asleep.
+        """Put doorbells into the pipe. Each wakes one taker. If there is no room for them, no taker is asleep.
 
         Returns:
-            Whether there was room for all.
+            Whether all of them had room.
         """
         if count > _AT_ONCE and self.unread() and self.unread() + count > _capacity(self.fd):
-            return False  # nor shall a part of them pile up, each time that it is tried
+            return False  # else a part of them would pile up with each try
         try:
             for done in range(0, count, _AT_ONCE):
                 os.write(self.fd, doorbell.to_bytes(8, sys.byteorder) * min(_AT_ONCE, count - done))
@@ -394,17 +405,17 @@ class TokenPipe:
     # ---- looking ----
 
     def waiting(self) -> int | None:
-        """Return how many tokens wait in the pipe and the log now, doorbells not counted. None: try later."""
+        """Return how many tokens wait in the pipe and the log now, without doorbells; None: try later."""
         content = self._content()
-        return None if content is None else len(frozenset(memoryview(content).cast("Q")) - BELLS) + self.spilled()
+        return None if content is None else len(frozenset(memoryview(content).cast("Q")) - DOORBELLS) + self.spilled()
 
     def snapshot(self) -> frozenset[int] | None:
-        """All tokens that wait in the pipe and the log now, none of them removed. None: try later."""
+        """Return all tokens that wait in the pipe and the log now, and remove none of them; None: try later."""
         content = self._content()
         return None if content is None else frozenset(memoryview(content + self._spilled_content()).cast("Q"))
 
     def _content(self) -> bytes | None:
-        """Read what is in the pipe, without taking it. None: try later.
+        """Return the pipe's content, and take nothing; None: try later.
 
         ``tee`` copies it under the pipe's mutex, if the scratch pipe has as many pages.
         """
@@ -426,12 +437,12 @@ class TokenPipe:
     def _spilled_content(self) -> bytes:
         if not self.spills:
             return b""
-        # One look at where takers are: they go on meanwhile, and what was given last stands at the end.
+        # One look at the takers' offset: they go on meanwhile, and the tokens that were given last stand at the end.
         start = os.lseek(self._log, 0, os.SEEK_CUR)
         return os.pread(self._log, max(0, os.fstat(self._log).st_size - start) & -8, start)
 
     def _punch(self) -> None:
-        """Give back the memory of what everybody has read of the log, once in a while."""
+        """Give back, once in a while, the memory of the log's part that takers have read."""
         offset = os.lseek(self._log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
         if offset - self._punched >= _PUNCH_STEP:
             start, self._punched = self._punched, offset
@@ -441,7 +452,7 @@ class TokenPipe:
     # ---- lifetime ----
 
     def renew(self) -> None:
-        """In a forked child: its waits share nothing with the parent's."""
+        """Have a forked child's waits share nothing with its parent's."""
         self._epolls = None
 
     def close(self) -> None:
@@ -471,7 +482,7 @@ def _capacity(descriptor: int) -> int:
 
 
 class _Shared:
-    """A wait for a pipe of which each token wakes all."""
+    """A wait for a pipe in which each token wakes all waiters."""
 
     def __init__(self, fd: int) -> None:
         self._poll = select.poll()
@@ -485,7 +496,7 @@ class _Shared:
 
 
 class _Exclusive:
-    """A wait of which each token wakes one."""
+    """A wait in which each token wakes one waiter."""
 
     def __init__(self, fd: int, spare: list[select.epoll]) -> None:
         self._fd, self._spare = fd, spare
@@ -505,7 +516,7 @@ class _Exclusive:
 
 
 class _Epolls:
-    """Epoll descriptors that no wait of this process uses now. They go with the last pipe that was waited for so."""
+    """Epoll descriptors that no wait of this process uses now. They are closed with the last pipe that needed them."""
 
     def __init__(self) -> None:
         self.spare: list[select.epoll] = []
@@ -515,7 +526,7 @@ _epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary
 
 
 def _tee(source: int, target: int, size: int) -> int:
-    """Bytes copied; 0 for an empty pipe."""
+    """Copy a pipe's content into another pipe. Return the number of bytes."""
     copied: int = libc().tee(source, target, ctypes.c_size_t(size), _SPLICE_F_NONBLOCK)
     if copied >= 0:
         return copied

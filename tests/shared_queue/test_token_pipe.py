@@ -121,7 +121,7 @@ def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
         assert pipe.ring_doorbell(SHUT, count)
 
     for token in range(10, 20):
-        assert pipe.take_past_bells(words.buffers(FIRST), put_back)
+        assert pipe.take_past_doorbells(words.buffers(FIRST), put_back)
         assert words.values[FIRST] == token
     assert sum(passed) <= 20
     assert pipe.unread() == 1000
@@ -136,10 +136,10 @@ def test_who_takes_past_bells_takes_first_what_stands_behind_them(words):
     pipe.spill(words.buffers(FIRST))
     got = []
     for _ in range(2):
-        assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 1
+        assert pipe.take_past_doorbells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 1
         got.append(words.values[FIRST])
     assert got == [10, 11]
-    assert pipe.take_past_bells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 0
+    assert pipe.take_past_doorbells(words.buffers(FIRST), lambda count: pipe.ring_doorbell(SHUT, count)) == 0
     pipe.close()
 
 
