@@ -1,4 +1,4 @@
-"""A segment divided: extents that belong to rows, blocks that messages lie in, and who may do what to a block when.
+"""Arena: blocks for messages, and which process may change a block's state, and when.
 
 ::
 
@@ -10,47 +10,50 @@
                      │ generation     │ incarnation  │ row    │ step │
                      └────────────────┴──────────────┴────────┴──────┘
 
-**An extent** belongs to one row and is cut into blocks of 2 ** kind bytes; a large message is one block of several
-units. Powers of two waste only addresses: pages nobody wrote cost nothing. How extents are claimed, change hands and are
-given up is told in extents.py.
+**An extent** belongs to one row and is cut into blocks of 2 ** kind bytes. A large message is one block of several units.
+Powers of two waste only addresses: a page that was never written costs nothing. extents.py tells how extents are claimed,
+change hands and are given up.
 
 **A block's steps.** There is one writer at every step, so plain stores suffice:
 
 ========  ====================================  ==============================  ============================
-step      means                                 who may write the state         to
+step      means                                 may write the state             to
 ========  ====================================  ==============================  ============================
-FREE      nobody needs the content              the row that owns the extent    WRITING
+FREE      no process needs the content          the row that owns the extent    WRITING
 WRITING   being filled (a loan, too)            the row named in it             QUEUED (generation + 1), FREE
-QUEUED    a ticket with this generation is or   who has this ticket in a word   HELD, FREE (content copied)
-          will be in a queue                    of its row; before it is given,
-                                                the row named in it             WRITING (recovery: "not given")
+QUEUED    a ticket with this generation is or   the process with this ticket    HELD, FREE (content copied)
+          will be in a queue                    in a word of its row; before
+                                                it is given, the row named      WRITING (recovery: "not given")
 HELD      a lease: tensors lie on it            the row named in it             FREE, QUEUED (forwarded)
-KEPT      a queue's own record; names no row    who finds the queue gone        FREE
+KEPT      a queue's own record; names no row    the process that finds the      FREE
+                                                queue gone
 ========  ====================================  ==============================  ============================
 
-"The row" is its process while that lives, and after that whoever has the row's lock. Only the block's owner takes it
-from FREE to WRITING, so a block has one owner and one writer, and nobody needs to compare-and-swap, which Python
-cannot. The generation goes up at each queueing. A ticket is (block, generation), so a ticket is found out as given,
-late or foreign by one look at the state. It takes 2 ** 32 messages in one block for one to come round.
+"The row" is its process while that lives, and then the process that has the row's lock. Only a block's owner takes it from
+FREE to WRITING. So a block has one owner and one writer, and no process needs compare-and-swap, which Python lacks. The
+generation goes up each time the block is queued. A ticket is (block, generation), so one look at the state tells whether a
+ticket was given, is late or is foreign. A generation comes round after 2 ** 32 messages in one block.
 
-**Allocation** is private to the owner and in plain Python data: lists of free blocks by kind, most recently freed
-first, as warm memory takes a copy five times faster than fresh. What makes no call is a single step for threads and signal
-handlers, and each entry belongs to who has taken it out. A block is in one of four
-lists, or in somebody's hands: ``free``; ``_fresh``, which cost nothing or little yet; ``recent`` and ``_older``, which were
-taken and will be freed, by whoever has them. An exception of a signal's handler must not lose one on the way: so there is no
-call from where an entry leaves a list until it is in another, or WRITING with somebody who knows of it. Nobody tells the
-lists that a block is free: its state does, and a reclaim finds it. See ``reclaim_freed`` for what that costs, extents.py for
-blocks that another process has taken.
+**Allocation** is private to the owner, in plain Python data: lists of free blocks by kind, the most recently freed first. A
+copy into warm memory is five times as fast as into fresh memory. Code without a call is one step for threads and signal
+handlers, and an entry belongs to the thread that has taken it out. A block is in one of four lists, or in a thread's hands:
+``free``; ``_fresh``, whose blocks cost nothing or little yet; ``recent`` and ``_older``, whose blocks were taken, and will be
+freed by the processes that have them. A signal handler's exception must not lose a block on the way. So no call comes between
+the moment when an entry leaves a list and the moment when it is in another list, or WRITING and known to its taker. Nothing
+tells the lists that a block is free: its state does, and ``reclaim_freed`` finds it. extents.py tells what happens to blocks
+that another process has taken.
 
-**Memory** is what ``Segment.resident`` says: pages. Before a block gets pages that it has not had since they were last
-punched out, they are held against ``capacity``, against what the machine's cgroups leave (memory/headroom.py), and
-against what others are just getting (``RESERVED`` in their rows, stored first). Then they are made, all at once, and so
-are counted by everyone from then on: a loan that nobody fills yet, too. Small blocks are charged whole, 64 KiB at a time. It
-is a check, not a guarantee: others on the machine may take what is left in the meantime.
+**Memory** is what ``Segment.resident`` says: pages. A block may need pages that it has not had since they were last punched
+out. Before it gets them, they are held against ``capacity``, against what the machine's cgroups leave (headroom.py), and
+against what other processes are just getting (``RESERVED`` in their rows, stored first). Then the pages are made, all at once,
+and from then on every process counts them; also those of a loan that is not filled yet. Small blocks are charged whole, 64 KiB
+at a time. This is a check, not a guarantee: other programs may take what is left in the meantime.
 
-**Where there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` has
-whatever is free, whoever's: so no put waits for memory that lies with somebody, in whatever sizes. What lies free and unused
-for some seconds is given back by whoever then allocates or waits (``mind_idle``), and at once by ``trim``."""
+**If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
+whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
+free and unused for some seconds is given back by the next process that allocates or waits (``mind_idle``), and at once by
+``trim``.
+"""
 
 from __future__ import annotations
 

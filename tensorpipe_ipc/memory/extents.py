@@ -1,4 +1,4 @@
-"""The division of a segment into extents: who has which, and how one changes hands while its owner lives, or is stopped.
+"""Extents: the division of a segment, which process has which part, and how a part changes hands while its owner lives.
 
 ::
 
@@ -10,57 +10,61 @@
                      │ units       │ in doubt  │ kind │ row + 1  │    of the first unit of an extent; 0 elsewhere
                      └─────────────┴───────────┴──────┴──────────┘
 
-**An extent** belongs to one row and is cut into blocks of 2 ** kind bytes; a large message is one block of several units.
-Its word changes only under an OFD lock on bytes that stand for its units (beyond the segment's end, where no other lock of
-ours lies), tried without waiting. A process that is stopped there keeps others from these units only. As the word is
-stored before the extent is used, the layout can be walked after a kill at any store.
+**An extent** belongs to one row and is cut into blocks of 2 ** kind bytes. A large message is one block of several units.
+The extent's word changes only under an OFD lock on bytes that stand for its units. These bytes lie beyond the segment's end,
+where no other lock of this package lies. Processes try the lock without waiting, so a process that is stopped there keeps
+others from these units only. The word is stored before the extent is used, so the layout can be walked after a kill at any
+store.
 
-**Changing hands.** Its owner takes free blocks of an extent without asking anybody (arena.py). Yet another process can
-have the extent. Before the owner writes the state of a free block, it does this, with no lock and no barrier::
+**Changing hands.** The owner takes free blocks of an extent without asking any process (arena.py). Yet another process can
+get the extent. Before the owner writes the state of a free block, it takes these steps, without a lock or a barrier::
 
-    owner                                        taker, who has the units' lock
+    owner                                        taker, which has the units' lock
     1  hazard = the block                        1  the extent's word = taker's row, in doubt
     2  read the extent's word; not mine?         2  barrier: all that was stored before is seen now
        then hazard = 0, and the block is dropped 3  read the hazards of all rows whose process lives
     3  block WRITING                                one in this extent? then leave the word as it is, for the next look
     4  hazard = 0                                4  the word, no longer in doubt: or 0, see below
 
-Either the owner's second step sees the taker's first, or the taker's third sees the owner's first. So after 3 with no
-hazard, no block of the extent goes from FREE to WRITING, except by the taker. A hazard of a dead row does not count: that
-process will store nothing. Nor can a new one have adopted the row meanwhile and be meant: it reads the word after that.
-A process that is stopped between its steps keeps one extent of memory from being given back for each of its threads, or a
-sixteenth of what it takes itself. Nobody waits for it: others are taken instead. A taker killed anywhere leaves a word in
-doubt, or one that is right; an extent in doubt is nobody's to allocate from, and whoever needs memory next begins at step 1.
+Either the owner's step 2 sees the taker's step 1, or the taker's step 3 sees the owner's step 1. So after a step 3 that found
+no hazard, only the taker can move a block of the extent from FREE to WRITING. A dead row's hazard does not count, because that
+process stores nothing more. A process that adopted the row meanwhile does not matter either: it reads the word after that. A
+process that is stopped between its steps keeps some memory from being given back: one extent for each of its threads, or a
+sixteenth of what it is taking itself. No process waits for it; others are taken from instead. A taker that is killed anywhere
+leaves a word that is right, or in doubt. No process allocates from an extent in doubt, and the next one that needs memory
+begins at step 1.
 
-The barrier is the quick one (barrier.py). So each process joins before it has a row, and with it extents. One that the kernel
-does not let join stores ``apart`` in the segment's head, once and for all, and has a slow barrier before it goes on. A taker
-reads ``apart`` after its quick barrier, and has a slow one where that is set. Where it reads 0, its own first step was seen by
-all before the other's slow barrier was over: so the other's second step sees it, whatever it does from then on.
+The barrier is the quick one (barrier.py). So each process registers for it before it has a row, and with the row extents. A
+process that the kernel does not let register stores ``apart`` in the segment's head, once and for all, and takes a slow barrier
+before it goes on. A taker reads ``apart`` after its quick barrier, and takes a slow one if it is set. If the taker reads 0,
+every process saw its step 1 before the other's slow barrier was over. So that process's step 2 sees it, whatever it does later.
 
-An owner finds out by and by, block for block, what it has lost. Until it has dropped each block of such an extent, or its
-lists are searched for them, it does not take that unit again: an old entry of a list could pass for a new one.
+An owner discovers its losses gradually, block by block. It does not claim a unit again until it has dropped each block of the
+lost extent, or searched its lists for them: an old entry of a list could pass for a new one.
 
-**Given up.** An extent whose blocks are all FREE after step 3 stays so. Its *floor* becomes higher than all its blocks'
-generations, its pages are punched out, and last its word is 0: its addresses are anybody's, for any kind of block. A
-block whose state is 0 begins with its unit's floor as generation. So generations never go down, and a ticket, a queue's
-number or a lease that is out of date is seen to be. Killed before the last store, the extent is its owner's or in doubt,
-with blocks that read 0. Of an extent that is free in part, the taker can likewise punch out the free blocks, as far as they are
-whole pages: their states, too, once the floor is higher. So a few small messages do not keep the memory of thousands.
+**Giving up.** An extent whose blocks are all FREE after step 3 stays so. Its *floor* rises above the generations of all its
+blocks, its pages are punched out, and last its word becomes 0. Then its addresses belong to any process, for any kind of
+block. A block whose state is 0 begins with its unit's floor as generation. So generations never go down, and an outdated
+ticket, queue number or lease is recognised. A kill before the last store leaves the extent to its owner, or in doubt, with
+blocks that read 0. If only a part of an extent is free, the taker can punch out its free blocks in the same way, as far as
+they are whole pages, once the floor is higher; their states go, too. So a few small messages do not keep the memory of
+thousands.
 
-**Walking.** Who looks for blocks of a dead row or of a queue that is gone writes to blocks of anybody's extents. Those it
-looks for are not FREE, so their extents are not given up. But what it takes for a block must be one: so it stores a hazard
-of its own first, and then reads the extent's word. In an extent in doubt a hazard may come too late, so there it has the
-units' lock as well: then whoever left the doubt is dead, or is not at it any more. Where it does not get that, it writes
-nothing, and comes again (``staying``). It must not wait for somebody who needs the memory: what it frees may be all that
-anybody would take the extent for.
+**Walking.** A process that looks for blocks of a dead row, or of a queue that is gone, writes to blocks in the extents of
+others. The blocks that it looks for are not FREE, so their extents are not given up. But it must not mistake a place for a
+block. So it first stores a hazard of its own, and then reads the extent's word. In an extent in doubt that hazard may come too
+late. There it takes the units' lock as well: then the process that left the doubt is dead, or no longer at work on it. If it
+does not get the lock, it writes nothing, and comes again (``staying``). It must not wait for a process that needs memory: the
+blocks that it frees may be all that the other process would take the extent for.
 
-Where a page is that was never written, no state is read: reading would make it, and it would cost memory. The kernel tells
-where the next page is (``SEEK_DATA``), which is all that blocks larger than a page take, and where the next hole is. The search
-for a hole goes on until it finds one. So *the last page of each extent of smaller blocks stays a hole*: else looking at n MiB
-of them would cost n searches through up to n MiB. Only addresses are lost by that.
+No state is read from a page that was never written, as reading would make the page, and cost memory. The kernel tells where
+the next page is (``SEEK_DATA``), which is enough for blocks larger than a page, and where the next hole is. The search for a
+hole goes on until it finds one. So *the last page of each extent of smaller blocks stays a hole*: otherwise a look at n MiB of
+them would cost n searches through up to n MiB. Only addresses are lost by that.
 
-Who asks and then reads may be too late: the extent is given up in between, and its pages are made anew, though they lie in no
-extent any more. Whoever gives memory back looks for such pages, too (``_punch_gaps``)."""
+A read may come too late after that question: the extent is given up in between, and reading makes its pages anew, though they
+lie in no extent. So a process that gives memory back looks for such pages, too (``_punch_gaps``).
+"""
 
 from __future__ import annotations
 

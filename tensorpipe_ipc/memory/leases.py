@@ -1,38 +1,37 @@
-"""Blocks that tensors lie on, and when they are let go.
+"""Leases: blocks that tensors lie on, and when they are let go.
 
-A lease's anchor is the *storage*: a NumPy view over the segment, which ``torch.frombuffer`` keeps until the storage
-dies, so until the last view, ``detach()``, ``.numpy()``, DLPack capsule or saved tensor is gone. A weak reference to
-that array is the release: when the array dies, its block becomes FREE, by one store.
+**Release.** A lease's anchor is the *storage*: a NumPy view of the segment. ``torch.frombuffer`` keeps it until the storage
+dies, so until the last view, ``detach()``, ``.numpy()``, DLPack capsule or saved tensor is gone. A weak reference to that array
+is the release: when the array dies, its block becomes FREE, by one store. The release runs on any thread, in garbage
+collection, at interpreter exit, in a forked child. It takes no lock, and does nothing in a process other than the one that
+made the lease. A process's leases keep its arena, and with it the row that says so.
 
-The release runs on any thread, in garbage collection, at interpreter exit, in a forked child. It takes no lock, and
-does nothing in a process other than the one that made the lease. What a process holds keeps its arena, and with it the
-row that says so.
+A block may also be held from the start, for tensors that are made in it (``hold``, loans.py). Both kinds can be *handed
+over* to a queue, if no other tensor lies on them. Then their tensors here become empty (``Handover``).
 
-A block may also be held from the start, for tensors that are made in it (``hold``, memory/loans.py). Both kinds can be
-*handed over* to a queue, where no other tensor lies on them: then their tensors here are emptied (``Handover``).
+**Forks: what a child may still read.** A child inherits the tensors, and may read them long after the parent let them go. So a
+process that forks while it has leases leaves a *fork marker* (rows.py). A lease that was made before fork f + 1 and let go
+after fork l is *kept*: its block stays HELD until none of the fork markers f + 1 to l is left. The process asks that at once,
+and then at most ten times a second: when leases are made and let go, when a get waits, and whenever memory is short. All that a
+dead process held is kept while any of its fork markers exists, because no record says which children could read it.
 
-**Forks.** A child inherits the tensors, and may read them long after the parent let go. So a process that forks while
-it has leases leaves a *fork marker* (rows.py). A lease that was made before fork f + 1 and let go after fork l is *kept*: its
-block stays HELD until none of the fork markers f + 1 to l is there. That is asked at once, and then ten times a second at
-most, when leases are made and let go, when a get waits, and whenever memory is short. Of a dead process all that it held is
-kept while any of its fork markers is there: which of them could read what is not on record.
+**Forks: what a child writes.** A child's writes must not reach the parent's tensors. So in the child, the pages on which they
+lie become private (apart.py). Nothing else lies on these pages, because a block that tensors lie on is at least a page. (A
+smaller message is copied into such a block if a lease is wanted.) The block's header may lie on such a page. So the child may
+see an old state of the block, and can never change it. It never has to: the block is HELD by the parent's row as long as the
+child's fork marker exists, dead or alive. Meanwhile no process owns it, gets it or sweeps it away, the child included, for
+which the lock of its fork marker is another's. A block whose message is just being got becomes HELD before the fork: user code
+that decodes it (``__setstate__``) may fork with its tensors in hand. Its array is kept until the get is over (``early``). Other
+blocks that are not HELD during a fork carry no tensors, and stay shared.
 
-And a child's writes must not reach the parent's tensors. So in the child the pages that they lie on become private
-(apart.py). Nothing else lies on these pages, as a block that tensors lie on has pages of its own: it is a page at least. (A
-smaller message is copied into such a block where a lease is wanted.) Its header may lie there, too, so the child may see
-an old state of it, and can never change it. It never has to. The block is HELD by the parent's row as long as the child's
-fork marker is there, dead or alive. Nobody owns it, gets it, or sweeps it away meanwhile, the child included, to which the lock
-of its fork marker is another's. A block whose message is just being got becomes HELD before the fork: code of the user's that
-makes an object of it (``__setstate__``) may fork, with tensors on it in hand. Its array is kept until the get is over
-(``early``). Other blocks that are not HELD when the process forks are nobody's tensors, and stay shared.
+**The bound.** A process has at most ``budget`` bytes under lease. And it makes no lease while the memory in use exceeds the
+arena's capacity, which happens when a message is placed in an empty queue although memory is short. So all leases of all
+processes together never pin more than the capacity.
 
-**The bound.** A process has at most ``budget`` bytes under lease. And no lease is made while the memory in use is more than
-the arena's capacity, as it is where a message is placed in an empty queue all the same. So all leases of all processes
-together never pin more than the capacity.
-
-**What nothing interrupts.** CPython looks for signals, and lets other threads run, after a call, on entering a function and
-on jumping back. It does not between a subscript, a comparison and a store or ``del``. So a look and the store that it
-allows are written without a call: ``if word in live and live[word] is anchor``, never ``live.get(word)``."""
+**Signals and threads.** CPython looks for signals, and switches threads, after a call, on entering a function and on jumping
+back. It does not between a subscript, a comparison and a store or ``del``. So a look, and the store that depends on it, are
+written without a call: ``if word in live and live[word] is anchor``, never ``live.get(word)``.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The processes that are attached to a segment, and which of them are dead.
+"""Rows: the processes that are attached to a segment, and which of them are dead.
 
-Each attached process has one row of a table at the segment's head. It alone writes there, until it is dead; what it
+Each attached process has one row of a table at the segment's head. Only that process writes there, until it is dead. What it
 writes is drawn in row.py.
 
 ::
@@ -8,35 +8,33 @@ writes is drawn in row.py.
     byte 0        4096                8192              12288                 256 KiB                 128.25 MiB
     ├─ segment ───┼─ incarnation[512] ┼─ finished[512] ─┼─ 0 ───────────────┬─┼─ row 0 ─┼─ row 1 ─┼─ … ┤ memory/arena.py
 
-**A process is dead when its row's lock can be had.** The lock is an OFD lock on the row's first byte, taken through
-an open file description that is the process's own (the memfd opened again through /proc/self/fd, close-on-exec), so
-that the kernel drops it as soon as the process ends, and nothing else does (ofd_locks.py). A forked child closes its copy
-before it runs any Python, which a ``flock`` on an inherited description cannot offer. A stopped process keeps its lock,
-and so is alive. Process id and start time are for people only: they mean nothing in another container, and survive exec.
+**A process is dead when its row's lock can be taken.** The lock is an OFD lock on the row's first byte. It is taken through an
+open file description that is the process's own: the memfd opened again through /proc/self/fd, close-on-exec. So the kernel
+drops the lock when the process ends, and nothing else does (ofd_locks.py). A forked child closes its copy before it runs any
+Python; ``flock`` on an inherited description cannot offer that. A stopped process keeps its lock, and so is alive. Process id
+and start time are for people only: they mean nothing in another container, and survive exec.
 
-**Attaching.** A dead row is adopted before a fresh one is begun, so that the blocks it owns find a new owner. But
-first it must be *finished*: what its process had begun is completed or undone by whoever holds the row's lock
-(``finish``, shared_queue/recovery.py). ``finished[row] == incarnation[row]`` says that this has been done. Adopting
-raises the incarnation, by one store. All of it may be cut short by a kill at any point: the lock is free again, and
-what is not finished says so.
+**Attaching.** A process adopts a dead row before it begins a fresh one, so that the dead row's blocks find a new owner. First
+the row must be *finished*: the process that holds its lock completes or undoes what the dead process had begun (``finish``,
+shared_queue/recovery.py). ``finished[row] == incarnation[row]`` says that this is done. Adopting raises the incarnation, by one
+store. A kill may cut this short at any point: then the lock is free again, and the row still says that it is not finished.
 
-After a fork the child has no row. It attaches anew at its first use.
+After a fork the child has no row. It attaches anew when it first uses the segment.
 
-**Witnesses.** A child inherits the tensors that lie on its parent's leases, and may read them long after the parent let go,
-or died. So a process that forks while it has any leaves a fork marker: fork number k read-locks byte ``1 + k % WITNESSES`` of
-the row, through an open file description of its own. The parent closes that after the fork. The child maps its pages of
-the leases by it (apart.py). So the kernel keeps it, and the lock, as long as the child has these pages: until the last
-tensor on them is gone, or the child ends; even if it closes all descriptors, as daemons do. Its own children inherit it with
-the pages. So *byte k is locked
-as long as any process lives that comes from fork k*: a question that everybody can ask the kernel, of a range of forks at
-once, whether or not the row's process lives (``has_fork_marker``).
+**Fork markers.** A child inherits the tensors on its parent's leases, and may read them long after the parent let them go, or
+died. So a process that forks while it has leases leaves a *fork marker*: fork number k read-locks byte ``1 + k % WITNESSES`` of
+the row, through an open file description of its own. The parent closes that descriptor after the fork. The child maps its pages
+of the leases by it (apart.py). So the kernel keeps the description, and its lock, as long as the child has these pages: until
+their last tensor is gone or the child ends, even if it closes all descriptors, as daemons do. The child's own children
+inherit the pages, and the lock with them. So *byte k is locked as long as any process lives that descends from fork k*. Every
+process can ask the kernel that, for a range of forks at once, whether or not the row's process lives (``has_fork_marker``).
 
-The descriptor is opened ahead, when the first lease is made, so that a process that has none left can fork all the same.
-Where there is none even so, nobody can tell when that child ends. Then what it may read is never used again: the process
-keeps it, ``unwitnessed`` in the row says so to those who come after it, and a warning to the user.
+The descriptor is opened ahead, when the first lease is made, so that a process without free descriptors can still fork. If
+there is none even then, no process can tell when that child ends. Then the memory that the child may read is never used again:
+the process keeps it, ``unwitnessed`` in the row tells later processes, and a warning tells the user.
 
-**A fork waits** while another thread attaches (the child would inherit a descriptor that nobody there knows, and with it
-the parent's row), makes a lease, or hands one over to a queue: ``no_fork``, held for microseconds.
+**A fork waits** (``no_fork``, held for microseconds) while another thread attaches, makes a lease, or hands one over to a
+queue. A child forked while a thread attaches would inherit a descriptor that it does not know, and with it the parent's row.
 """
 
 from __future__ import annotations
