@@ -1,30 +1,31 @@
-"""Meeting: how a connector comes to its binder, also to one that is too busy to answer, and to a queue that the two share.
+"""Greeting: how a connector meets its binder, even one that is too busy to answer, and how the two come to a queue.
 
-As soon as it is connected it says HELLO, and again while nobody answers. Where the binder has a rendezvous file
-(``rendezvous_file``), it need not wait for that::
+A connector says HELLO as soon as it is connected, and again while no answer comes. If the binder has a rendezvous file
+(``rendezvous_file``), the connector need not wait for the answer::
 
     connector                                        binder
        |                                                |  makes queues, and writes them into its rendezvous file
        | <- - - - - - - - the file - - - - - - - - - -  |
        |  claims one of them, puts into it              |     (computes)
        |  HELLO    attached: token                      |
-       | ---------------------------------------------> |     comes round: the queue is theirs from then on
-       |  WELCOME  attached: the same token             |     makes another one for the next
+       | ---------------------------------------------> |     has time: the queue is theirs from then on
+       |  WELCOME  attached: the same token             |     makes another one for the next connector
        | <--------------------------------------------- |
 
-The HELLO goes out with the claim, as there is a connection before a file is looked for: so a binder that comes round finds
-both. It knows that a queue is claimed before it hears by whom, and a stream has not ended while there is such a one. A
-connector that was killed before its HELLO had left is a peer that vanished: what it put is there to be taken.
+The HELLO goes out together with the claim, because a connector looks for the file only once it is connected. So a binder that
+has time again finds both. It sees that a queue is claimed before it hears by which connector, and no stream ends while there
+is such a claim. A connector that was killed before its HELLO had left counts as a peer that vanished. Its messages are
+there to be taken.
 
-There are two such queues while nobody is attached (``standby_queues``), and then one. Whoever finds none says HELLO, and looks
-again with the WELCOME: by then the file offers one again. With keys nothing is claimed before the WELCOME, so that only those
-who have shown theirs come in.
+The binder has two such queues while nobody is attached (``standby_queues``), and then one. A connector that finds none says
+HELLO, and looks again with the WELCOME. By then the file offers a queue again. With keys, nothing is claimed before the
+WELCOME, so that only connectors that have shown their keys come in.
 
-All that the binder goes by is the token: a random number that only this user can have read, and that it compares with those of
-the queues which it made. Whoever says another gets no queue, and is told so. Where a connector cannot see the file, or what it
-offers, both use frames, and say why.
+The binder trusts only the token: a random number that only this user can have read. It compares the token with those of the
+queues that it made. A connector that says another token gets no queue, and is told so. If a connector cannot see the file, or
+cannot open what it offers, both ends use frames, and tell the reason.
 
-A connector that said HELLO before it found the file gets two answers. The first, which names no queue, is no news to it.
+A connector that said HELLO before it found the file gets two answers. It ignores the first, which names no queue.
 """
 
 from __future__ import annotations

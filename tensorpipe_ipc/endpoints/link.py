@@ -1,7 +1,7 @@
-"""The conversation between two ends over ZeroMQ frames: who is there, who left, who may not come in.
+"""The conversation between two ends over ZeroMQ frames: which peers are there, which left, which may not come in.
 
-A connector says HELLO as soon as it is connected. The binder compares the two HELLOs and answers WELCOME with its own, or
-REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one of them says GOODBYE::
+A connector says HELLO as soon as it is connected. The binder compares the two HELLOs. It answers WELCOME with its own, or
+REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one of the two says GOODBYE::
 
     producer                                    consumer
        |  HELLO  (or the other way round:          |
@@ -15,34 +15,34 @@ REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one
        |  GOODBYE                                  |
        | ----------------------------------------> |
 
-Both sides count a producer's messages towards one peer, from where its HELLO or WELCOME says, so that a message that got lost
-with a connection is noticed and none is taken twice. While it waits, a connector repeats its HELLO, ever more seldom: a binder
-that was restarted in between does not know it. It is answered by a WELCOME, so that each learns where the other stands. A
-binder that misses something, or does not know who talks, says HELLO to have the connector say its own.
+Both sides count a producer's messages to one peer, beginning where its HELLO or WELCOME says. So a message that was lost with a
+connection is noticed, and none is taken twice. A waiting connector repeats its HELLO, at growing intervals, because a binder
+that was restarted in between does not know it. The binder answers with a WELCOME, so that each learns where the other stands.
+A binder that misses something, or does not know its peer, says HELLO to make the connector repeat its own.
 
-**When a connection ends**, what came by it is read all the same, and a connector reads it before it hears the next binder.
-Over ipc and inproc a connection ends because a process died or closed its end: then the peer is gone, and what it had not
-taken is lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``resend_buffer``), and
-a peer without a connection is *away*, and stays a peer: nothing new is put to it, and Full and Empty name it and say how
-long it has not been heard of. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and it is looked
-at every half second; a connector connects anew inside its own calls. By each new connection the consumer counts its ``round``
-up, in its HELLO or WELCOME, and so it does at a gap. Then the producer sends again all that it keeps, and the consumer takes
-each message that is its next, and drops the others. So every message is taken once and in order, however often the line
-breaks, and a break costs what was in flight, once more.
+**When a connection ends**, what came by it is still read, and a connector reads all of it before it hears the next binder. Over
+ipc and inproc a connection ends because a process died or closed its end. Then the peer is gone, and the messages that it had
+not taken are lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``resend_buffer``), and
+a peer without a connection is *away*, and remains a peer. No new message is put to it, and Full and Empty name it and tell how
+long it has been silent. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and connections are
+checked every half second. A connector connects anew inside its own calls. With each new connection, and at each gap, the
+consumer raises its ``round`` in its HELLO or WELCOME. Then the producer sends again all that it keeps. The consumer takes each
+message that is its next, and drops the others. So every message is taken once and in order, however often the line breaks, and
+a break costs one more transmission of what was in flight.
 
-One that is away is waited for as long as its end is seen to be open (``presence``). One that is out of sight is given up
-``peer_timeout`` seconds after its last sign of life. Then, and at once when its end is seen to be gone or another answers
-in its place, it counts as gone: what was kept for it is lost, and told once by PeerLost. If it comes back, the two go on
-with what is put from then on, and the consumer counts the gap.
+An end waits for a peer that is away as long as the peer's end is seen to be open (``presence``). A peer that is out of sight is
+given up ``peer_timeout`` seconds after its last sign of life. Then it counts as gone; it does so at once if its end is seen to
+be gone, or if another end answers in its place. What was kept for it is lost, and PeerLost tells that once. If it comes back,
+the two go on with the messages that are put from then on, and the consumer counts the gap.
 
-**How an end ended** GOODBYE says, and so does the end's own file, with how far it had come with each peer. So what was on its
-way when a connection broke is counted exactly, and a goodbye is known for one though it never left.
+**How an end ended** stands in its GOODBYE, and also in its own file, with its position for each peer. So messages that were on
+their way when a connection broke are counted exactly, and a goodbye is known although it never left.
 
-Two ends on one host put a queue in shared memory into the place of DATA and CREDIT, and talk of all else as before.
-How they come to it stands in ``greeting``, ``negotiation`` and ``rendezvous``. What waits in a queue outlives the talk; and
-while a line that was cut is made anew, both go on with the queue.
+Two ends on one host replace DATA and CREDIT by a queue in shared memory, and say all else as before. ``greeting``,
+``negotiation`` and ``rendezvous`` tell how they come to it. Messages that wait in a queue outlive the conversation. While a
+line that was cut is made anew, both ends go on with the queue.
 
-There is no thread: whatever has arrived is dealt with inside put, get, flush and close.
+There is no thread. Messages that have arrived are handled inside put, get, flush and close.
 """
 
 from __future__ import annotations

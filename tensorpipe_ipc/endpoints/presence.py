@@ -1,29 +1,29 @@
-"""Presence: how the ends on one host see that another end is open, and how it ended.
+"""Presence: how an end sees that another end on this host is open, and how it ended.
 
-An open end over ipc or tcp has the user's runtime folder open, and a lock on one byte of it. (Linux locks bytes of a folder as
-those of a file, whether or not they are there.) Which byte a random number says, the end's *token*, which HELLO tells. The
+An open end over ipc or tcp keeps the user's runtime folder open, and a lock on one byte of it. (Linux locks bytes of a folder
+as those of a file, whether or not they exist.) The byte's number is the end's *token*, a random number that HELLO tells. The
 kernel drops the lock when the end lets go of it, or when its process dies. HELLO also tells a mark of the folder. A peer that
-has the same folder open asks the kernel for the lock: so it learns at once that the end is gone, whatever became of the
+has the same folder open asks the kernel for the lock. So it learns at once that the end is gone, whatever happened to the
 connection, and whether or not the process lives on.
 
-* No name says whether an end is open. A folder that is removed, or made anew, is still the folder of those who have it open,
-  and no other gets its number meanwhile. An end that opens later has another one.
-* An end with another folder (of another host, user or container, or from before a logout) is *out of sight*: only its
+* No name says whether an end is open. A folder that was removed, or made anew, is still the folder of the ends that have it
+  open, and no other folder gets its number meanwhile. An end that opens later has another folder.
+* An end with another folder is *out of sight*: on another host, of another user or container, or from before a logout. Only its
   connection tells of it.
-* Nobody locks another end's byte. So a process that looks at it, or is stopped there, changes nothing.
+* No end locks another end's byte. So a process that looks at it, or is stopped there, changes nothing.
 
-How an end ended stands in a file of its own in that folder::
+Each end has a file of its own in that folder, which tells how it ended::
 
-    <token>.end     0600, and sticky, so that those who clear away old files leave it
+    <token>.end     0600, and sticky, so that programs which clear away old files leave it
 
-* While the end is open the file says what there is to tell people (``published_status``).
-* A closing end writes how it ended in the place of that, drops its lock, and removes the name, in this order. A peer that has
-  the file open reads the ending there, also where the GOODBYE was lost with a connection. A killed end leaves no ending.
-* A binder's token anybody learns who reaches its port. So it is looked for only of one that says WELCOME: whoever connects
-  and names it is out of sight.
-* The file is found by listing the folder, which is this user's alone, and comparing names: no path leads out of it.
-* The file of a killed end is removed by the next end that opens or closes in the folder. An end has its lock before it has its
-  file, and no token comes twice: a file whose end has no lock stays a dead one's.
+* While the end is open, the file holds what there is to tell people (``published_status``).
+* A closing end overwrites that with how it ended, drops its lock, and removes the name, in this order. A peer that has the
+  file open reads the ending there, even if the GOODBYE was lost with a connection. A killed end leaves no ending.
+* Any program that reaches a binder's port learns the binder's token. So a binder's token is looked up only for a peer that says
+  WELCOME. A connector that names it is out of sight.
+* The file is found by listing the folder, which belongs to this user alone, and by comparing names. No path leads out of it.
+* The next end that opens or closes in the folder removes a killed end's file. An end has its lock before it has its file, and
+  no token comes twice. So a file without a lock belongs to a dead end for good.
 * A forked child closes its copy of the folder's descriptor, which would keep the lock.
 """
 

@@ -1,21 +1,20 @@
-"""The way for two programs on one host to share a queue: whether they may, what the one tells, what the other opens.
+"""Rendezvous: how two programs on one host come to share a queue: whether they may, what one offers, what the other opens.
 
-Each (producer, consumer) pair of peers has one queue (``shared_queue.shared_memory``), whose ``maxsize`` is the smaller of
-their windows. The binder makes some, in memory that all ends which this process binds share, and offers them in its rendezvous
-file. Connectors claim them, and say so in the conversation that the two have anyway (``greeting``). Whoever cannot share says
-why, in words that ``statistics().transport`` repeats, and the pair uses frames. Which way it is stays for as long as the
-connection does.
+Each pair of a producer and a consumer has one queue (``shared_queue.shared_memory``). Its ``maxsize`` is the smaller of their
+windows. The binder makes queues in memory that all ends bound by this process share, and offers them in its rendezvous file.
+Connectors claim them, and say so in the conversation that the two have anyway (``greeting``). An end that cannot share tells
+the reason, which ``statistics().transport`` repeats, and the pair uses frames. The choice holds as long as the connection.
 
 **What is opened is what was offered**, in a file that only this user can have written. Descriptor numbers and process ids are
-used again. So the directory of the binder's process is held open while its start time is compared, each descriptor's inode is
-compared after it was opened, the segment's seals, size, magic and version are seen before a byte of it is read, and the queue's
-record must say the offer's token. The kernel decides whether we may (ptrace's rules for reading: same uid and gid, or the
-capability). What is shared has no name that could be left behind. What the other end says of itself over the socket decides
-what is tried, and what people are told; it opens nothing.
+reused. So the folder of the binder's process in /proc is held open while its start time is compared; each descriptor's inode is
+compared after it was opened; the segment's seals, size, magic and version are checked before a byte of it is read; and the
+queue's record must contain the offer's token. The kernel decides whether this process may open them (ptrace's rules for
+reading: same uid and gid, or the capability). Nothing that is shared has a name that could be left behind. What the peer says
+of itself over the socket decides what is tried, and what people are told. It opens nothing.
 
-**Who keeps it.** Each process that has the queue has a read lock of its own on its record (``queue_record.RowPresenceLock``),
-so the queue outlives either end: what a binder had put before it was killed is there to be drained. When both are gone it is
-destroyed.
+**How long a queue lives.** Each process that has the queue has its own read lock on the queue's record
+(``queue_record.RowPresenceLock``). So the queue outlives either end, and messages that a binder had put before it was killed
+can still be taken. The queue is destroyed when both ends are gone.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""The rendezvous file: which queues a binder has ready, and where. Shared memory is found through it alone.
+"""The rendezvous file: it tells connectors which queues a binder has ready, and where. Shared memory is found through it alone.
 
-No number that came over a socket is opened: whoever can open a port could name any. What can be opened is written where only
-this user can have written it. And a binder is a library without a thread: while its program computes it answers no HELLO. So
-each that can share memory leaves a file in the user's runtime folder, under a name made from its address, for as long as it
-has the address::
+No number that came over a socket is opened, as any program that can reach a port could name any number. What is opened stands
+in a file that only this user can have written. The file also helps where the binder does not answer: the library has no thread,
+so while the binder's program computes, it answers no HELLO. So each binder that can share memory keeps a file in the user's
+runtime folder, under a name made from its address, for as long as it has the address::
 
     magic TPIR | u32 version | u32 crc32 of the rest | u32 n | msgpack (n bytes): where, its HELLO, the queues it offers
 
-What a connector does by it stands in ``greeting``. A file that is missing, or breaks any rule, is passed over: the two greet
-each other, and use frames where there is still none then.
+``greeting`` tells what a connector does with it. A file that is missing, or breaks any rule, is passed over. Then the two ends
+greet each other, and use frames if there is still no good file.
 
-* The folder and the file are this user's and nobody else's (0700, 0600, whatever the umask), and no symbolic link.
-* It was written for the very socket that is at the address now, by a process that lives: place, pid, start time, pid
-  namespace and boot id are compared. Once there was a WELCOME, it is the one that names the end which said so, by its random
-  number, whatever the address is there. With keys, it is of a binder that has the very key which the other has shown.
-* It goes when its binder closes. That of a binder that was killed is swept by the next one that binds here.
+* The folder and the file belong to this user and to nobody else (0700 and 0600, whatever the umask), and neither is a symbolic
+  link.
+* A living process wrote the file for the very socket that is at the address now: place, pid, start time, pid namespace and boot
+  id are compared. After a WELCOME, it must be the file of the end that said so, by that end's random number, whatever the
+  address is there. With keys, it must be the file of a binder that has the very key which the peer has shown.
+* The file is removed when its binder closes. The next binder in the folder removes a killed binder's file.
 """
 
 from __future__ import annotations

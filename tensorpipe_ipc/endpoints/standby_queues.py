@@ -1,7 +1,7 @@
-"""Spares: the queues that a binder has ready for connectors to come, and the rendezvous file that offers them.
+"""StandbyQueues: the queues that a binder has ready for future connectors, and the rendezvous file that offers them.
 
-Each is for one connector, who claims it (``PairQueue.claim``) and puts or gets at once. The binder learns of it by the HELLO
-that follows, which names the queue. Until then it knows only that there is somebody.
+Each queue is for one connector, which claims it (``PairQueue.claim``) and puts or gets at once. The binder learns of the
+connector by the HELLO that follows, which names the queue. Until then it knows only that some connector has claimed it.
 """
 
 from __future__ import annotations
