@@ -127,7 +127,7 @@ class UnsupportedLeaf(TensorPipeError, TypeError, RuntimeError):
         self.path = path
 
     def within(self, step: str) -> UnsupportedLeaf:
-        """The same error, seen from one container further out; ``step`` is ``['mask']`` or ``[3]``."""
+        """Return the same error, seen from one container further out; ``step`` is ``['mask']`` or ``[3]``."""
         self.path = step + self.path
         return self
 

@@ -25,7 +25,7 @@ def check_bool(value: Any, name: str) -> bool:
 
 
 def check_maxsize(value: Any) -> int:
-    """A queue's ``maxsize`` as an int: of any kind of whole number, as multiprocessing takes it.
+    """Return a queue's ``maxsize`` as an int: of any kind of whole number, as multiprocessing takes it.
 
     Raises:
         TypeError: it is none.

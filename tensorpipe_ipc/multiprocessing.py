@@ -125,7 +125,7 @@ def Pool(
 
 
 def __getattr__(name: str) -> Any:
-    """The other names of the two modules that people use: ``mp.connection``, ``mp.pool``, ``mp.reductions``.
+    """Return the other names of the two modules that people use: ``mp.connection``, ``mp.pool``, ``mp.reductions``.
 
     Raises:
         AttributeError: neither has it.

@@ -246,7 +246,7 @@ class Family:
         return changed
 
     def members(self) -> list[int]:
-        """The ids of all, the first of them first. One whose parent has ended is no member any more."""
+        """Return the ids of all, the first of them first. One whose parent has ended is no member any more."""
         if not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 return [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]

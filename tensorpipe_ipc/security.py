@@ -106,7 +106,7 @@ class Curve:
         return found["public"], found["secret"]
 
     def server_key(self) -> bytes:
-        """The public key of the end that binds, in Z85.
+        """Return the public key of the end that binds, in Z85.
 
         Raises:
             ValueError: none was named.
@@ -119,7 +119,7 @@ class Curve:
         return _public(self._server)
 
     def client_keys(self) -> frozenset[bytes]:
-        """The public keys of those that may connect, in Z85.
+        """Return the public keys of those that may connect, in Z85.
 
         Raises:
             ValueError: none were named.
@@ -211,7 +211,7 @@ def _public(path: str) -> bytes:
 
 
 def _read(path: str, *, private: bool) -> dict[str, bytes]:
-    """The keys in a file, by kind. Its text is in no error."""
+    """Return the keys in a file, by kind. Its text is in no error."""
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not stop us
         with owned(os.open, path, flags) as file:

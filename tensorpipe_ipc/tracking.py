@@ -430,7 +430,7 @@ class MemoryTracker:
 
 
 def together(of: Iterable[Memory]) -> Memory:
-    """The memory of several processes, in which no page counts twice but in ``rss``. See the module's text."""
+    """Return the memory of several processes, in which no page counts twice but in ``rss``. See the module's text."""
     found = list(of)
     rss, uss, pss, _, swap = (sum(each) for each in zip(*found, strict=True)) if found else (0,) * 5
     return Memory(rss, uss, pss, max([pss - uss, *(each.shared for each in found)], default=0), swap)

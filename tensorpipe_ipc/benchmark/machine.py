@@ -12,7 +12,7 @@ __all__ = ["machine", "versions"]
 
 
 def machine() -> dict[str, str]:
-    """The processor, how many CPUs this process may use, the system, and versions."""
+    """Return the processor, how many CPUs this process may use, the system, and versions."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "processor": _processor(),
@@ -24,7 +24,7 @@ def machine() -> dict[str, str]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """The versions of those distributions that are installed."""
+    """Return the versions of those distributions that are installed."""
     found = {}
     for name in names:
         try:

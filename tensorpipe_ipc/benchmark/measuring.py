@@ -225,7 +225,7 @@ def deadlines_of(plan: Plan) -> Iterator[float]:
 
 
 def floor_times(crew: Crew, case: Case, number: int) -> FloorTimes:
-    """A turn of both floors."""
+    """Return a turn of both floors."""
     starts, ends = crew.run(WAKE_UP, number, WAKE_UPS, what=f"{case.name}, waking up")
     copies = max(3, min(COPIES, COPIED // max(1, case.nbytes)))
     copied, _ = crew.run(MEMCPY, number, case.nbytes, copies, what=f"{case.name}, copying")
@@ -233,7 +233,7 @@ def floor_times(crew: Crew, case: Case, number: int) -> FloorTimes:
 
 
 def floors_of(rounds: Sequence[FloorTimes]) -> Floors:
-    """All rounds' together."""
+    """Return all rounds' together."""
     wake_ups = [time for each in rounds for time in each.wake_up]
     return Floors(percentiles(wake_ups), percentiles([time for each in rounds for time in each.memcpy]))
 

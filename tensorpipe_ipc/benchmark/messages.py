@@ -55,7 +55,7 @@ class Pattern:
         self._made = 0
 
     def __call__(self) -> Any:
-        """The next message."""
+        """Return the next message."""
         if not self._leaves:
             return self._tensor()
         return {f"leaf {index}": self._tensor() for index in range(self._leaves)}
@@ -78,7 +78,7 @@ class Pattern:
 def cases_of(
     sizes: Iterable[str | int], dtype: torch.dtype = torch.float32, tree: str = "tensor", device: str | None = None
 ) -> list[Case]:
-    """A case for each size.
+    """Return a case for each size.
 
     Args:
         sizes: bytes of a message ("400B", "4 MB", "1MiB", 400), or the shape of its one tensor ("64x3x224x224").
@@ -127,7 +127,7 @@ def _bytes(size: str) -> int:
 
 
 def case_of(make: Make) -> Case:
-    """A case of what a caller's own function makes. It is called once, here, to see how large that is."""
+    """Return a case of what a caller's own function makes. It is called once, here, to see how large that is."""
     named = make if hasattr(make, "__name__") else type(make)
     return Case(str(getattr(named, "__name__", "own")), nbytes_of(make()), make)
 
@@ -149,13 +149,13 @@ def leaves_of(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def nbytes_of(tree: Any) -> int:
-    """Bytes of a tree's tensors and arrays."""
+    """Return bytes of a tree's tensors and arrays."""
     return sum(leaf.nbytes for _, leaf in leaves_of(tree) if isinstance(leaf, (torch.Tensor, np.ndarray)))
 
 
 def digest(tree: Any) -> int:
-    """A number that is another one, but for one case in four billion, if any bit of a message is: dtypes, shapes and paths
-    count, strides and devices do not. It takes 0.5 ms for each MB."""
+    """Return a number that is another one, but for one case in four billion, if any bit of a message is: dtypes, shapes and
+    paths count, strides and devices do not. It takes 0.5 ms for each MB."""
     found = 0
     for path, leaf in leaves_of(tree):
         if isinstance(leaf, torch.Tensor):

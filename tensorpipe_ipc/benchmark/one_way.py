@@ -186,7 +186,7 @@ class _Turn:
         return floor_times(self._crew, self._case, self._number)
 
     def messages(self) -> _Times:
-        """A turn of messages, which decides how many the next one has."""
+        """Return a turn of messages, which decides how many the next one has."""
         producers, begun = self._plan.producers, time.monotonic()
         what = f"{self._case.name}, {'round trip' if self._plan.round_trip else 'one way'}"
         counts = shares(self.count, producers)

@@ -310,7 +310,7 @@ class _MadeByCaller:
 
 
 def _lending(end: End, lender: Any) -> End:
-    """The end, where messages are filled before the clock starts; it runs from the end of their with block."""
+    """Return the end, where messages are filled before the clock starts; it runs from the end of their with block."""
 
     def ready(tree: Any) -> Any:
         loan = lender.loan(specs_of(tree))
@@ -321,7 +321,8 @@ def _lending(end: End, lender: Any) -> End:
 
 
 def _complete(get: Callable[[], Any], device: str | None) -> Callable[[], Any]:
-    """A get that returns when what it took may be read. Copies to a GPU go on after get: reading an item waits for them."""
+    """Return a get that returns when what it took may be read. Copies to a GPU go on after get: reading an item waits for
+    them."""
     if device is None or torch.device(device).type == "cpu":
         return get
 

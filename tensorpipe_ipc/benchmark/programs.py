@@ -99,7 +99,7 @@ def _one_way_consume(station: Station, counts: Sequence[int]) -> list[Arrival]:
 
 
 def _round_trip_produce(station: Station, counts: Sequence[int]) -> list[tuple[Arrival, Arrival]]:
-    """Each message's start, and its answer's end."""
+    """Return each message's start, and its answer's end."""
     put, take, back = station.end.put, station.turn.take, station.back
     assert back is not None
     get, found = back.get, []

@@ -183,7 +183,7 @@ class LatencyReport(_OfResults):
     """One for each kind of message."""
 
     def __str__(self) -> str:
-        """A table for people, with what it means."""
+        """Return a table for people, with what it means."""
         lines = [_row("one way, us", ("p50", "p90", "p99", "p99.9", "max"), ("wake-up", "memcpy", "x floor"))]
         for result in self.results:
             floors = [_us(floor.p50_us) for floor in (result.floors.wake_up, result.floors.memcpy)]
@@ -211,7 +211,7 @@ class ThroughputReport(_OfResults):
     """One for each kind of message."""
 
     def __str__(self) -> str:
-        """A table for people, with what it means."""
+        """Return a table for people, with what it means."""
         lines = [_row("stream", ("messages/s", "GiB/s", "CPU s"), ("us each", "memcpy", "x copy"), 12)]
         for result in self.results:
             cpu = result.producer_cpu_s_per_million + result.consumer_cpu_s_per_million

@@ -43,7 +43,7 @@ def copies_to_encode(serializer: Serializer) -> bool:
 
 
 def layouts(serializer: Serializer) -> list[str]:
-    """The kinds of tensors that it takes."""
+    """Return the kinds of tensors that it takes."""
     return [kind for kind, tensor in _kinds() if _takes(serializer, tensor)]
 
 

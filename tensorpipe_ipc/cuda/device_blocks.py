@@ -86,7 +86,7 @@ class DeviceMemory:
             raise SharedMemoryError(errno.ENOTSUP, f"torch does not tell the UUIDs of GPUs here: {error}") from None
 
     def total(self, index: int) -> int:
-        """Bytes of memory that a GPU has."""
+        """Return bytes of memory that a GPU has."""
         return int(torch.cuda.get_device_properties(index).total_memory)
 
     def allocate(self, index: int, nbytes: int) -> int:
@@ -100,7 +100,7 @@ class DeviceMemory:
         self._call(index, "cuMemFree_v2", ctypes.c_uint64(address))
 
     def export(self, index: int, address: int) -> bytes:
-        """The handle of an allocation."""
+        """Return the handle of an allocation."""
         handle = _Handle()
         self._call(index, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
@@ -158,7 +158,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _context(index: int) -> ctypes.c_void_p:
-    """The context that torch uses, too. It is never given back."""
+    """Return the context that torch uses, too. It is never given back."""
     driver, device, context = _driver(), ctypes.c_int(), ctypes.c_void_p()
     _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
     retain = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
@@ -219,7 +219,7 @@ class DeviceBlocks:
     # ---- lending
 
     def take(self, index: int, nbytes: int, user: Any) -> DeviceBlock | None:
-        """A block of a GPU's for a message, the last used first; None where as much is lent as may be.
+        """Return a block of a GPU's for a message, the last used first; None where as much is lent as may be.
 
         Args:
             user: the message, on which the block stays taken as long as it lives.
@@ -241,7 +241,7 @@ class DeviceBlocks:
         return block
 
     def test_block(self, index: int) -> DeviceBlock:
-        """A GPU's block whose first bytes any receiver knows.
+        """Return a GPU's block whose first bytes any receiver knows.
 
         Raises:
             SharedMemoryError: CUDA makes or exports none.

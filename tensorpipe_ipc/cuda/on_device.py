@@ -262,7 +262,7 @@ def tree_of(
     arrival: DecodeOptions,
     blocks: DeviceBlocks | None = None,
 ) -> Any:
-    """The tree of a message, in memory of the receiver's own; or Undeliverable.
+    """Return the tree of a message, in memory of the receiver's own; or Undeliverable.
 
     Args:
         values: of the tree.
@@ -301,7 +301,7 @@ class _Reading:
         self._events: list[Any] = []
 
     def copy(self, name: BlockName, start: int, size: int) -> torch.Tensor:
-        """Bytes of a device block, where they are wanted."""
+        """Return bytes of a device block, where they are wanted."""
         made, event = self.blocks.copy_out(name, start, size, self.device)
         if event is not None:
             self._events.append(event)

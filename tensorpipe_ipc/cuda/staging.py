@@ -89,11 +89,11 @@ class Cuda:
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def side_stream(self, device: torch.device) -> Any:
-        """A stream of our own."""
+        """Return a stream of our own."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def current_stream(self, device: torch.device) -> Any:
-        """The caller's stream."""
+        """Return the caller's stream."""
         return torch.cuda.current_stream(device)
 
     def order(self, later: Any, earlier: Any) -> None:
@@ -113,11 +113,11 @@ class Cuda:
         return event
 
     def empty_like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of a GPU's, in the memory of the caller's stream."""
+        """Return a tensor of a GPU's, in the memory of the caller's stream."""
         return torch.empty_like(tensor, device=device)
 
     def move(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor on a GPU, by torch's own way; itself where it lies there."""
+        """Return a tensor on a GPU, by torch's own way; itself where it lies there."""
         return tensor.to(device)
 
     def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
@@ -125,7 +125,7 @@ class Cuda:
         tensor.record_stream(stream)
 
     def resolve(self, device: torch.device) -> torch.device:
-        """A device with its number."""
+        """Return a device with its number."""
         count = torch.cuda.device_count()
         if device.index is not None and device.index >= count:
             raise RuntimeError(f"it has {count}")
@@ -179,7 +179,7 @@ class Staging:
         return made, event
 
     def unstage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor on a GPU, of one on the CPU. What it lies on is held until it was read.
+        """Return a tensor on a GPU, of one on the CPU. What it lies on is held until it was read.
 
         Args:
             device: with its number.
@@ -307,7 +307,7 @@ def staging() -> Staging:
 
 
 def staged(encoder: Any, at_work: Staging | None = None) -> Any:
-    """An encoder for the tensors that this process may have: one that stages, where it uses CUDA."""
+    """Return an encoder for the tensors that this process may have: one that stages, where it uses CUDA."""
     at_work = at_work or staging()
     return StagingEncoder(encoder, at_work) if at_work.cuda.is_initialized() else encoder
 
@@ -338,7 +338,7 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
 
 
 def wanted(arrival: DecodeOptions) -> torch.device | None:
-    """The GPU that a receiver wants tensors on; None if that is none."""
+    """Return the GPU that a receiver wants tensors on; None if that is none."""
     found = getattr(arrival.unstage, "keywords", {}).get("device")
     return found if isinstance(found, torch.device) else None
 
@@ -379,7 +379,7 @@ def _warn(reason: str) -> None:
 
 
 def allocated() -> dict[str, int]:
-    """Bytes that torch has allocated in this process, by GPU. Empty, and CUDA is left alone, where it was not used."""
+    """Return bytes that torch has allocated in this process, by GPU. Empty, and CUDA is left alone, where it was not used."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     return {f"cuda:{index}": torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())}

@@ -229,7 +229,7 @@ class Consumer:
         return self.get(0)
 
     def fileno(self) -> int:
-        """A descriptor for select, poll and asyncio: readable when ``get_nowait`` would not raise ``Empty``.
+        """Return a descriptor for select, poll and asyncio: readable when ``get_nowait`` would not raise ``Empty``.
 
         It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
         """
@@ -252,7 +252,7 @@ class Consumer:
             return self._link.trim()
 
     def statistics(self) -> ConsumerStatistics:
-        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        """Return a snapshot of what happened so far; of an end that is closed, the last one."""
         if self._guard.closed and not self._guard.foreign:
             return self._statistics()
         with self._guard:
@@ -319,7 +319,7 @@ class Consumer:
         return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
 
     def _get(self, deadline: float | None) -> Any:
-        """A tree and its bytes; or ``_ENDED``, which is to be told."""
+        """Return a tree and its bytes; or ``_ENDED``, which is to be told."""
         link, turns = self._link, 0
         link.count_in_hand()
         while True:
@@ -389,7 +389,7 @@ class Consumer:
         return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
-        """A message in a block: its tree and bytes, or the error that it is."""
+        """Return a message in a block: its tree and bytes, or the error that it is."""
         try:
             if metadata == self._last_metadata:
                 parts = self._last_parts

@@ -251,7 +251,7 @@ class Greeting(Role):
         return rendezvous_file.find(self.socket.address, peer.hello.end, self.socket.key, anywhere=is_known)
 
     def _claimed(self, found: rendezvous_file.Rendezvous) -> PairQueue | None:
-        """A queue of those that a binder offers, taken; None if others have taken all.
+        """Return a queue of those that a binder offers, taken; None if others have taken all.
 
         Raises:
             SharedMemoryError: those that are there cannot be had.

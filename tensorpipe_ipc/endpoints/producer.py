@@ -298,7 +298,7 @@ class Producer:
             return self._link.trim()
 
     def statistics(self) -> ProducerStatistics:
-        """A snapshot of what happened so far; of an end that is closed, the last one."""
+        """Return a snapshot of what happened so far; of an end that is closed, the last one."""
         if self._guard.closed and not self._guard.foreign:
             return self._statistics()
         with self._guard:
@@ -373,7 +373,7 @@ class Producer:
         return f"<Producer {self.endpoint} {self._guard.state} put={self._messages}{in_flight}>"
 
     def _handover_of(self, tree: Any) -> Handover | None:
-        """The block that the tree's tensors lie in and may leave with, if they do."""
+        """Return the block that the tree's tensors lie in and may leave with, if they do."""
         with self._guard:
             queue = self._link.any_queue()
         if queue is None:
@@ -382,7 +382,7 @@ class Producer:
         return handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
 
     def _place(self, deadline: float | None) -> PairQueue | None:
-        """A queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
+        """Return a queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
         link = self._link
         link.drain()
         link.raise_refusal()
@@ -391,7 +391,7 @@ class Producer:
         return link.any_queue()
 
     def _copied(self, tree: Any) -> EncodedMessage:
-        """A tree as it goes where its tensors are not handed over."""
+        """Return a tree as it goes where its tensors are not handed over."""
         return encode(tree, staged(self._narrowing or self._serializer))
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
@@ -410,7 +410,7 @@ class Producer:
             link.drain(in_passing=True)
 
     def _reserve(self, deadline: float | None) -> Peer:
-        """A consumer with room."""
+        """Return a consumer with room."""
         link = self._link
         link.raise_refusal()
         if link.is_stale():

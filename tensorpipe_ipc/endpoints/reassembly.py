@@ -197,7 +197,7 @@ class Reassembly:
             self._waiting.append(bytearray(piece))
 
     def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
-        """The message whose header has come, with the frames that came in pieces; without, where any is missing."""
+        """Return the message whose header has come, with the frames that came in pieces; without, where any is missing."""
         if header.sequence != self.sequence or len(frames) > 1 or self._region is None or self._filled != self._total:
             return header, frames
         try:

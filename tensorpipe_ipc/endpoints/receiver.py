@@ -138,7 +138,7 @@ class ReceiveLink(Link):
         return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
 
     def fileno(self) -> int:
-        """A descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
+        """Return a descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
         fd = self.socket.fileno()
         self.ensure_greeted(0)
         self.refresh()
@@ -219,7 +219,7 @@ class ReceiveLink(Link):
         self._listens_from = time.monotonic() + 4 * (time.thread_time() - spent)
 
     def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
-        """The next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
+        """Return the next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
         queue = peer.queue
         if queue is None:
             return NOTHING

@@ -177,7 +177,7 @@ def objection(ours: Hello, theirs: Hello) -> str:
 
 
 def make(maxsize: int) -> PairQueue:
-    """A queue for a pair, in the memory of the ends that this process binds.
+    """Return a queue for a pair, in the memory of the ends that this process binds.
 
     Raises:
         SharedMemoryError: no memory, no pipe or no descriptor is left.
@@ -201,7 +201,7 @@ def make(maxsize: int) -> PairQueue:
 
 
 def reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
-    """The queue that a binder offers.
+    """Return the queue that a binder offers.
 
     Args:
         binder: its process.
@@ -258,7 +258,7 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
 
 
 def _opened(process: int, offered: tuple[int, int], flags: int, is_kind: Any) -> OwnedFd:
-    """A descriptor of another process, opened anew, if it is what was offered."""
+    """Return a descriptor of another process, opened anew, if it is what was offered."""
     descriptor, inode = offered
     name = f"fd/{descriptor}"
     if is_kind(os.stat(name, dir_fd=process).st_mode):

@@ -214,7 +214,8 @@ def sweep() -> None:
 
 
 def _all() -> list[str]:
-    """The paths of all in the runtime folder, if that is ours: another's may have any number of names, or lead elsewhere."""
+    """Return the paths of all in the runtime folder, if that is ours: another's may have any number of names, or lead
+    elsewhere."""
     path = runtime_folder()
     with owned(os.open, path, _READ_ONLY | os.O_DIRECTORY) as folder:
         names = os.listdir(folder.fileno()) if _is_ours(os.fstat(folder.fileno())) else ()
@@ -235,7 +236,7 @@ def _is_left(path: str) -> bool:
 
 
 def packed(rendezvous: Rendezvous) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     text = msgspec.msgpack.encode(rendezvous)
     return _HEAD.pack(_MAGIC, VERSION, zlib.crc32(text), len(text)) + text
 
@@ -254,7 +255,7 @@ def unpacked(data: bytes) -> Rendezvous | None:
 
 
 def _text(path: str) -> bytes:
-    """A file's bytes, if it and its folder are ours alone, and not more of them than there may be; else nothing."""
+    """Return a file's bytes, if it and its folder are ours alone, and not more of them than there may be; else nothing."""
     with owned(os.open, os.path.dirname(path), _READ_ONLY | os.O_DIRECTORY) as folder:
         if not _is_ours(os.fstat(folder.fileno())):
             return b""

@@ -48,7 +48,7 @@ class Role:
         """Let go of what a peer that is gone had. May be called again."""
 
     def position(self, peer: Peer) -> int:  # noqa: ARG002 - a producer and a consumer have one
-        """The sequence of the last message to or from the peer that this end has dealt with."""
+        """Return the sequence of the last message to or from the peer that this end has dealt with."""
         return 0
 
     def ended_at(self, peer: Peer, sequence: int) -> None:

@@ -147,7 +147,7 @@ class SendLink(Link):
             self.disconnect(linger)
 
     def choose(self) -> Peer | None:
-        """The consumer that has least to do, if it has room; of several, the one that waited longest."""
+        """Return the consumer that has least to do, if it has room; of several, the one that waited longest."""
         if len(self.peers) == 1:
             (peer,) = self.peers.values()
             if peer.queue is not None:
@@ -182,7 +182,7 @@ class SendLink(Link):
         return self._chosen(best)
 
     def _chosen(self, peer: Peer) -> Peer:
-        """The peer, who goes to the end of the line."""
+        """Return the peer, who goes to the end of the line."""
         self._turns += 1
         self._reckoned += 1
         peer.turn = self._turns
@@ -355,7 +355,7 @@ class SendLink(Link):
         return self.negotiation.never_shares or any(peer.settled for peer in self.peers.values())
 
     def any_queue(self) -> PairQueue | None:
-        """A queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
+        """Return a queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
         return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
 
     def most(self) -> int:

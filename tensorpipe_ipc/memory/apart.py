@@ -61,7 +61,7 @@ def set_together(segment: Segment, start: int, nbytes: int, identity: tuple[int,
 
 
 def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole pages that runs touch, joined where they follow each other."""
+    """Return the whole pages that runs touch, joined where they follow each other."""
     found: list[tuple[int, int]] = []
     for start, nbytes in sorted(runs):
         first, stop = start & -mmap.PAGESIZE, -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -212,7 +212,7 @@ class Arena(Extents):
     def allocate(
         self, nbytes: int, *, force: bool = False, taker: Operation | Taker | None = None, collected: bool = False
     ) -> int:
-        """A block for ``nbytes`` of metadata and payload. Its state is WRITING.
+        """Return a block for ``nbytes`` of metadata and payload. Its state is WRITING.
 
         Args:
             force: even beyond the capacity, though not beyond what the machine has.
@@ -284,7 +284,7 @@ class Arena(Extents):
             return block
 
     def _next(self, kind: int) -> list[int]:
-        """A list whose last block is thought to be free; an empty one: there is none."""
+        """Return a list whose last block is thought to be free; an empty one: there is none."""
         return self.reclaim_freed(kind) or self._fresh[kind]
 
     def _start(self, blocks: list[int], kind: int, taker: Operation | Taker, at: int = -1) -> int:
@@ -498,7 +498,7 @@ class Arena(Extents):
     # ---- memory ----
 
     def _growth(self, nbytes: int) -> int:
-        """Bytes of pages that so many bytes of metadata and payload lie on."""
+        """Return bytes of pages that so many bytes of metadata and payload lie on."""
         return -(-(nbytes + HEADER) // self.segment.page) * self.segment.page
 
     def _has_pages(self, block: int, kind: int, growth: int, force: bool) -> bool:
@@ -576,7 +576,7 @@ class Arena(Extents):
         return False
 
     def _reserved(self) -> int:
-        """Bytes that others are about to get."""
+        """Return bytes that others are about to get."""
         total = 0
         for row in self.rows.used():
             nbytes = self.words[row_word(row) + RESERVED] if row != self.rows.index else 0
@@ -585,7 +585,7 @@ class Arena(Extents):
         return total
 
     def _short_of(self, nbytes: int) -> int:
-        """Bytes that have to be given back before there is room for so many."""
+        """Return bytes that have to be given back before there is room for so many."""
         return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), headroom())
 
     def _trim(self, nbytes: int) -> bool:
@@ -693,7 +693,7 @@ class Arena(Extents):
         return f"{text}, and of {addresses} MiB of addresses no {row} MiB in a row (raise the limit: ulimit -v)"
 
     def _free_memory(self, start: int, kind: int, blocks: Places, states: Words) -> tuple[int, bool]:
-        """Bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
+        """Return bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
         free = (states & np.uint64(HOLDER)) == FREE
         if kind > self.whole:
             nbytes = self._memory_of(blocks[free])
@@ -702,7 +702,8 @@ class Arena(Extents):
         return nbytes, bool(free.all())
 
     def _memory_of(self, blocks: Places) -> int:
-        """Bytes of memory of blocks that are larger than a page. What nobody filled has pages, too, of which no hole tells."""
+        """Return bytes of memory of blocks that are larger than a page. What nobody filled has pages, too, of which no hole
+        tells."""
         return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
     def is_overfull(self) -> bool:
@@ -820,7 +821,7 @@ class Arena(Extents):
         return self.some_holders(math.inf)[0]
 
     def some_holders(self, seconds: float) -> tuple[dict[int, tuple[int, int]], bool]:
-        """The same, as far as is seen in so many seconds, and whether that is all."""
+        """Return the same, as far as is seen in so many seconds, and whether that is all."""
         counts, sums, until = np.zeros(MAX_ROWS, np.int64), np.zeros(MAX_ROWS, np.uint64), monotonic() + seconds
         is_all = True
         for rows, payloads in self._in_use():
@@ -903,7 +904,7 @@ def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int
 
 
 def size_class_of(nbytes: int) -> int:
-    """The kind of a block with room for so much metadata and payload: the exponent of its size."""
+    """Return the kind of a block with room for so much metadata and payload: the exponent of its size."""
     return (nbytes + HEADER - 1).bit_length() if nbytes > SMALL else SMALLEST
 
 

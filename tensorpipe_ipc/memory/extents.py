@@ -196,7 +196,7 @@ class Extents:
             del mine[-1]
 
     def _gap(self, unit: int, units: int) -> int:
-        """The first unit from ``unit`` on that so many free ones begin with."""
+        """Return the first unit from ``unit`` on that so many free ones begin with."""
         for start, _, length, _ in self.all_extents():
             first = start >> 20
             if first >= unit + units:
@@ -255,7 +255,7 @@ class Extents:
         return True
 
     def _hazards(self) -> set[int]:
-        """The units that anybody who lives is at."""
+        """Return the units that anybody who lives is at."""
         found: set[int] = set()
         for row in self.rows.used():
             data = os.pread(self.segment.descriptor, 8 * HAZARDS, 8 * hazard_word(row, 0))
@@ -314,7 +314,7 @@ class Extents:
             end = (start >> 20) + units
 
     def floor(self, block: int) -> int:
-        """The generation at which a block begins that was never used, or whose page was punched out."""
+        """Return the generation at which a block begins that was never used, or whose page was punched out."""
         return self.words[self._floors + (block >> 20)]
 
     # ---- walking ----
@@ -404,7 +404,7 @@ class Extents:
         yield from self.states(start, kind, units)[0].tolist()
 
     def states(self, start: int, kind: int, units: int) -> tuple[Places, Words]:
-        """The blocks of an extent whose state was ever written, in order, and a copy of their states."""
+        """Return the blocks of an extent whose state was ever written, in order, and a copy of their states."""
         size, stop = 1 << kind, start + units * UNIT
         if size > PAGE:
             blocks = np.fromiter(self._begun(start, stop, size), np.int64)
@@ -425,7 +425,7 @@ class Extents:
                 start += size
 
     def blocks_that(self, start: int, kind: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
-        """The blocks of an extent of whose states some bits are as wanted."""
+        """Return the blocks of an extent of whose states some bits are as wanted."""
         blocks, states = self.states(start, kind, units)
         found: list[int] = blocks[np.isin(states & np.uint64(mask), np.array(list(wanted), np.uint64))].tolist()
         return found

@@ -54,7 +54,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handover | None:
-    """The block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None.
+    """Return the block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None.
 
     Args:
         offered: only a block that was offered for it.
@@ -97,7 +97,7 @@ def _are_sole_still(leaves: list[torch.Tensor], array: weakref.ref[Any]) -> bool
 def _sole_owners(
     leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any], *, callers: int = 0
 ) -> list[torch.Tensor] | None:
-    """All tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None.
+    """Return all tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None.
 
     Args:
         known: how many references to the array, and to each base, are the caller's own.
@@ -238,7 +238,7 @@ def placed(message: EncodedMessage, handover: Handover) -> bytes | None:
 
 
 def _packed(small: list[Any], handover: Handover) -> tuple[bytes, list[int]]:
-    """The frame of the small payloads, and its place: in the block where they lie there as they would in a frame."""
+    """Return the frame of the small payloads, and its place: in the block where they lie there as they would in a frame."""
     pieces, end, first = list[bytes](), 0, _place(small[0], handover)
     as_in_a_frame = first != INLINE
     for payload in small:
@@ -258,7 +258,7 @@ def _place(payload: Any, handover: Handover) -> int:
 
 
 def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple[memoryview, list[Any]]:
-    """The values and the frames of a message that ``placed`` wrote.
+    """Return the values and the frames of a message that ``placed`` wrote.
 
     Args:
         said: what it returned.

@@ -30,7 +30,7 @@ _CACHE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def headroom() -> int:
-    """Bytes that may still be used: the least of what the machine has and what each cgroup above us leaves."""
+    """Return bytes that may still be used: the least of what the machine has and what each cgroup above us leaves."""
     room = min(_available(), _committable())
     for limit, usage in _files(os.getpid()):
         with contextlib.suppress(OSError, ValueError):  # "max", or a file that this kernel does not have
@@ -41,7 +41,7 @@ def headroom() -> int:
 
 
 def addresses_left() -> int | None:
-    """Bytes of addresses that this process may still take (``ulimit -v``, RLIMIT_AS); None: it has no such limit."""
+    """Return bytes of addresses that this process may still take (``ulimit -v``, RLIMIT_AS); None: it has no such limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -98,7 +98,7 @@ def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[s
 
 
 def _cache(folder: str) -> int:
-    """Bytes of a cgroup's usage that the kernel can take back."""
+    """Return bytes of a cgroup's usage that the kernel can take back."""
     with contextlib.suppress(OSError, ValueError), open(f"{folder}/memory.stat", encoding="utf-8") as lines:
         found = dict(line.split() for line in lines)
         return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in _CACHE)

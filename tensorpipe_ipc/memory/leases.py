@@ -137,7 +137,7 @@ class Leases:
         self._room = self.budget
 
     def lease(self, block: int, start: int, nbytes: int) -> Octets | None:
-        """The bytes of a block as an array whose death frees the block, once its state is HELD by this process.
+        """Return the bytes of a block as an array whose death frees the block, once its state is HELD by this process.
 
         The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing, and while there
         is no fork (``no_fork``). If ``live`` does not know the block, the array is a copy in a block of its own, and the

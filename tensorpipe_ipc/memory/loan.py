@@ -39,7 +39,7 @@ class Loan:
         self._tree: Any = None
 
     def __enter__(self) -> Any:
-        """The tensors, not initialised.
+        """Return the tensors, not initialised.
 
         Raises:
             Full: there was no memory in time; nor, at an endpoint, anybody to read them.

@@ -67,14 +67,14 @@ class TensorSpec:
 
 
 def specs_of(tree: Any) -> list[TensorSpec]:
-    """The specs in a tree of dicts, lists and tuples, in order."""
+    """Return the specs in a tree of dicts, lists and tuples, in order."""
     found: list[TensorSpec] = []
     _map(tree, lambda spec: found.append(spec))
     return found
 
 
 def build(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The tree, with a tensor in the place of each spec."""
+    """Return the tree, with a tensor in the place of each spec."""
     return _map(tree, lambda spec: next(tensors))
 
 

@@ -172,7 +172,7 @@ def row_word(row: int) -> int:
 
 
 def row_byte(row: int) -> int:
-    """The byte whose lock says that a row's process lives."""
+    """Return the byte whose lock says that a row's process lives."""
     return _ROWS_START + row * _ROW_BYTES
 
 
@@ -192,7 +192,7 @@ def hazard_word(row: int, number: int) -> int:
 
 
 def record_of(row: int, number: int) -> Record:
-    """The record of a row's operation, by its number: the single ones are first."""
+    """Return the record of a row's operation, by its number: the single ones are first."""
     base = row_word(row)
     if number < SINGLES:
         size, first = 1, base + _SINGLES_AT + 4 * number

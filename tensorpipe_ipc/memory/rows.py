@@ -382,7 +382,7 @@ class Rows:
         self.unlock(row_byte(row), 1)
 
     def describe(self, row: int) -> str:
-        """The process of a row, for people."""
+        """Return the process of a row, for people."""
         base = row_word(row)
         namespace = self.words[base + NAMESPACE]
         where = "" if namespace == identity().namespace else f" of pid namespace {namespace}"
@@ -391,7 +391,7 @@ class Rows:
     # ---- operations ----
 
     def operation(self, queue: int, direction: int, size: int = 1) -> Operation:
-        """An operation of the own row for one end of a queue, none of its words set. Give it back by ``retire``.
+        """Return an operation of the own row for one end of a queue, none of its words set. Give it back by ``retire``.
 
         Raises:
             SharedMemoryError: so many are under way that the row has no room for another.
@@ -431,7 +431,7 @@ class Rows:
         self._spare[operation.size].append(operation)
 
     def unused_record(self, row: int) -> Record:
-        """A single operation of a dead row, whose lock the caller has, that nobody's words or tally stand in."""
+        """Return a single operation of a dead row, whose lock the caller has, that nobody's words or tally stand in."""
         base = row_word(row)
         for number in reversed(range(SINGLES)):
             record = record_of(row, number)

@@ -111,7 +111,7 @@ class Segment:
 
     @classmethod
     def create(cls, size: int = DEFAULT_SIZE) -> Segment:
-        """A new one.
+        """Return a new one.
 
         Args:
             size: bytes of address space. Of a limit (``ulimit -v``) it takes half of what is left at most: the program needs
@@ -143,7 +143,7 @@ class Segment:
 
     @classmethod
     def attach(cls, descriptor: int) -> Segment:
-        """The segment that an open descriptor leads to. The descriptor is duplicated and stays with the caller.
+        """Return the segment that an open descriptor leads to. The descriptor is duplicated and stays with the caller.
 
         Raises:
             SharedMemoryError: it is no segment, is of another version, lacks a seal, or cannot be mapped.
@@ -161,7 +161,7 @@ class Segment:
         return _mapped.get(identity_of(descriptor)) or cls.attach(descriptor)
 
     def resident(self) -> int:
-        """Bytes of memory that the segment costs the machine now, all processes together."""
+        """Return bytes of memory that the segment costs the machine now, all processes together."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def punch(self, start: int, stop: int) -> bool:
@@ -216,7 +216,7 @@ _mapped: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakVal
 
 
 def segment_at(address: int) -> Segment | None:
-    """The segment of this process that an address of memory lies in."""
+    """Return the segment of this process that an address of memory lies in."""
     for segment in list(_mapped.values()):
         if 0 <= address - segment.octets.ctypes.data < segment.size:
             return segment
@@ -234,7 +234,7 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 
 
 def _rebuild(duplicate: Any, size: int) -> Segment:
-    """The segment as this process has it already, if it does: pickled twice, it is mapped once."""
+    """Return the segment as this process has it already, if it does: pickled twice, it is mapped once."""
     received = owned(duplicate.detach)
     return _mapped.get(identity_of(received.fileno())) or Segment(received, size)
 

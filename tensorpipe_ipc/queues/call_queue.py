@@ -125,8 +125,8 @@ def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _names(function: Any) -> bytes | None:
-    """The pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it, which
-    another call could find changed. (So it may be in what is built in: ``{}.get`` is of the same type as ``abs``.)"""
+    """Return the pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it,
+    which another call could find changed. (So it may be in what is built in: ``{}.get`` is of the same type as ``abs``.)"""
     if type(function) is functools.partial:
         of_map = function.func is process._process_chunk and not function.keywords
         if not of_map or any(type(each) is not FunctionType for each in function.args):

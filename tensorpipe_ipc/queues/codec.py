@@ -190,7 +190,7 @@ class Codec:
             pickling.take_back(payload.handles)
 
     def handed_over(self, obj: Any, apart: Apart, *, offered: bool) -> tuple[Handover, bytes] | None:
-        """The block that an object can go by reference with, and its metadata; None if it cannot, or was not to
+        """Return the block that an object can go by reference with, and its metadata; None if it cannot, or was not to
         (``offered``: only a block that was offered for that)."""
         flat, pickled, _ = apart
         if flat is None:
@@ -219,7 +219,7 @@ class Codec:
         return functools.partial(self.decode, arrival=arrival_of(restore, as_numpy, device))
 
     def decode(self, metadata: bytes, payload: bytearray | Octets, *, arrival: DecodeOptions = AS_SENT) -> Any:
-        """The object of a message.
+        """Return the object of a message.
 
         Raises:
             ProtocolError: the bytes are no message.
@@ -270,7 +270,7 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[bool, bool]:
 
 
 def _flat(obj: Any) -> Flat | None:
-    """A tree taken apart; None if it is none."""
+    """Return a tree taken apart; None if it is none."""
     try:
         return flatten(obj)
     except UnsupportedLeaf:
@@ -308,7 +308,7 @@ def _again(queue: SharedMemoryQueue, serializer: str, wire_dtype: torch.dtype | 
 
 
 def _with_pickle(data: bytes, leaves: Sequence[Any], encoder: Encoder) -> EncodedMessage:
-    """The message of a pickle and its leaves."""
+    """Return the message of a pickle and its leaves."""
     if len(data) > _BRIEF:
         return encode([data, *leaves], encoder)
     return encode(list(leaves), encoder, data)

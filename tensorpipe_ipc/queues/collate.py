@@ -30,7 +30,7 @@ CollateMap = Mapping[Any, Callable[..., Any]]
 
 
 def collate(batch: Any, attachment: Callable[[], Attachment], collate_fn_map: CollateMap | None = None) -> Any:
-    """A batch of samples, as ``torch.utils.data.default_collate`` makes it.
+    """Return a batch of samples, as ``torch.utils.data.default_collate`` makes it.
 
     Args:
         batch: the samples.

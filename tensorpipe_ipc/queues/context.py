@@ -42,7 +42,7 @@ class _WithOurQueues(context.BaseContext):
     """The common part of our contexts. Their memory is made at the first use, and lasts as long as they do, or longer."""
 
     def tensorpipe_attachment(self) -> Attachment:
-        """Return the recovering process of the memory that all queues of this context share.
+        """Return this process's attachment to the memory that all queues of this context share.
 
         Raises:
             SharedMemoryError: it could not be made.
@@ -89,7 +89,7 @@ class _WithOurQueues(context.BaseContext):
         return SimpleQueue(ctx=self, serializer=serializer, wire_dtype=wire_dtype)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor in the context's memory, not initialised: any queue of the context sends it without a copy
+        """Return a tensor in the context's memory, not initialised: any queue of the context sends it without a copy
         (``put(x, move=True)``). Its memory is free again when the last alias of it is gone.
 
         Raises:

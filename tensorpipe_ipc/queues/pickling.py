@@ -146,7 +146,7 @@ def _is_shared(storage: UntypedStorage) -> bool:
 
 
 def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
-    """A storage of torch's shared memory.
+    """Return a storage of torch's shared memory.
 
     Raises:
         PeerLost: who sent it is gone, or the handle was used before.
@@ -240,7 +240,7 @@ def dump(obj: Any) -> Pickled:
 
 
 def dump_without_leaves(obj: Any) -> bytes | None:
-    """An object's pickle; None if there are tensors, arrays or storages in it.
+    """Return an object's pickle; None if there are tensors, arrays or storages in it.
 
     Raises:
         Exception: whatever the object raises when it is pickled.
@@ -251,7 +251,7 @@ def dump_without_leaves(obj: Any) -> bytes | None:
 
 
 def load(data: Any, leaves: Sequence[Any] = (), made: Callable[[Any], Any] | None = None) -> Any:
-    """The object of a pickle and its leaves.
+    """Return the object of a pickle and its leaves.
 
     Args:
         made: what becomes of tensors in torch's shared memory; None: they are as they were sent.

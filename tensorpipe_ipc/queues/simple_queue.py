@@ -67,7 +67,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
             raise OSError("the handle is closed")
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``get`` would not wait."""
+        """Return a descriptor that is readable while ``get`` would not wait."""
         return self._queue.fileno()
 
     def close(self) -> None:

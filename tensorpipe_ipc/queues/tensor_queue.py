@@ -399,8 +399,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         """Nothing: there is no thread."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``get`` would not wait; now and then, when more was put than a pipe holds, also
-        when it would.
+        """Return a descriptor that is readable while ``get`` would not wait; now and then, when more was put than a pipe
+        holds, also when it would.
 
         Where other processes get from the queue, too, it may be silent about what a get here took and left for the next one:
         after an exception, and after ``get_many``, ask ``empty()`` before you wait for it.
@@ -408,7 +408,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         return self._queue.fileno()
 
     def statistics(self) -> QueueStatistics:
-        """A snapshot of what this process did with the queue, and of the arena that it lies in."""
+        """Return a snapshot of what this process did with the queue, and of the arena that it lies in."""
         found, lender, narrows = statistics_of(self._queue), self._codec.lender, self._codec.narrowing
         found = dataclasses.replace(found, shared_by_torch=self._codec.shared_by_torch)
         if lender is not None:

@@ -76,7 +76,8 @@ class _BatchMemory:
         self._block: _Block | None = None
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of so many bytes: in shared memory, where there is room and the batch is large enough to stay there."""
+        """Return a storage of so many bytes: in shared memory, where there is room and the batch is large enough to stay
+        there."""
         if threading.get_ident() != self._thread:
             return _private(nbytes)
         done = [queue.done(PUT) for queue in self._queues]
@@ -119,7 +120,7 @@ class _Block:
         self._end, self._nbytes = 0, held.nbytes
 
     def take(self, nbytes: int) -> torch.UntypedStorage | None:
-        """The next bytes of it; None where they do not fit, or the block is another's by now."""
+        """Return the next bytes of it; None where they do not fit, or the block is another's by now."""
         start, anchor = self._end, self._held.anchor
         array = anchor()
         if array is None or start + nbytes > self._nbytes or anchor.leases.live.get(anchor.word) is not anchor:

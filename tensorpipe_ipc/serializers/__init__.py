@@ -57,7 +57,7 @@ def register_serializer(serializer: Serializer) -> None:
 
 
 def serializer_named(name: str) -> Serializer:
-    """The serializer of that name.
+    """Return the serializer of that name.
 
     Raises:
         UnknownSerializer: there is none; the known ones are named.
@@ -81,7 +81,7 @@ def limited(serializer: Serializer, most: Callable[[], int]) -> Serializer:
 
 
 def serializer_names() -> tuple[str, ...]:
-    """The names of all serializers of this process, sorted."""
+    """Return the names of all serializers of this process, sorted."""
     return tuple(sorted(_SERIALIZERS))
 
 

@@ -39,7 +39,7 @@ class Serializer(Protocol):
     zero_copy: bool
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """A tensor's meta and its bytes.
+        """Return a tensor's meta and its bytes.
 
         Args:
             tensor: any dtype, shape, strides and device; ``plain`` makes it contiguous CPU memory.
@@ -53,7 +53,7 @@ class Serializer(Protocol):
         """
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """The tensor again: on the CPU, of ``meta``'s dtype and shape.
+        """Return the tensor again: on the CPU, of ``meta``'s dtype and shape.
 
         Args:
             meta: what ``encode`` returned, read from the wire and found valid.
@@ -66,7 +66,7 @@ class Serializer(Protocol):
 
 
 def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
-    """The same items as memory that can be read: on the CPU, dense, no conjugate or negative bit, no history.
+    """Return the same items as memory that can be read: on the CPU, dense, no conjugate or negative bit, no history.
 
     Dense means without gaps, in whatever order of dimensions; what has gaps or overlaps is gathered, once.
 
@@ -146,7 +146,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor) -> TensorMeta:
-    """The meta of a plain tensor.
+    """Return the meta of a plain tensor.
 
     Raises:
         UnsupportedLeaf: its dtype is not in the table.
@@ -173,7 +173,7 @@ def expect(tensor: Any, meta: TensorMeta) -> torch.Tensor:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions from outermost to innermost in memory, or None for a tensor with gaps or overlaps."""
+    """Return the dimensions from outermost to innermost in memory, or None for a tensor with gaps or overlaps."""
     strides, shape = tensor.stride(), tensor.shape
     order = sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] != 1), reverse=True)
     expected = 1

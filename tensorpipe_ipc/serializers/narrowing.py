@@ -36,7 +36,7 @@ LOOKED_AT = 4096  # items of a tensor, for the relative error
 
 
 def narrowing(serializer: Serializer, dtype: Any) -> Narrowing | None:
-    """A serializer with wide floats narrowed to ``dtype`` before it; None for None.
+    """Return a serializer with wide floats narrowed to ``dtype`` before it; None for None.
 
     Raises:
         TypeError: it is no dtype.
@@ -104,7 +104,7 @@ class Narrowing:
         return narrowed_meta(own, self.wire_dtype, meta.shape, meta.order), payload
 
     def encode_span(self, span: torch.Tensor) -> tuple[int, Any]:
-        """Bytes and payload of memory that several tensors share: a row of items, to be narrowed."""
+        """Return bytes and payload of memory that several tensors share: a row of items, to be narrowed."""
         nbytes = len(span) * self.wire_dtype.itemsize
         if self._made_in_place and nbytes >= BULK:
             return nbytes, _Cast(self, span, nbytes)
@@ -118,7 +118,7 @@ class Narrowing:
         return narrow.cpu()
 
     def cast(self, wide: torch.Tensor) -> torch.Tensor:
-        """A tensor's items, narrow, where it is; overflows are counted."""
+        """Return a tensor's items, narrow, where it is; overflows are counted."""
         try:
             narrow = torch.empty_like(wide, dtype=self.wire_dtype)
         except RuntimeError as error:  # torch has no type for it
@@ -138,7 +138,7 @@ class Narrowing:
         self.overflowed += int((torch.isfinite(wide) & ~finite | (wide.abs() > self._edge) & finite).sum())
 
     def _largest(self, narrow: torch.Tensor) -> int:
-        """The bits, without the sign, of the item that is the farthest from 0; nan is farther than inf."""
+        """Return the bits, without the sign, of the item that is the farthest from 0; nan is farther than inf."""
         bits = narrow.view(self._bits)
         if not bits.is_cpu:
             return int((bits & torch.iinfo(self._bits).max).amax())
@@ -209,7 +209,7 @@ class _Cast(LazyPayload):
             self._narrowing.note_error(self._tensor)
 
     def _part(self, place: memoryview, start: int) -> tuple[torch.Tensor, int, int]:
-        """A place as narrow items, and the numbers of the first of them and of the one after the last."""
+        """Return a place as narrow items, and the numbers of the first of them and of the one after the last."""
         narrow = torch.frombuffer(place, dtype=self._narrowing.wire_dtype)
         first = start // narrow.itemsize
         return narrow, first, first + len(narrow)

@@ -36,7 +36,7 @@ class NumpyArray:
         self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """The tensor's meta and a .npy file of it.
+        """Return the tensor's meta and a .npy file of it.
 
         Raises:
             UnsupportedLeaf: as ``plain`` says, and for a dtype that NumPy lacks (bfloat16, float8, complex32).
@@ -54,7 +54,7 @@ class NumpyArray:
         return meta, file.getvalue()  # which is not copied
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """A tensor on the payload's memory; on a copy of it, where that may not be written to, or its items lie crooked.
+        """Return a tensor on the payload's memory; on a copy of it, where that may not be written to, or its items lie crooked.
 
         Raises:
             ProtocolError: no .npy file, or of another dtype or shape than ``meta``.

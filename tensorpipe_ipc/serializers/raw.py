@@ -32,7 +32,7 @@ class Raw:
         self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """The tensor's meta and a view of its memory (of a gathered copy, where it has gaps).
+        """Return the tensor's meta and a view of its memory (of a gathered copy, where it has gaps).
 
         Raises:
             UnsupportedLeaf: sparse, quantized, nested, meta, a subclass, or a dtype that is not in the table.
@@ -56,7 +56,7 @@ class Raw:
         return _encode_other(tensor, self.most())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """A tensor on the payload's own memory; on a copy of it, where that may not be written to.
+        """Return a tensor on the payload's own memory; on a copy of it, where that may not be written to.
 
         Raises:
             ProtocolError: the payload is not of the size that the meta says.

@@ -39,7 +39,7 @@ class TorchSave:
         self.most = most
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """The tensor's meta and a ``torch.save`` file of it.
+        """Return the tensor's meta and a ``torch.save`` file of it.
 
         Raises:
             UnsupportedLeaf: a subclass, a meta tensor, an mkldnn tensor, or one that torch cannot save.
@@ -55,7 +55,7 @@ class TorchSave:
         return OPAQUE, _save(tensor.detach().cpu())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """A tensor in memory of its own.
+        """Return a tensor in memory of its own.
 
         Raises:
             ProtocolError: no ``torch.save`` file, one that asks for more than ``weights_only`` allows, or one that

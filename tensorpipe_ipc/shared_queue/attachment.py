@@ -123,7 +123,7 @@ class Attachment:
         return self.arena.trim()
 
     def allocate(self, nbytes: int, taker: Taker) -> int:
-        """A block for so many bytes, now. Its state is WRITING, and the taker has it.
+        """Return a block for so many bytes, now. Its state is WRITING, and the taker has it.
 
         Raises:
             SharedMemoryError: there is no room. The text says who holds what.
@@ -218,5 +218,5 @@ def default_attachment() -> Attachment:
 
 
 def attachment_of(segment: Segment) -> Attachment:
-    """The recovering process that this process has for a segment already, if it does: one row for each process."""
+    """Return this process's attachment to a segment: the one that it has, or a new one. A process has one row there."""
     return _known.get(id(segment)) or Attachment(Arena(segment))

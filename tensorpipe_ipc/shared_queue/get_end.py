@@ -128,7 +128,7 @@ class GetEnd(QueueEnd):
             raise
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``get`` would not wait; now and then when it would, too.
+        """Return a descriptor that is readable while ``get`` would not wait; now and then when it would, too.
 
         Of what an exception left to be got again the pipe knows nothing. A doorbell tells of it, from the first call on.
         """

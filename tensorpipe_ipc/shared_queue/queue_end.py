@@ -122,7 +122,7 @@ class QueueEnd:
         self._forget()
 
     def _operation(self, direction: int) -> Operation:
-        """A further operation: this process's first, or others are under way in threads or interrupted code."""
+        """Return a further operation: this process's first, or others are under way in threads or interrupted code."""
         self.attachment.attach()
         operation = self.rows.operation(self.number, direction)
         self._operations += (operation,)

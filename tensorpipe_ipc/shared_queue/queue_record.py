@@ -173,7 +173,7 @@ class QueueRecord:
     def create(
         cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[PresenceLock]
     ) -> tuple[QueueRecord, PresenceLock]:
-        """A new queue's.
+        """Return a new queue's.
 
         Raises:
             ValueError: ``maxsize`` is negative or above 16,777,215.
@@ -230,7 +230,7 @@ class QueueRecord:
 
 
 def number_of(arena: Arena, block: int) -> int:
-    """The number of the queue whose record lies in a KEPT block."""
+    """Return the number of the queue whose record lies in a KEPT block."""
     return (arena.words[block >> 3] >> GENERATION_AT & 0xFFFFFF) << 32 | block >> SMALLEST
 
 
@@ -241,7 +241,7 @@ def facts_of(record: bytes) -> tuple[int, bool, bool, bool]:
 
 
 def _block_and_lock(arena: Arena, nbytes: int, kept_by: type[PresenceLock]) -> tuple[int, PresenceLock]:
-    """A block, and the read lock on its first byte.
+    """Return a block, and the read lock on its first byte.
 
     Whoever destroyed the queue whose record lay there before may still have the byte's lock, and may be stopped: then another
     block is taken.

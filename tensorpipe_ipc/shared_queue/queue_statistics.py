@@ -72,7 +72,7 @@ class QueueStatistics:
 
 
 def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
-    """A snapshot of one queue."""
+    """Return a snapshot of one queue."""
     arena, rows, live = queue.arena, queue.rows, list(queue.leases.live.values())
     queue.attachment.attach()
     queue.attachment.recover_dead()  # what the dead held is nobody's

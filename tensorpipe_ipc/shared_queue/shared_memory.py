@@ -48,7 +48,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
 
     @classmethod
     def create(cls, attachment: Attachment, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
-        """A new, empty one.
+        """Return a new, empty one.
 
         Args:
             maxsize: how many messages may be in it; 0: any number.

@@ -189,7 +189,7 @@ class _Reader:
         self._kept: list[tuple[int, int]] = []  # block and generation of each queue's record
 
     def view(self, inode: int, pids: tuple[int, ...], capacity: int) -> SegmentView:
-        """All of it."""
+        """Return all of it."""
         for start, kind, units in self._extents():
             for first, words in self._headers(start, kind, units):
                 self._sort(first, 1 << kind, words)

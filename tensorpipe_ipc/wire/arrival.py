@@ -41,7 +41,7 @@ def is_restored(leaf: LeafMeta, kind: int, arrival: DecodeOptions) -> bool:
 
 
 def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
-    """A span's narrow items in their own dtype, as bytes."""
+    """Return a span's narrow items in their own dtype, as bytes."""
     assert of.row is not None
     assert of.own is not None
     if len(span) % of.row.itemsize:
@@ -50,7 +50,7 @@ def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
 
 
 def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The items in another dtype, in memory of their own and in the same order there."""
+    """Return the items in another dtype, in memory of their own and in the same order there."""
     wide = torch.empty_like(tensor, dtype=dtype)
     restore(wide, tensor)
     return wide

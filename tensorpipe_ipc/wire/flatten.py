@@ -298,7 +298,7 @@ def _ndarray(node: np.ndarray[Any, Any], flat: Flat) -> None:
 
 
 def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A tensor on the array's own memory, or on a copy where torch has no such view of it."""
+    """Return a tensor on the array's own memory, or on a copy where torch has no such view of it."""
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = array.copy()  # ascontiguousarray() leaves a single item its odd stride
     if array.flags.writeable:

@@ -101,7 +101,7 @@ class Header(NamedTuple):
     packed: memoryview
 
     def payloads(self, frames: list[Any]) -> list[Any]:
-        """The payload frames, of which the small payloads' is first, of all the frames of the message."""
+        """Return the payload frames, of which the small payloads' is first, of all the frames of the message."""
         return [self.packed, *frames[1:]] if len(self.packed) else frames[1:]
 
 
@@ -238,18 +238,18 @@ def ending_of(header: Header) -> Ending:
 
 
 def failed(text: str, origin: str = "") -> Ending:
-    """The ending of an end that failed. A long text is cut, and so is what a terminal would act upon."""
+    """Return the ending of an end that failed. A long text is cut, and so is what a terminal would act upon."""
     return Ending(cut(shown(text), _MAX_FAILURE), cut(shown(origin), _MAX_ORIGIN))
 
 
 def cut(text: str, limit: int = _MAX_WHY_NOT) -> str:
-    """A text of at most so many bytes, which ends in "…" if it was longer."""
+    """Return a text of at most so many bytes, which ends in "…" if it was longer."""
     octets = text.encode(errors="replace")
     return text if len(octets) <= limit else octets[: limit - 3].decode(errors="ignore") + "…"
 
 
 def names_size(names: Iterable[str]) -> int:
-    """Bytes that names of serializers take in a HELLO, at most; the limit is ``MAX_NAMES``."""
+    """Return bytes that names of serializers take in a HELLO, at most; the limit is ``MAX_NAMES``."""
     return sum(len(name) + 2 for name in names)
 
 
@@ -298,7 +298,7 @@ def unpack(frame: memoryview) -> Header:
 
 
 def unpack_control(header: Header, kind: type[Control]) -> Control:
-    """A control message's body. What of it will be repeated is cut.
+    """Return a control message's body. What of it will be repeated is cut.
 
     Raises:
         ProtocolError: it is none: a field missing, unknown, or of the wrong type.

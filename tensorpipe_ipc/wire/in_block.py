@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<BI")
 
 
 def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
-    """A message's metadata."""
+    """Return a message's metadata."""
     return _HEAD.pack(flags, len(schema)) + schema + values
 
 

@@ -42,7 +42,7 @@ class Encoder(Protocol):
     name: str
 
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
-        """A tensor's meta and its bytes. One that narrows floats has a ``wire_dtype``, and an ``encode_span`` for memory
+        """Return a tensor's meta and its bytes. One that narrows floats has a ``wire_dtype``, and an ``encode_span`` for memory
         that several of them share."""
 
 
@@ -56,12 +56,12 @@ class EncodedMessage(NamedTuple):
     keep: Any
 
     def frames(self, sequence: int) -> list[Any]:
-        """The message's frames, as bytes-like objects that keep the memory they are views of."""
+        """Return the message's frames, as bytes-like objects that keep the memory they are views of."""
         first, large = self.parts(sequence)
         return [first, *map(self._kept, large)]
 
     def parts(self, sequence: int) -> tuple[bytes, list[Any]]:
-        """The first frame, and the payloads that have a frame each: bytes-like, or ``LazyPayload``."""
+        """Return the first frame, and the payloads that have a frame each: bytes-like, or ``LazyPayload``."""
         header = pack(Kind.DATA, sequence, self.schema, self.values)
         if len(self.payloads) == 1:
             return (header, self.payloads) if self.nbytes >= BULK else (header + bytes(self.payloads[0]), [])
@@ -70,7 +70,7 @@ class EncodedMessage(NamedTuple):
         return _packed(header, small) if small else header, large
 
     def _kept(self, payload: Any) -> Any:
-        """A large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was
+        """Return a large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was
         interrupted and the caller's tensor is gone. A view through ctypes does not do so by itself."""
         if isinstance(payload, LazyPayload):
             return payload.frame()
@@ -141,7 +141,7 @@ def _see_that_it_fits(schema: bytes, values: bytes) -> None:
 
 
 def _one_leaf(name: str, spec: bytes) -> bytes:
-    """The schema of a tree that has one leaf, up to the leaf's meta."""
+    """Return the schema of a tree that has one leaf, up to the leaf's meta."""
     return _short_leaf(name, spec) if len(spec) <= _SHORT_SPEC else _head(name, spec) + _NO_SPANS_ONE_LEAF
 
 

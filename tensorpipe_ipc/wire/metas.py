@@ -119,11 +119,11 @@ class TensorMeta:
         return self.window(address)
 
     def pack(self, nbytes: int) -> bytes:
-        """The meta's bytes, for a payload of ``nbytes`` bytes (a serializer may make it longer or shorter)."""
+        """Return the meta's bytes, for a payload of ``nbytes`` bytes (a serializer may make it longer or shorter)."""
         return _FIXED.pack(*self._head, nbytes) + self._tail
 
     def pack_view(self, span: int, offset: int, strides: tuple[int, ...]) -> bytes:
-        """The meta's bytes, for a window on span number ``span``, ``offset`` bytes into it; strides in items."""
+        """Return the meta's bytes, for a window on span number ``span``, ``offset`` bytes into it; strides in items."""
         code, _, ndim, own = self._head
         dims = struct.pack(f"<{ndim}q", *self.shape)
         return (
@@ -144,7 +144,7 @@ class LeafMeta(NamedTuple):
     own: Dtype | None = None  # what the sender's tensor was, if it was narrowed
 
     def view_end(self) -> int:
-        """Bytes of its span that a view reaches, counted from the span's start."""
+        """Return bytes of its span that a view reaches, counted from the span's start."""
         assert self.row is not None
         if 0 in self.shape:
             return self.offset
@@ -202,7 +202,7 @@ OPAQUE = TensorMeta(None, ())
 
 
 def meta_of(dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> TensorMeta:
-    """The meta of a tensor's dtype and shape, and of its order in memory if that is not the usual.
+    """Return the meta of a tensor's dtype and shape, and of its order in memory if that is not the usual.
 
     Raises:
         KeyError: the dtype is not in the table.
@@ -213,7 +213,7 @@ def meta_of(dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] |
 def narrowed_meta(
     own: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None
 ) -> TensorMeta:
-    """The same for a tensor that crosses as ``dtype`` and is restored to ``own``.
+    """Return the same for a tensor that crosses as ``dtype`` and is restored to ``own``.
 
     Raises:
         KeyError: none of ``own`` does so.

@@ -211,7 +211,7 @@ def _byte(spec: Buffer, at: int) -> int:
 
 
 def _count(spec: Buffer, at: int, least: int) -> tuple[int, int]:
-    """A count, and where what it counts begins. ``least``: bytes that each of them takes at least."""
+    """Return a count, and where what it counts begins. ``least``: bytes that each of them takes at least."""
     if at + 4 > len(spec):
         raise ProtocolError(f"spec cut short at byte {at}")
     count = int.from_bytes(spec[at : at + 4], "little")
@@ -229,7 +229,7 @@ def _skip(spec: Buffer, at: int) -> int:
 
 
 def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
-    """The builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
+    """Return the builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
     op = spec[at]
     at += 1
     simple = readers.get(op)
@@ -420,7 +420,7 @@ def _registered_reader(entry: Registered, children: list[Build]) -> Build:
     fields, make = entry.fields, _list_reader(children)
 
     def cls() -> Any:
-        """The class that has the name now: one that was defined anew (a notebook cell run again) replaces its elder."""
+        """Return the class that has the name now: one that was defined anew (a notebook cell run again) replaces its elder."""
         now = BY_NAME[entry.name]
         if (now.op, now.fields) != (entry.op, fields):
             raise UnsupportedLeaf(f"the message's {entry.name!r} is registered anew here, with other fields")
@@ -443,7 +443,7 @@ def _next_leaf(leaves: Iterator[torch.Tensor], _: Iterator[Any]) -> torch.Tensor
 
 
 def _dense(leaf: torch.Tensor) -> torch.Tensor:
-    """A leaf whose bytes are counted one by one: an expanded one would be made as long as it says that it is."""
+    """Return a leaf whose bytes are counted one by one: an expanded one would be made as long as it says that it is."""
     if not leaf.is_contiguous():
         raise ValueError(
             f"{list(leaf.shape)} with strides {list(leaf.stride())} where bytes without gaps or overlaps belong"
@@ -452,7 +452,7 @@ def _dense(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(leaf: torch.Tensor) -> torch.Tensor:
-    """A leaf that becomes an array, whose items lie apart: whoever copies it gets no more than came."""
+    """Return a leaf that becomes an array, whose items lie apart: whoever copies it gets no more than came."""
     if not leaf.is_contiguous() and overlaps(leaf.shape, leaf.stride()):
         raise ValueError(f"an array of {list(leaf.shape)} with strides {list(leaf.stride())}, whose items overlap")
     return leaf
@@ -487,7 +487,7 @@ _READERS: dict[int, Build] = {
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """A NumPy array on a tensor's memory.
+    """Return a NumPy array on a tensor's memory.
 
     Raises:
         UnsupportedLeaf: it is of a dtype or a layout that NumPy lacks.

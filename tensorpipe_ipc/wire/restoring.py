@@ -34,6 +34,6 @@ def restore(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 
 @functools.cache
 def _pairs(crossed: torch.dtype) -> np.ndarray[Any, Any]:
-    """All pairs of items of eight bits, restored to float32: 512 KiB."""
+    """Return all pairs of items of eight bits, restored to float32: 512 KiB."""
     both = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.uint8))
     return both.view(crossed).to(torch.float32).numpy().view(np.uint64)

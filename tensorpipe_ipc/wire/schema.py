@@ -59,7 +59,7 @@ class Decoder(Protocol):
     zero_copy: bool
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
-        """The tensor of a payload."""
+        """Return the tensor of a payload."""
 
 
 class Schema:
@@ -124,7 +124,7 @@ class Schema:
         own: int,
         arrival: DecodeOptions = AS_SENT,
     ) -> Any:
-        """The message's tree.
+        """Return the message's tree.
 
         Args:
             values: the header's values.
@@ -163,7 +163,7 @@ class Schema:
         own: int,
         arrival: DecodeOptions,
     ) -> Any:
-        """The tree, with its leaves as they are wanted."""
+        """Return the tree, with its leaves as they are wanted."""
         kinds = self._plan.kinds
         wide = [is_restored(leaf, kind, arrival) for leaf, kind in zip(opened.leaves, kinds, strict=True)]
         moved = [arrival.unstage is not None and kind in TENSORS for kind in kinds]
@@ -198,7 +198,7 @@ class Schema:
     def tree_in(
         self, values: bytes | memoryview, region: memoryview, serializer: Decoder, arrival: DecodeOptions = AS_SENT
     ) -> Any:
-        """The tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
+        """Return the tree of a message whose payloads lie in one block: the small ones, then the large, all at multiples of 64.
 
         Args:
             values: as in a header.
@@ -309,7 +309,7 @@ _NOTHING = memoryview(b"")
 
 
 def schema_of(data: bytes) -> Schema:
-    """The schema of these bytes.
+    """Return the schema of these bytes.
 
     Raises:
         ProtocolError: they are none.
@@ -318,7 +318,7 @@ def schema_of(data: bytes) -> Schema:
 
 
 def _block(data: bytes, at: int, width: int) -> tuple[memoryview, int]:
-    """A length of ``width`` bytes, and so many bytes after it (not a copy of them); and where they end."""
+    """Return a length of ``width`` bytes, and so many bytes after it (not a copy of them); and where they end."""
     start = at + width
     end = start + int.from_bytes(data[at:start], "little")
     if start > len(data) or end > len(data):

@@ -126,7 +126,7 @@ def _locked(folder: int) -> bool:
 
 
 def _holder(folder: int) -> str:
-    """The process that has the lock, in words."""
+    """Return the process that has the lock, in words."""
     inode = os.fstat(folder).st_ino
     with suppress(OSError), open("/proc/locks", encoding="ascii") as lines:
         for line in lines:
@@ -137,7 +137,7 @@ def _holder(folder: int) -> str:
 
 
 def owner_of(path: str) -> int | None:
-    """The process that listens at a unix socket, None if nobody does or it is dead.
+    """Return the process that listens at a unix socket, None if nobody does or it is dead.
 
     A child that was forked from the owner may hold the listening socket long after the owner died: the kernel says who
     called listen(), and that one must live.

@@ -29,7 +29,7 @@ _YES, _NO = (b"200", b"OK", b"", b""), (b"400", b"not on the list", b"", b"")
 
 
 def key_pair() -> tuple[bytes, bytes]:
-    """A new public and secret key, in Z85.
+    """Return a new public and secret key, in Z85.
 
     Raises:
         Refused: this libzmq has no CURVE.

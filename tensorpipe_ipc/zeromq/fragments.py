@@ -22,7 +22,7 @@ LARGEST_FRAGMENT = FRAGMENT + 1024  # as it goes over the wire: CURVE adds 33 by
 
 
 def in_fragments(frames: Iterable[Any]) -> list[Any]:
-    """A message's frames, the long ones cut. Nothing is copied."""
+    """Return a message's frames, the long ones cut. Nothing is copied."""
     found: list[Any] = []
     for frame in frames:
         if len(frame) < FRAGMENT:
@@ -34,7 +34,7 @@ def in_fragments(frames: Iterable[Any]) -> list[Any]:
 
 
 def joined(fragments: Sequence[memoryview]) -> list[memoryview]:
-    """The frames again."""
+    """Return the frames again."""
     found: list[memoryview] = []
     run: list[memoryview] = []
     for fragment in fragments:

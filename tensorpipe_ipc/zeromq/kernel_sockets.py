@@ -59,7 +59,7 @@ def is_to_itself(fd: int) -> bool:
 
 
 def listener(path: str, backlog: int) -> socket.socket:
-    """A unix socket that listens at a path, whose file nobody else may connect to from its first moment on.
+    """Return a unix socket that listens at a path, whose file nobody else may connect to from its first moment on.
 
     The kernel gives the file the socket's own mode, less the umask.
 
@@ -78,7 +78,8 @@ def listener(path: str, backlog: int) -> socket.socket:
 
 
 def listener_behind(fd: int, path: str) -> tuple[int, int] | None:
-    """The process, and user, that listens at the other end of a connection to a unix socket; None if it is none any more.
+    """Return the process, and user, that listens at the other end of a connection to a unix socket; None if it is none any
+    more.
 
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
@@ -109,7 +110,7 @@ def process_behind(fd: int, address: Address) -> int:
 
 
 def _duplicate(fd: int) -> socket.SocketType:
-    """The socket of a descriptor, which may be another's by now: so it is duplicated first, and then looked at.
+    """Return the socket of a descriptor, which may be another's by now: so it is duplicated first, and then looked at.
 
     And before: closing the duplicate of a file takes the record locks from that which the process has there.
 

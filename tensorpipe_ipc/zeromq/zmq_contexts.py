@@ -48,7 +48,7 @@ _shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither it
 
 
 def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
-    """A context for one more end.
+    """Return a context for one more end.
 
     Args:
         end: that end.
@@ -93,7 +93,7 @@ def is_bound_here(address: str) -> bool:
 
 
 def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
-    """A ROUTER that numbers its connections from a number on which nobody can tell.
+    """Return a ROUTER that numbers its connections from a number on which nobody can tell.
 
     A connection may choose a name of its own, and libzmq ends the process where that is the next one's number. It takes the
     first of them from C's rand, which nobody else may have seeded: then it is the same in every process.

@@ -379,7 +379,7 @@ class FrameSocket:
         raise NotImplementedError
 
     def fileno(self) -> int:
-        """A descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
+        """Return a descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
         self._is_shown = True
         return self._polling().fd
 
@@ -418,7 +418,7 @@ def _abort(socket: zmq.Socket[bytes]) -> None:
 
 
 def _marked(frame: bytes) -> zmq.Frame:
-    """A small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it."""
+    """Return a small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it."""
     hold_reaper()
     return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
 
@@ -434,5 +434,5 @@ class _Unread:
 
 
 def library() -> tuple[str, str, bool]:
-    """The versions of pyzmq and libzmq, and whether that has CURVE."""
+    """Return the versions of pyzmq and libzmq, and whether that has CURVE."""
     return zmq.__version__, zmq.zmq_version(), bool(zmq.has("curve"))
