@@ -15,8 +15,8 @@ lending the memory itself would take, at the speed of the GPU's memory.
 
 **Both sides wait on the CPU**, and no event crosses. An event that was recorded by a process which was killed may never
 be done, and a stream that was told to wait for it would hang. So a name is sent when its bytes are there; and a device
-block is used again when the message's block in shared memory is free, which its consumer says after the copy, or the
-recovering process for a dead one. Who is dead has only read: that he may still do so for a moment harms nobody.
+block is used again when the message's block in shared memory is free. Its consumer frees that after the copy; for a dead
+consumer the recovering process does. A dead consumer has only read, and harms nobody if its GPU still reads for a moment.
 
 **What dies with its sender.** A message that goes so lies in the sender's GPU memory, and is lost if that process ends
 before it was taken; the receiver gets ``PeerLost``.
@@ -60,7 +60,7 @@ class BlockName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     Attributes:
         gpu: the GPU's UUID.
-        token, number: whose block, and which of his.
+        token, number: of the block's owner, and of the block among the owner's.
         handle: CUDA's, of the whole allocation.
         nbytes: of the block.
         owner: the process whose memory it is.

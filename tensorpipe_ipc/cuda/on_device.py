@@ -10,8 +10,8 @@
 **The self-test, once for a pair.** Whoever offers goes by a random token. A consumer that wants a message with an offer on a
 GPU opens the test block, compares its bytes, and writes what it found into its own row: ``token << 24 | incarnation << 8 |
 answer``. The putting end looks there before each put, and ten times a second at who has ever begun to get from the queue.
-One who begins between two such looks may take a message that he has not been asked about. He reads it all the same, or
-gets an error that says why he cannot.
+A consumer that begins between two such looks may take a message that it has not been asked about. It reads the message all
+the same, or gets an error that says why it cannot.
 
 Where anything is in the way, messages are staged, and ``statistics()`` says what.
 """

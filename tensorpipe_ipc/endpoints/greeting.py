@@ -329,12 +329,13 @@ class Greeting(Role):
         return f"; pid {pids} has come by the rendezvous file and has not said HELLO: is it stopped?" if pids else ""
 
     def refuse_standby(self, hello: Hello) -> None:
-        """Drop what a connector has claimed that is not let in."""
+        """Drop the queue that a connector has claimed that is not let in."""
         if hello.shared_memory is not None and self.standby.take(hello.shared_memory.attached) is not None:
             self._publish()
 
     def hear_claimants(self) -> None:
-        """Before closing: offer no queue any more, and hear who has claimed one, so that he is told goodbye."""
+        """Before closing, offer no queue any more, and hear the connectors that have claimed one, so that they get a
+        goodbye."""
         self._is_leaving = True
         self.standby.withdraw()
         deadline = time.monotonic() + _AGAIN

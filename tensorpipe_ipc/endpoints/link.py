@@ -560,10 +560,10 @@ class Link(Greeting):
             self._refusal = error
 
     def _meet_stranger(self, routing: bytes, kind: int) -> None:
-        """Somebody talks as if we had met. He met a binder that died, or none at all.
+        """Handle a message of an end that has not said HELLO here. It met a binder that died, or no binder at all.
 
-        So comes, too, what is left of a connection that a new one has taken the place of, or whose end has ended: its file may
-        tell so before its GOODBYE has come.
+        What is left of a connection that a new one has replaced comes in this way, too. So does what is left of one whose end
+        has ended: the end's file may tell that before its GOODBYE has come.
         """
         if routing in self._over or not self.socket.binds and self.left_by(routing):
             return

@@ -1,15 +1,16 @@
-"""Assembly: a large message that comes in pieces is put together in memory that is warm.
+"""Reassembly: put a large message that comes in pieces together, in warm memory.
 
-``BufferPool`` hands out memory for a message's large payloads, and has it back when the last tensor on it is gone: a lease, as
-of a block of shared memory, but of this process's own. What comes back is handed out again, for fresh memory costs more
-than the copy (``resend_buffer``).
+``BufferPool`` hands out memory for a message's large payloads, and gets it back when the last tensor on it is gone. That is a
+lease, as of a block of shared memory, but of this process's own memory. Returned memory is handed out again, because fresh
+memory costs more than the copy (``resend_buffer``).
 
-How much there will be, the first piece announces. What lies ready is used at once. Fresh memory is asked for only when
-(nearly) all has come, and until then the pieces wait in their frames: nobody has this process ask for what he does not send.
+The first piece announces the size. Memory that is ready is used at once. Fresh memory is requested only when nearly all pieces
+have come; until then they wait in their frames. So no peer makes this process request memory for what it does not send.
 
-A process with a limit on its addresses could not go on once ZeroMQ has none for a frame: the connection ends, and the producer
-sends again, for ever. So a message that will not go under the limit, twice for a moment, is *refused* at its first piece: the
-others are dropped as they come, and get says so when the message is complete.
+A process with a limit on its addresses could not go on once ZeroMQ finds none for a frame: the connection would end, and the
+producer would send again, for ever. The pieces need twice the message's size for a moment. So a message that exceeds the limit
+in this way is *refused* at its first piece. The others are dropped as they come, and get reports it when the message is
+complete.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A message goes by reference if its large tensors lie in one block (``handover.py
 what the whole batch takes: the batch is walked first, and where stacks are to stand, empty tensors are put; then these get
 their memory, and are filled.
 
-What is not torch's own code for plain containers and tensors may look at what it is given: a function of the user's in
-``collate_fn_map``, a mapping or sequence type of his own, a tensor subclass. For those everything is stacked at once, into
-memory of its own, which is copied when it is put.
+Code other than torch's own for plain containers and tensors may look at its arguments: a user's function in
+``collate_fn_map``, a user's mapping or sequence type, a tensor subclass. For such code everything is stacked at once, into
+separate memory, which is copied when it is put.
 """
 
 from __future__ import annotations
