@@ -54,7 +54,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from inside import shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT, Arena
@@ -62,6 +61,7 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tests.guard import others
+from tests.inside import shared_queue_of
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
