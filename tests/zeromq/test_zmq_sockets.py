@@ -187,7 +187,7 @@ def test_a_port_in_use(free_port: int) -> None:
             assert owner.get(PATIENCE) == "works"
             putting()
     with socket.socket() as theirs:
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that was just closed may linger there
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection may linger there
         theirs.bind(("127.0.0.1", free_port))
         theirs.listen()
         with pytest.raises(tp.Refused, match=f"{free_port} is in use: .*; close its owner or use another"):
@@ -255,7 +255,7 @@ def test_descriptors_are_few_and_do_not_grow_with_messages() -> None:
 def test_a_socket_that_cannot_be_had_leaves_nothing(free_port: int) -> None:
     """A refused bind leaves no context, descriptor or thread behind (the guard around this test looks)."""
     with socket.socket() as theirs:
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that was just closed may linger there
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection may linger there
         theirs.bind(("127.0.0.1", free_port))
         theirs.listen()
         for end in (tp.Consumer, tp.Producer):
