@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found, unused-ignore]
 import gc
 import signal
+from inspect import CO_VARARGS
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -35,16 +36,22 @@ def passed_a_handler(trace: TracebackType | None) -> bool:
 
 
 def _is_given(frame: FrameType, interrupted: FrameType) -> bool:
-    """Return whether code has the frame that called it, as handlers are given that, whatever wraps them.
+    """Return whether code was called with the frame that called it, as handlers are, whatever wraps them.
 
     A handler may be no handler any more when it raises, or a partial, whose function need not be any signal's.
 
-    The garbage collector is asked what the frame refers to: once as its caller, and again as an argument. ``f_locals`` would
-    copy its locals before Python 3.13, into a dict that keeps them, and with them the memory of messages, as long as the frame.
+    The garbage collector is asked first whether the frame refers to its caller more than once. Only then its locals are read:
+    before Python 3.13 that copies them into a dict, which keeps the memory of messages as long as the frame exists.
     """
     known = gc.get_referents(frame)
-    given = [each for each in known if type(each) is tuple]  # what *args took
-    return sum(each is interrupted for each in known) > 1 or any(one is interrupted for each in given for one in each)
+    if sum(each is interrupted for each in known) < 2 and not any(
+        one is interrupted for each in known if type(each) is tuple for one in each
+    ):
+        return False
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & CO_VARARGS)
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    return any(each is interrupted or type(each) is tuple and any(one is interrupted for one in each) for each in given)
 
 
 def raise_signals(error: BaseException, before: BaseException | None) -> None:

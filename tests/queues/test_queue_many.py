@@ -10,6 +10,7 @@ import os
 import queue
 import resource
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -472,6 +473,29 @@ def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped
     assert 2 <= tries <= 20
     assert there.statistics().undecodable == 2
     assert there.empty()
+
+
+def _looks_at_its_caller_and_fails() -> None:
+    caller = sys._getframe(1)
+    raise ArithmeticError(f"called in line {caller.f_lineno}")
+
+
+class LooksAtItsCaller:
+    """An object that cannot be made again: the code that makes it knows its caller's frame, as a signal's handler does."""
+
+    def __reduce__(self) -> Any:
+        return _looks_at_its_caller_and_fails, ()
+
+
+def test_code_that_looks_at_its_caller_is_no_handler() -> None:
+    """Its exception says that the object cannot be made: it is dropped at once, and the next get gets the next object."""
+    there = Queue()
+    for each in (LooksAtItsCaller(), "next"):
+        there.put(each)
+    with pytest.raises(ArithmeticError, match="called in line"):
+        there.get(timeout=LIMIT)
+    assert there.get(timeout=LIMIT) == "next"
+    assert there.statistics().undecodable == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
