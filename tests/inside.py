@@ -1,4 +1,4 @@
-"""The one place where tests reach into ends and queues: to hold, cut or damage what no user could."""
+"""Reach into ends and queues, for tests that hold, cut or damage what no user could."""
 
 from __future__ import annotations
 

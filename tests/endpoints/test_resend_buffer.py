@@ -298,14 +298,20 @@ def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -
         assert 1 <= hellos <= 5
 
 
+def _met_and_sent_three(producer: tp.Producer, raw: RawEnd) -> int:
+    """Have a raw consumer meet a producer, which puts 0, 1, 2. Return the number before that of the first one."""
+    raw.say(hello("consumer", round=1))
+    for number in range(3):
+        producer.put(number, PATIENCE)
+    first = raw.hear_first()
+    assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+    return first
+
+
 def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
     """All that was not taken, and no more; a HELLO that is only repeated changes nothing."""
     with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
-        raw.say(hello("consumer", round=1))
-        for number in range(3):
-            producer.put(number, PATIENCE)
-        first = raw.hear_first()
-        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        first = _met_and_sent_three(producer, raw)
         for _ in range(2):
             raw.say(hello("consumer", round=2, sequence=first + 1))
         _until(lambda: producer.statistics().resent == 2)
@@ -353,11 +359,7 @@ def test_a_producer_that_met_who_computes_and_is_gone_was_there(endpoint: str, f
 def test_a_producer_says_welcome_before_it_sends_again() -> None:
     """To a consumer that did not hear the first one all that came before would be a stranger's."""
     with tp.Producer(LOOPBACK, bind=True, linger=0) as producer, RawEnd(producer.endpoint) as raw:
-        raw.say(hello("consumer", round=1))
-        for number in range(3):
-            producer.put(number, PATIENCE)
-        first = raw.hear_first()
-        assert _sequences(raw, 3) == [first + 1, first + 2, first + 3]
+        first = _met_and_sent_three(producer, raw)
         raw.say(hello("consumer", round=2))
         _until(lambda: producer.statistics().resent == 3)
         assert raw.hear_header().kind == Kind.WELCOME
