@@ -790,7 +790,7 @@ class Arena(Extents):
         done = len(mine) == 2
         self._sweeping.add(row)
         try:
-            for start, kind, units, in_doubt in self._walk(hazard_word(row, WALKING)):
+            for start, kind, units, in_doubt in self.walk(hazard_word(row, WALKING)):
                 for block in self.blocks_that(start, kind, units, HOLDER, mine):
                     if block not in spared:
                         if in_doubt:

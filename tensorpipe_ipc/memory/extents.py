@@ -342,7 +342,7 @@ class Extents:
             if owner == row and not in_doubt:
                 yield start, kind, units
 
-    def _walk(self, hazard: int) -> Iterator[tuple[int, int, int, bool]]:
+    def walk(self, hazard: int) -> Iterator[tuple[int, int, int, bool]]:
         """Each extent, and whether somebody is taking it: then nothing may be written there now. Else it stays meanwhile.
 
         Args:

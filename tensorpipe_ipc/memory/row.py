@@ -7,7 +7,7 @@
     ├─ identity ──┼─ purpose[1984] ┼─ 1920 × 4 words ───┼─ 64 × 3 × 64 words ─┼─ 1984 × 4 words ─────┼─ [512] ┼─ 1986 ─┤
       incarnation    of each           single operations:    batch operations:     counters of each       answers  hazards
       pid, start     operation         credit ticket given   credit[64]            operation: messages
-      lost, unwitnessed                tally                 ticket[64] given[64]  nbytes waits µs waited
+      lost, untracked                tally                 ticket[64] given[64]  nbytes waits µs waited
 
 What a process is doing with a queue is on record in an *operation*: three words, or three runs of 64
 for a batch. A token that a process takes or gives stands in such a word before the kernel sees it, or is put there by
@@ -15,7 +15,7 @@ the kernel itself: see shared_queue/shared_memory.py. ``purpose`` says which que
 it is a put or a get, and is stored before the words are first used. Operations are kept for reuse in plain Python
 lists, from which threads and re-entering signal handlers take one each. A single operation also has a *tally* of what
 it did, for queues that can be joined (shared_queue/tasks.py). A record whose tally is not zero is left to its queue.
-*Answers* say to whom of those who offer device blocks what: see on_device.py. *Unwitnessed* is 1 once a child was forked
+*Answers* say to whom of those who offer device blocks what: see on_device.py. *Untracked* is 1 once a child was forked
 for which no descriptor was left: rows.py. *Hazards* are memory/extents.py's: one for each operation, and two more.
 *Reserved* is memory that the process is about to have (memory/arena.py).
 """
@@ -46,9 +46,9 @@ __all__ = [
     "ROWS_END",
     "SINGLES",
     "STARTED",
-    "UNWITNESSED",
+    "UNTRACKED",
     "WAITS",
-    "WITNESSES",
+    "FORK_MARKERS",
     "ALLOCATING",
     "HAZARDS",
     "RESERVED",
@@ -71,8 +71,8 @@ _ROW_BYTES = 1 << 18
 ROWS_END = _ROWS_START + MAX_ROWS * _ROW_BYTES
 
 # words of a row
-INCARNATION, PID, STARTED, NAMESPACE, LOST, UNWITNESSED = range(6)
-WITNESSES = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
+INCARNATION, PID, STARTED, NAMESPACE, LOST, UNTRACKED = range(6)
+FORK_MARKERS = 1 << 16  # forks of a process that are told apart: a lock for each, on the bytes after the row's first
 RESERVED = 8
 PURPOSES = 16
 SINGLES = 1920  # operations under way at once: one for each thread, for each end of each queue it uses

@@ -22,16 +22,17 @@ store. A kill may cut this short at any point: then the lock is free again, and 
 After a fork the child has no row. It attaches anew when it first uses the segment.
 
 **Fork markers.** A child inherits the tensors on its parent's leases, and may read them long after the parent let them go, or
-died. So a process that forks while it has leases leaves a *fork marker*: fork number k read-locks byte ``1 + k % WITNESSES`` of
-the row, through an open file description of its own. The parent closes that descriptor after the fork. The child maps its pages
-of the leases by it (apart.py). So the kernel keeps the description, and its lock, as long as the child has these pages: until
-their last tensor is gone or the child ends, even if it closes all descriptors, as daemons do. The child's own children
-inherit the pages, and the lock with them. So *byte k is locked as long as any process lives that descends from fork k*. Every
-process can ask the kernel that, for a range of forks at once, whether or not the row's process lives (``has_fork_marker``).
+died. So a process that forks while it has leases leaves a *fork marker*: fork number k read-locks byte ``1 + k %
+FORK_MARKERS`` of the row, through an open file description of its own. The parent closes that descriptor after the fork. The
+child maps its pages of the leases by it (apart.py). So the kernel keeps the description, and its lock, as long as the child
+has these pages: until their last tensor is gone or the child ends, even if it closes all descriptors, as daemons do. The
+child's own children inherit the pages, and the lock with them. So *byte k is locked as long as any process lives that descends
+from fork k*. Every process can ask the kernel that, for a range of forks at once, whether or not the row's process lives
+(``has_fork_marker``).
 
 The descriptor is opened ahead, when the first lease is made, so that a process without free descriptors can still fork. If
 there is none even then, no process can tell when that child ends. Then the memory that the child may read is never used again:
-the process keeps it, ``unwitnessed`` in the row tells later processes, and a warning tells the user.
+the process keeps it, ``untracked`` in the row tells later processes, and a warning tells the user.
 
 **A fork waits** (``no_fork``, held for microseconds) while another thread attaches, makes a lease, or hands one over to a
 queue. A child forked while a thread attaches would inherit a descriptor that it does not know, and with it the parent's row.
@@ -57,6 +58,7 @@ from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.row import (
     BATCH,
     BATCHES,
+    FORK_MARKERS,
     INCARNATION,
     MAX_ROWS,
     NAMESPACE,
@@ -64,8 +66,7 @@ from tensorpipe_ipc.memory.row import (
     PURPOSES,
     SINGLES,
     STARTED,
-    UNWITNESSED,
-    WITNESSES,
+    UNTRACKED,
     Operation,
     Record,
     clear_counters,
@@ -115,8 +116,8 @@ class Rows:
     def _forget(self) -> None:
         self.spare: OwnedFd | None = None
         self.fork_marker: OwnedFd | None = None
-        self._unwitnessed = 0  # the last fork without a fork marker
-        self._leaves_witness = False
+        self._untracked = 0  # the last fork without a fork marker
+        self._leaves_fork_marker = False
         self.index = -1
         self.incarnation = 0
         self.forks = 0
@@ -219,22 +220,22 @@ class Rows:
 
     def has_fork_marker(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
-        return bool(self.words[row_word(row) + UNWITNESSED]) or self.is_locked(row_byte(row) + 1, WITNESSES)
+        return bool(self.words[row_word(row) + UNTRACKED]) or self.is_locked(row_byte(row) + 1, FORK_MARKERS)
 
     def is_marked(self, first: int, last: int) -> bool:
         """Return whether any child of this process's own forks ``first`` to ``last`` lives, or may live."""
         if first > last:
             return False
-        if self._unwitnessed >= first:
+        if self._untracked >= first:
             return True
-        begin, length = first % WITNESSES, last - first + 1
-        if begin + length > WITNESSES:  # they go round: it may be one of others, too
-            begin, length = 0, WITNESSES
+        begin, length = first % FORK_MARKERS, last - first + 1
+        if begin + length > FORK_MARKERS:  # they go round: it may be one of others, too
+            begin, length = 0, FORK_MARKERS
         return self.is_locked(row_byte(self.index) + 1 + begin, length)
 
-    def _leave_witness(self) -> None:
+    def _leave_fork_marker(self) -> None:
         """Before a fork."""
-        if self._leaves_witness:
+        if self._leaves_fork_marker:
             return
         due = [method(owner) for owner, method in list(self._before_fork.items())]
         if self._descriptor < 0 or not any(due):
@@ -242,21 +243,21 @@ class Rows:
         self.reserve_fork_marker()
         self.forks += 1  # the child's, too: forks of others wait
         if self.spare is not None:
-            ofd_locks.read_lock(self.spare.fileno(), row_byte(self.index) + 1 + self.forks % WITNESSES)
+            ofd_locks.read_lock(self.spare.fileno(), row_byte(self.index) + 1 + self.forks % FORK_MARKERS)
         else:
-            self._unwitnessed = self.forks
-            self.words[row_word(self.index) + UNWITNESSED] = 1
+            self._untracked = self.forks
+            self.words[row_word(self.index) + UNTRACKED] = 1
         # Again: what another thread let go by now is not the child's, and what it lets go from here on is kept.
         for owner, method in list(self._before_fork.items()):
             method(owner)
-        self._leaves_witness = True
+        self._leaves_fork_marker = True
 
-    def _close_witness(self) -> None:
+    def _let_go_in_parent(self) -> None:
         """After a fork, in the parent."""
-        if not self._leaves_witness:
+        if not self._leaves_fork_marker:
             return
         if self.spare is None:
-            self._leaves_witness = False
+            self._leaves_fork_marker = False
             warnings.warn(
                 "a process was forked, and no descriptor was left by which to see when it ends (ulimit -n): shared memory "
                 "that tensors of this process lie on now is not used again",
@@ -264,11 +265,11 @@ class Rows:
                 stacklevel=2,
             )
             return
-        self.spare, self._leaves_witness = None, False
+        self.spare, self._leaves_fork_marker = None, False
         self.reserve_fork_marker()
 
     def _drop_in_child(self) -> None:
-        if self._leaves_witness and self.spare is not None:
+        if self._leaves_fork_marker and self.spare is not None:
             self.fork_marker, self.spare = self.spare, None
         self._close()
         fork_marker = self.fork_marker
@@ -279,7 +280,7 @@ class Rows:
         """In a forked child: pages that are mapped by it are the fork marker from now on."""
         self.fork_marker = None
 
-    def _keep_witness(self) -> None:
+    def _keep_fork_marker(self) -> None:
         if self.fork_marker is not None:  # nothing is mapped by it, and it may be that something should
             weakref.finalize(self.segment.memory, self.fork_marker.close).atexit = False
             self.fork_marker = None
@@ -458,11 +459,11 @@ _told = 0  # the process that was told that it is a fork
 
 
 def _before_fork() -> None:
-    call_all([rows._leave_witness for rows in list(_attached)])
+    call_all([rows._leave_fork_marker for rows in list(_attached)])
 
 
 def _after_fork_in_parent() -> None:
-    call_all([rows._close_witness for rows in list(_attached)])
+    call_all([rows._let_go_in_parent for rows in list(_attached)])
 
 
 def _after_fork_in_child() -> None:
@@ -473,6 +474,6 @@ def _after_fork_in_child() -> None:
     hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
     for rows in attached:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
-    hooks += [rows._keep_witness for rows in attached]
+    hooks += [rows._keep_fork_marker for rows in attached]
     call_all(hooks)
     _told = os.getpid()

@@ -68,7 +68,7 @@ class Attachment:
                 self.orphans.destroy_all()
 
     def recover_dead(self, *, adopt_extents: bool = False) -> int:
-        """Finish every dead row that can be finished. How many were.
+        """Finish every dead row that can be finished. Return their number.
 
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
@@ -93,19 +93,19 @@ class Attachment:
         return count
 
     def recover_dead_in_turn(self, *, begins: bool = False) -> None:
-        """Look, unless anybody has looked, and left nothing to do, since this process last asked.
+        """Call ``recover_dead``, unless another process has done so since this one last asked, and left nothing to do.
 
-        For waits in slices: what a look costs grows with the number of processes, and of many who wait one is enough.
+        It serves waits in slices: a look costs more with each process, and one of many waiting processes is enough.
 
         Args:
-            begins: a wait does, and its first look is due after a slice.
+            begins: whether a wait begins, whose first look is due after a slice.
         """
         if not begins and self.words[LOOKS] == self._looks:
             self.recover_dead()
         self._looks = self.words[LOOKS]
 
     def make_room(self, nbytes: int) -> None:
-        """Have free all that can be, so that a message of so many bytes finds room."""
+        """Free what can be freed, so that a message of ``nbytes`` finds room."""
         self.recover_dead(adopt_extents=True)
         now = time.monotonic()
         if now >= self._destroy_again:  # it walks all blocks: a wait for room makes room again and again
@@ -115,7 +115,7 @@ class Attachment:
         self.arena.collect(nbytes)
 
     def trim(self) -> int:
-        """Give back all memory of the arena that nobody needs now, whoever has it. Bytes."""
+        """Give back all memory of the arena that no process needs now. Return the number of bytes."""
         self.attach()
         self.recover_dead()
         self.orphans.destroy_all()
@@ -151,22 +151,22 @@ class Attachment:
         )
 
     def leave(self, queue: int, operations: list[Operation]) -> None:
-        """This process has a queue no more. What its operations count goes with the queue."""
+        """Note that this process has a queue no more. What its operations count goes with the queue."""
         self._left[queue] = operations
         self.destroy_left_queues()
         self._give_back_last()
 
     def leave_context(self) -> None:
-        """No context has it any more."""
+        """Note that no context has the attachment any more."""
         self.lasts = False
         self._give_back_last()
 
     def _give_back_last(self) -> None:
-        """Give back what is free, now and when tensors are let go of, if this process cannot put, get or trim here any more.
+        """Give back free memory, now and when tensors are let go, if this process cannot put, get or trim here any more.
 
-        Where nobody has a queue that is to be seen to by whoever had the last one, if there are tensors: its own, or those of
-        others that are attached or were forked. And by the one that made the segment, where others still have queues: they
-        keep all of it, and may never use it.
+        If no process has a queue, the process that had the last one does so while there are tensors: its own, or those of
+        others that are attached or were forked. If others still have queues, the process that made the segment does so: they
+        keep all of the segment, and may never use it.
         """
         if self.queues or self.lasts or self.rows.index < 0 or not self.words[GROWN]:
             return
@@ -184,7 +184,7 @@ class Attachment:
         return any(rows.is_alive(row) for row in rows.used() if row != rows.index)
 
     def rest(self) -> None:
-        """Give back what lies idle, now and when tensors are let go of, if no queue is taken: nobody minds it then."""
+        """Give back idle memory, now and when tensors are let go, if no queue is claimed: then no process would do so later."""
         refs = self.queues.valuerefs()  # at once: other threads add some
         here = [queue for ref in refs if (queue := ref()) is not None]
         if self.words[GROWN] and not any(self.words[queue.record.claimed] for queue in here):
@@ -192,7 +192,7 @@ class Attachment:
             self.trim()
 
     def destroy_left_queues(self) -> None:
-        """Destroy what this process had, where nobody has it now."""
+        """Destroy the queues that this process had, if no process has them now."""
         for queue in list(self._left):
             if self.orphans.destroy(queue):
                 for operation in self._left.pop(queue, ()):
@@ -209,7 +209,7 @@ _default: weakref.WeakValueDictionary[str, Attachment] = weakref.WeakValueDictio
 
 
 def default_attachment() -> Attachment:
-    """That of the arena which all queues without a context of ours share. It goes with the last of them.
+    """Return the attachment to the arena that all queues without a context of this package share. It goes with the last queue.
 
     Raises:
         SharedMemoryError: it could not be made.

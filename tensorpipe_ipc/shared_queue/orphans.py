@@ -72,7 +72,7 @@ class Orphans:
 
     def _free_queued(self, tag: int, hazard: int) -> bool:
         words, done = self.words, True
-        for start, kind, units, in_doubt in self.arena._walk(hazard):
+        for start, kind, units, in_doubt in self.arena.walk(hazard):
             for block in self.arena.blocks_that(start, kind, units, 15, (QUEUED,)):
                 word = block >> 3
                 if words[word + METADATA] & 0xFFFFFFFF == tag:

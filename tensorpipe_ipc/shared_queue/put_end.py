@@ -501,7 +501,7 @@ class PutEnd(QueueEnd):
             operation.block = 0
         while blocks:
             if blocks[-1] >> SMALLEST not in named:
-                words[blocks[-1] >> 3] &= ~HOLDER  # it counts as in flight: the next harvest finds it free
+                words[blocks[-1] >> 3] &= ~HOLDER  # it counts as in flight: the next reclaim finds it free
             del blocks[-1]
         try:
             self._give_back(operation)

@@ -127,12 +127,12 @@ class RowPresenceLock(PresenceLock):
 
     @classmethod
     def begin(cls, arena: Arena, block: int) -> RowPresenceLock | None:
-        """See Life."""
+        """See PresenceLock."""
         presence_lock = cls(arena.rows, block)  # first: it lets go of the lock, whatever comes
         return presence_lock if arena.rows.share_lock(block) else None
 
     def close(self) -> None:
-        """See Life. The lock of who claimed it (the second byte) goes, too."""
+        """See PresenceLock. The lock of the connector that claimed the queue (the second byte) goes, too."""
         if self._block:
             self._rows.unlock(self._block, 2)
             self._block = 0
@@ -173,7 +173,7 @@ class QueueRecord:
     def create(
         cls, arena: Arena, maxsize: int, tasks: bool, kept_by: type[PresenceLock]
     ) -> tuple[QueueRecord, PresenceLock]:
-        """Return a new queue's.
+        """Make a new queue's record, and lock it.
 
         Raises:
             ValueError: ``maxsize`` is negative or above 16,777,215.
@@ -193,7 +193,7 @@ class QueueRecord:
 
     @classmethod
     def reach(cls, arena: Arena, number: int) -> tuple[QueueRecord, PresenceLock]:
-        """That of a queue which another process told of, and a life of this process's own, which has none yet.
+        """Return the record of a queue that another process named, and a presence lock for this process, which has none yet.
 
         Raises:
             SharedMemoryError: there is no such queue, or not any more; or no descriptor is left.

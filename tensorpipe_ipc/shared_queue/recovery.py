@@ -86,7 +86,7 @@ one process at a time. So no other program can touch these blocks.
 This never happens to a block that is not FREE, so every block named above stays where it is. Only an outdated word may name
 a place that is no longer a block: a ticket that was given and taken, or a destroyed queue. A ticket's block is compared in all
 64 bits of its state, generation included. A queue's block is checked with ``Arena.begins``. A process that walks all blocks to
-free some of them keeps their extents while it looks (``Arena._walk``). In an extent that is changing hands it frees nothing,
+free some of them keeps their extents while it looks (``Arena.walk``). In an extent that is changing hands it frees nothing,
 and the row or queue is not done yet.
 
 **What follows.** A dead process's token is in a pipe, in a living process's word, or accounted for. C4 holds because no step

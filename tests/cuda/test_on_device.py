@@ -286,7 +286,7 @@ def test_other_bytes_than_were_written_are_not_trusted(ctx, there: StandIn, tmp_
 
 
 def test_one_who_has_not_passed_keeps_all_on_the_usual_way(ctx, there: StandIn, tmp_path: Path) -> None:
-    """As anybody may take a message, all who get must have passed; one who is dead and buried does not count."""
+    """As anybody may take a message, all who get must have passed; one that is dead, and recovered, does not count."""
     queue = ctx.Queue(cuda_ipc=True)
     with getting(ctx, queue, tmp_path) as able:
         queue.put({"x": _gpu(there)})

@@ -215,7 +215,7 @@ def test_what_an_end_of_a_process_has_no_other_end_of_it_takes(queue: rendezvous
     assert bytes(queue.get(0).payload) == b"mine"
 
 
-def test_a_queue_that_only_this_process_has_is_not_buried_before_it_lets_go(queue: rendezvous.PairQueue) -> None:
+def test_a_queue_that_only_this_process_has_is_not_destroyed_before_it_lets_go(queue: rendezvous.PairQueue) -> None:
     """It is kept by the lock that says that the process lives; also where that process itself asks whether it is anybody's."""
     attachment, record = queue.attachment, queue.record
     attachment.orphans.destroy_all()

@@ -465,7 +465,7 @@ def test_a_thread_drops_what_another_process_took_while_one_looks_for_free_exten
     assert not any(arena._lists(size_class_of(400)))
 
 
-def test_a_claim_of_units_keeps_the_lock_of_a_queue_that_is_being_buried(arena, child):
+def test_a_claim_of_units_keeps_the_lock_of_a_queue_that_is_being_destroyed(arena, child):
     """Claims let go of locks by the description that rows are locked by; what is alone with a record has another."""
     block = arena.allocate(400)
     with arena.rows.alone(block) as alone:

@@ -311,7 +311,7 @@ def test_a_child_that_wrote_to_inherited_tensors_still_works_with_the_memory_aro
     assert blocks_in_use(ctx) == {}
 
 
-def test_a_child_that_buries_its_killed_parent_leaves_it_what_the_child_reads(ctx: Any, gates: list[Gate]) -> None:
+def test_a_child_that_recovers_its_killed_parent_leaves_it_what_the_child_reads(ctx: Any, gates: list[Gate]) -> None:
     """The dead parent's leases are the child's to read, and are nobody's when the child has ended."""
     ready, go, *_ = gates
 

@@ -214,7 +214,7 @@ def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
         there.put(octets(20 * MIB), timeout=1)
 
 
-def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_buried(ctx, monkeypatch):
+def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroyed(ctx, monkeypatch):
     """With what waits in it, when nobody has it any more."""
     there = ctx.Queue()
     there.put(octets(20 * PART))

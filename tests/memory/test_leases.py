@@ -171,7 +171,7 @@ def test_leases_younger_than_the_fork_are_not_kept(held, child):
     del other
 
 
-def test_a_fork_without_leases_leaves_no_witness(held, child):
+def test_a_fork_without_leases_leaves_no_fork_marker(held, child):
     child(lambda: None)
     assert not held.arena.rows.has_fork_marker(held.arena.rows.index)
     assert held.arena.rows.forks == 0

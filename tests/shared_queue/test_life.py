@@ -68,7 +68,7 @@ def test_while_a_child_has_it_it_lives(attachment, payload):
 
 
 @pytest.mark.parametrize("who", ["looks", "makes a queue"])
-def test_a_queue_of_which_all_died_is_buried_by_whoever_next_looks(attachment, payload, who):
+def test_a_queue_of_which_all_died_is_destroyed_by_whoever_next_looks(attachment, payload, who):
     def make_and_die():
         queue = SharedMemoryQueue.create(attachment, 3)
         queue.put(payload(bytes(100)))
