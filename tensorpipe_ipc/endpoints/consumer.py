@@ -13,11 +13,11 @@ import torch
 
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of
+from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
-from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
+from tensorpipe_ipc.endpoints.negotiation import how_to_accept
 from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
-from tensorpipe_ipc.endpoints.receiver import NOTHING, ReceiveLink
-from tensorpipe_ipc.endpoints.role import how_to_accept
+from tensorpipe_ipc.endpoints.receiver import NOTHING, Receiver
 from tensorpipe_ipc.errors import (
     Busy,
     Closed,
@@ -154,24 +154,24 @@ class Consumer:
         names = None if accept is None else tuple(dict.fromkeys(serializer_named(name).name for name in accept))
         self._lease_from, self._own = lease_from(copy), _OWN[copy]
         self._arrival = arrival_of(restore, as_numpy, device)
-        self._link = ReceiveLink(
+        self._receiver = Receiver(
             Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout),
             accept=names,
             producers=_number_of(producers),
         )
-        self._guard = Guard(f"Consumer on {self._link.endpoint}")
+        self._guard = Guard(f"Consumer on {self._receiver.endpoint}")
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
         self._last_parts: Any = None
-        self._finish = weakref.finalize(self, _close_at_last, self._link, self._guard)
+        self._finish = weakref.finalize(self, _close_at_last, self._receiver, self._guard)
         with undisturbed():
-            self._link.open()
-        self._guard.what = f"Consumer on {self._link.endpoint}"  # with the port that was chosen
+            self._receiver.conversation.open()
+        self._guard.what = f"Consumer on {self._receiver.endpoint}"  # with the port that was chosen
 
     @property
     def endpoint(self) -> str:
         """The address in full, with the port that was chosen if it was left open."""
-        return self._link.endpoint
+        return self._receiver.endpoint
 
     def get(self, timeout: float | None = None) -> Any:
         """Take one message. What is returned belongs to the caller, and may be written to.
@@ -202,23 +202,23 @@ class Consumer:
             Closed: the end is closed, also by another thread meanwhile, or was forked.
             Busy: another thread uses it.
         """
-        deadline, link = deadline_of(timeout), self._link
+        deadline, receiver = deadline_of(timeout), self._receiver
         taken, is_fresh = NOTHING, False
         try:
             with self._guard:
                 try:
                     taken = self._get(deadline)
                 finally:
-                    link.refresh()
+                    receiver.refresh()
                     is_fresh = True
                 if taken is _ENDED:
                     raise self._told_end()
         except BaseException:  # a signal's handler may have raised it
             if taken.__class__ is tuple:
-                link.lost += 1
+                receiver.lost += 1
             if not is_fresh:
                 with contextlib.suppress(Busy, Closed), self._guard:
-                    link.refresh()
+                    receiver.refresh()
             raise
         self._messages += 1
         self._bytes += taken[1]
@@ -234,7 +234,7 @@ class Consumer:
         It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
         """
         with self._guard:
-            return self._link.fileno()
+            return self._receiver.fileno()
 
     def trim(self) -> int:
         """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
@@ -249,7 +249,7 @@ class Consumer:
             Busy: another thread uses it.
         """
         with self._guard:
-            return self._link.trim()
+            return self._receiver.conversation.trim()
 
     def statistics(self) -> ConsumerStatistics:
         """Return a snapshot of what happened so far; of an end that is closed, the last one."""
@@ -259,19 +259,19 @@ class Consumer:
             return self._statistics()
 
     def _statistics(self) -> ConsumerStatistics:
-        link = self._link
+        receiver = self._receiver
         return ConsumerStatistics(
             messages=self._messages,
             bytes=self._bytes,
-            lost=link.lost_so_far,
-            duplicates=link.duplicates,
-            rejected=link.rejected + link.socket.dropped,
-            last_rejection=link.last_rejection,
-            peers=() if self._guard.closed else tuple(str(peer) for peer in link.peers.values()),
-            transport=link.transport(),
-            ended=link.left[How.GOODBYE],
-            failed=link.left[How.FAILED],
-            vanished=link.left[How.LOST],
+            lost=receiver.lost_so_far,
+            duplicates=receiver.duplicates,
+            rejected=receiver.conversation.rejected + receiver.socket.dropped,
+            last_rejection=receiver.conversation.last_rejection,
+            peers=() if self._guard.closed else tuple(str(peer) for peer in receiver.peers.values()),
+            transport=receiver.conversation.transport(),
+            ended=receiver.left[How.GOODBYE],
+            failed=receiver.left[How.FAILED],
+            vanished=receiver.left[How.LOST],
         )
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class Consumer:
         """
         with self._guard.to_close() as is_open:
             if is_open:
-                _close(self._link, self._guard)
+                _close(self._receiver, self._guard)
                 self._finish.detach()
 
     def __iter__(self) -> Iterator[Any]:
@@ -310,57 +310,56 @@ class Consumer:
     ) -> None:
         try:
             if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._link.end_by(value)
+                self._receiver.end_by(value)
         finally:
             self.close()
 
     def __repr__(self) -> str:
         state = self._guard.state
-        return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._link.peers)}>"
+        return f"<Consumer {self.endpoint} {state} taken={self._messages} producers={len(self._receiver.peers)}>"
 
     def _get(self, deadline: float | None) -> Any:
         """Return a tree and its bytes; or ``_ENDED``, which is to be told."""
-        link, turns = self._link, 0
-        link.count_in_hand()
+        receiver, turns = self._receiver, 0
+        receiver.count_in_hand()
         while True:
             self._guard.check()
-            has_ended = link.has_ended()
-            if has_ended and not link.socket.binds:  # before anything of a connector's next binder
+            has_ended = receiver.has_ended()
+            if has_ended and not receiver.socket.binds:  # before anything of a connector's next binder
                 return _ENDED
             turns += 1
             # What came was no message, and more of it may come.
-            if turns > 1 and link.is_late(deadline) and self._is_over(0):
+            if turns > 1 and receiver.is_late(deadline) and self._is_over(0):
                 return _ENDED
             left = remaining(deadline)
             patience = 0 if has_ended else left
-            if link.shares_memory:
-                peer = link.next_ready(patience)
+            if receiver.shares_memory:
+                peer = receiver.next_ready(patience)
                 if peer is not None:
-                    taken = link.take(peer, self._decode_block, self._lease_from)
+                    taken = receiver.take(peer, self._decode_block, self._lease_from)
                     if taken.__class__ is tuple:
-                        link.in_hand = False  # it is get's; there is no call in between
+                        receiver.in_hand = False  # it is get's; there is no call in between
                         return taken
                     if taken is not NOTHING:
                         self._raise_or_reject(taken, peer)
                     continue
                 patience = 0
-            data = link.pump(patience)
-            link.raise_refusal()
-            if data is not None:
-                peer, header, frames = data
+            arrived = receiver.pump(patience)
+            receiver.raise_refusal()
+            if arrived is not None:
                 try:
-                    link.check_memory(peer, header)
-                    taken = self._decode(header, frames)
+                    receiver.check_memory(arrived)
+                    taken = self._decode(arrived.header, arrived.frames)
                 except Exception as error:
                     if is_a_signals(error, error.__traceback__):
                         raise
-                    link.taken(peer, header)
-                    self._raise_or_reject(error, peer)
+                    receiver.taken(arrived)
+                    self._raise_or_reject(error, arrived.peer)
                 else:
-                    link.taken(peer, header)
-                    link.in_hand = False  # as above
+                    receiver.taken(arrived)
+                    receiver.in_hand = False  # as above
                     return taken
-            elif (turns % _TURNS == 0 or not link.socket.has_incoming()) and self._is_over(left):
+            elif (turns % _TURNS == 0 or not receiver.socket.has_incoming()) and self._is_over(left):
                 return _ENDED
 
     def _is_over(self, left: float) -> bool:
@@ -369,17 +368,19 @@ class Consumer:
         Raises:
             Empty: the time is over, too.
         """
-        link = self._link
-        if link.has_ended():
+        receiver = self._receiver
+        if receiver.has_ended():
             return True
-        link.complain_if_alone()
+        receiver.conversation.complain_if_alone()
         if left <= 0:
-            raise Empty(f"{self.endpoint}: no message in time: {link.why_empty()}{link.connect_error()}")
+            raise Empty(
+                f"{self.endpoint}: no message in time: {receiver.why_empty()}{receiver.conversation.connect_error()}"
+            )
         return False
 
     def _decode(self, header: Header, frames: list[Any]) -> tuple[Any, int]:
         schema = schema_of(header.schema)
-        if not self._link.accepts(schema.serializer):
+        if not self._receiver.accepts(schema.serializer):
             raise ProtocolError(
                 f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
             )
@@ -403,7 +404,7 @@ class Consumer:
                 if how & ON_DEVICE:
                     tree = on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
                     return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
-                queue = self._link.asked.queue
+                queue = self._receiver.asked.queue
                 assert queue is not None
                 on_device.report_self_test(queue, told, self._arrival)
                 values = told.values
@@ -425,7 +426,7 @@ class Consumer:
                 f"a message with flags {how:#x} in a block; endpoints take one of {BY_REFERENCE}, {ON_DEVICE}, {OFFERS}"
             )
         schema = schema_of(read)
-        if not self._link.accepts(schema.serializer):
+        if not self._receiver.accepts(schema.serializer):
             raise ProtocolError(
                 f"serializer {schema.serializer!r} is not accepted here; {how_to_accept(schema.serializer)}"
             )
@@ -439,22 +440,22 @@ class Consumer:
         if isinstance(error, _NO_DEVICE_MEMORY) and not isinstance(error, OutOfMemory):
             error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
         if isinstance(error, OutOfMemory):
-            self._link.reject(error, peer)
+            self._receiver.conversation.reject(error, peer)
         if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
-            self._link.in_hand = False
+            self._receiver.in_hand = False
             raise error
-        self._link.reject(error, peer)
-        self._link.in_hand = False
+        self._receiver.conversation.reject(error, peer)
+        self._receiver.in_hand = False
 
     def _told_end(self) -> Exception:
         """Return what tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
-        unwell = self._link.unwell
+        unwell = self._receiver.unwell
         told = f"{self.endpoint}: every producer has said goodbye, and all is taken"
         end: Exception = EndOfStream(told)
         if unwell:
             told = "; ".join(map(str, unwell))
             end = lost_or_failed(f"{self.endpoint}: the stream has ended, and not well: {told}", unwell)
-        self._link.next_stream()
+        self._receiver.next_stream()
         return end
 
 
@@ -463,22 +464,22 @@ def _number_of(producers: Any) -> int | None:
     return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
 
 
-def _close_at_last(link: ReceiveLink, guard: Guard) -> None:
-    """Close a consumer's link when the consumer was dropped, or at exit. It must not know the consumer itself."""
-    if postponed(_close_at_last, link, guard):
+def _close_at_last(receiver: Receiver, guard: Guard) -> None:
+    """Close what a consumer has, when that was dropped, or at exit. It must not know the consumer itself."""
+    if postponed(_close_at_last, receiver, guard):
         return
     with guard.at_last() as is_open:
         if is_open:
-            _close(link, guard)
+            _close(receiver, guard)
 
 
-def _close(link: ReceiveLink, guard: Guard) -> None:
-    """Close a consumer's link. May be cut short anywhere by an exception, and called again."""
+def _close(receiver: Receiver, guard: Guard) -> None:
+    """Close what a consumer has. May be cut short anywhere by an exception, and called again."""
     guard.closing = True
     linger = 0.0
     try:
-        linger = 1.0 if not link.has_parted and link.say_goodbye() else 0.0
+        linger = 1.0 if not receiver.conversation.has_parted and receiver.say_goodbye() else 0.0
     finally:
         with undisturbed():
-            link.close(linger)
+            receiver.close(linger)
     guard.closed = True

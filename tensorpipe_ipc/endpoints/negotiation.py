@@ -1,6 +1,6 @@
-"""Arrangement: how one end and each of its peers come to share a queue, or to know why not.
+"""Negotiation: whether two ends go together, and how the two come to share a queue, or to know why not.
 
-The conversation carries what is said here (``link``); what may be shared, and how it is opened, stands in ``rendezvous``.
+``conversation`` carries what is said here. What may be shared, and how it is opened, stands in ``rendezvous``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.wire.header import Hello, SharedMemoryTerms, cut
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["Negotiation"]
+__all__ = ["Negotiation", "how_to_accept", "misfit"]
 
 
 class Negotiation:
@@ -98,3 +98,22 @@ class Negotiation:
     def is_wanted_with(self, peer: Peer) -> bool:
         """Return whether both ends want shared memory, if it can be had."""
         return not self.never_shares and peer.hello.shared_memory is not None
+
+
+def how_to_accept(serializer: str) -> str:
+    """Say how a consumer accepts a serializer."""
+    return f"to take it, open the consumer with accept={list(dict.fromkeys(['raw', serializer]))}"
+
+
+def misfit(ours: Hello, theirs: Hello) -> str:
+    """Return why two ends do not go together; "" if they do."""
+    if theirs.role == ours.role or theirs.role not in ("producer", "consumer"):
+        return f"both ends are a {ours.role}: one side must be a producer and the other a consumer"
+    producer, consumer = (theirs, ours) if ours.role == "consumer" else (ours, theirs)
+    if producer.serializer not in consumer.accepts:
+        return (
+            f"the producer ({producer.identity}) sends with serializer {producer.serializer!r}, which the consumer "
+            f"({consumer.identity}) does not accept (it accepts: {', '.join(consumer.accepts) or 'none'}); "
+            + how_to_accept(producer.serializer)
+        )
+    return ""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import deque
+from collections.abc import Sequence
 
 from tensorpipe_ipc.endpoints.presence import Sight
-from tensorpipe_ipc.endpoints.reassembly import Reassembly
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.resend_buffer import SentMessage
 from tensorpipe_ipc.errors import EndOfStream, PeerLost, StreamFailed
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.wire.header import Ending, Hello, failed
@@ -30,74 +28,50 @@ class How(enum.Enum):
 
 
 class Peer:
-    """One other end, as this end knows it.
+    """One other end, as this end knows it. ``ConsumerPeer`` and ``ProducerPeer`` add what is a role's.
 
     Attributes:
-        routing: its routing id.
+        routing: the routing id of its connection.
         hello: what it said of itself.
-        sent: sequence of the last message sent to it (by a producer).
         taken: sequence of the last message taken: by it, as it told a producer; from it, by a consumer.
         heard: when something last came from it, by time.monotonic().
-        process: that made its connection, as the kernel says, to a binder over ipc; 0: not known.
-        gone_at: when it was first seen to be gone, and more may have been on its way.
+        process: the process that made its connection, as the kernel says, to a binder over ipc; 0: not known.
+        gone_at: when it was first seen to be gone, while more may have been on its way.
         unread_from: how many messages had come, of all peers, when it was first seen to have ended, or lost its connection,
             since something last came from it; 0 while it is not.
         away_at: when its connection was first seen to have ended, until it is heard of again; 0 while it is not.
-        kept: what was sent to it over tcp and is not known to be taken, oldest first.
-        unread: what it says it took, though ZeroMQ was not seen to have let go of it.
-        unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
-        round: the number by which a consumer last asked this peer to send what it misses.
-        served: the other end's ``round`` that was dealt with last.
-        began: ``taken`` when the two met.
-        asked_at: when a consumer asked because of a gap, until the gap is filled.
-        reassembly: the large message that a consumer is getting from it in pieces.
         sight: what is seen of its presence.
         left: how it left; None while it is there.
         ending: how it says that it ended.
+        last_position: how far it had come in frames when it left, as it says; None where it did not say so.
         never_came: messages that it had sent, and that will not come.
-        queue: in shared memory, that messages go through; None: they go in frames. ``sent`` and ``taken`` count frames only.
+        queue: in shared memory, that messages go through; None: they go in frames.
         by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
-        settled: whether both ends know which of the two it is. It stays so.
+        settled: whether both ends know if messages go through a queue. It stays so.
         why_not: why there is no queue.
         missed: whether a queue that its binder should have was not to be found, at the last look.
-        brought: messages of its that brought something, as far as that is counted: to a port that strangers reach.
-        idle: those that brought nothing since the last that did, or ``idle_from`` (by time.monotonic()).
-        turn: when a producer last chose it, of all the times that it chose from several.
-        room: places in the queue that a producer knows to be free, or messages that a consumer knows to be there; there may
-            be more, as nobody else takes them.
+        brought: how many of its messages brought something, as far as that is counted: at a port that strangers reach.
     """
 
     __slots__ = (
-        "asked_at",
-        "reassembly",
         "away_at",
-        "began",
         "brought",
         "by_file",
         "ending",
         "gone_at",
         "heard",
         "hello",
-        "idle",
-        "idle_from",
-        "kept",
+        "last_position",
         "left",
         "left_at",
         "missed",
         "never_came",
         "process",
         "queue",
-        "room",
-        "round",
         "routing",
-        "sent",
-        "served",
         "settled",
         "sight",
         "taken",
-        "turn",
-        "unmarked",
-        "unread",
         "unread_from",
         "why_not",
     )
@@ -105,36 +79,48 @@ class Peer:
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         self.routing = routing
         self.hello = hello
-        self.sent = 0
         self.taken = 0
         self.heard = time.monotonic()
         self.process = 0
         self.gone_at = 0.0
         self.unread_from = 0
-        self.sight = sight or Sight()
         self.away_at = 0.0
-        self.kept: deque[SentMessage] = deque()
-        self.unread: deque[SentMessage] = deque()
-        self.unmarked = 0
-        self.round = 1
-        self.served = hello.round
-        self.began = 0
-        self.asked_at = 0.0
-        self.reassembly: Reassembly | None = None
+        self.sight = sight or Sight()
         self.left: How | None = None
-        self.ending = Ending()
-        self.never_came = 0
         self.left_at = 0.0
+        self.ending = Ending()
+        self.last_position: int | None = None
+        self.never_came = 0
         self.queue: PairQueue | None = None
         self.by_file = False
         self.settled = False
         self.why_not = ""
         self.missed = False
         self.brought = 0
-        self.idle = 0
-        self.idle_from = 0.0
-        self.turn = 0
-        self.room = 0
+
+    @property
+    def position(self) -> int:
+        """The sequence of the last message to or from the peer that this end has dealt with."""
+        return self.taken
+
+    def misses(self, sequence: int) -> bool:  # noqa: ARG002 - a consumer misses messages
+        """Return whether messages up to a sequence, which the peer says that it sent, are still to come."""
+        return False
+
+    @property
+    def is_kept_for(self) -> bool:
+        """Return whether this end keeps messages for it, to send them again."""
+        return False
+
+    @property
+    def ends_with_its_line(self) -> bool:
+        """Return whether what is in flight to it went with its connection, so that it begins anew by the next one."""
+        return False
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Return whether any message went between the two."""
+        return self.taken > 0
 
     @property
     def identity(self) -> Identity:
@@ -149,11 +135,6 @@ class Peer:
     def is_still(self, hello: Hello) -> bool:
         """Return whether it is the same end that says so."""
         return self.hello.end == hello.end and self.hello.identity == hello.identity
-
-    @property
-    def resends(self) -> bool:
-        """Return whether it is a producer that sends again what a connection swallowed."""
-        return self.hello.round > 0
 
     @property
     def is_near(self) -> bool:
@@ -181,14 +162,25 @@ class Peer:
         """Return whether messages may be sent to it: it is neither away, nor seen to be gone and yet to be heard to the end."""
         return self.settled and not self.away_at and not self.gone_at
 
+    def is_seen(self) -> bool:
+        """Return whether it is an end of this user that is seen to be open: no stranger knows the token of such a one."""
+        return not self.sight.is_out_of_sight and not self.sight.is_gone()
+
     def heard_of(self) -> None:
         """Note that something came from it."""
         self.heard, self.away_at, self.unread_from = time.monotonic(), 0.0, 0
 
-    def leave(self, how: How, ending: Ending | None = None) -> None:
-        """Note that it left, how, and when."""
-        self.left, self.left_at = how, time.monotonic()
+    def leave(self, how: How, ending: Ending | None = None, position: int | None = None) -> None:
+        """Note that it left, how, and when. May be cut short anywhere, and called again.
+
+        Args:
+            ending: how it says that it ended.
+            position: the last message that it sent to this end in frames, or took from it, as it says.
+        """
+        self.left_at = time.monotonic()
         self.ending = ending or self.ending
+        self.last_position = position if self.queue is None else None
+        self.left = how
         self.sight.close()
 
     def __str__(self) -> str:
@@ -227,7 +219,7 @@ def ending_by(error: BaseException | None) -> Ending:
         return failed(f"{name} (and its text raises {type(unspeakable).__name__})")
 
 
-def lost_or_failed(text: str, peers: list[Peer]) -> PeerLost:
+def lost_or_failed(text: str, peers: Sequence[Peer]) -> PeerLost:
     """Return the error that tells of peers that did not end well: StreamFailed, if one of them failed."""
     for peer in peers:
         if peer.left is How.FAILED:

@@ -14,11 +14,12 @@ import torch
 
 from tensorpipe_ipc.cuda.on_device import CudaIpcSender
 from tensorpipe_ipc.cuda.staging import staged
+from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
+from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
-from tensorpipe_ipc.endpoints.link import PEER_TIMEOUT, Opening
 from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
-from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, SendLink
+from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, Sender
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.memory.handover import handover_of, placed
@@ -142,26 +143,26 @@ class Producer:
         narrowing(named, wire_dtype)  # raises, if it is none
         linger = check_seconds(linger, "linger")
         opening = Opening.checked(endpoint, bind, maxsize, shared_memory, security, peer_timeout)
-        self._link = SendLink(opening, serializer)
-        self._serializer = limited(named, self._link.most)
+        self._sender = Sender(opening, serializer)
+        self._serializer = limited(named, self._sender.most)
         self._narrowing = narrowing(self._serializer, wire_dtype)
         self._lenders: weakref.WeakKeyDictionary[PairQueue, CudaIpcSender] | None = None
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()
-            self._link.in_one_block = functools.partial(_lent, self._lenders)
-        self._guard = Guard(f"Producer on {self._link.endpoint}")
+            self._sender.in_one_block = functools.partial(_lent, self._lenders)
+        self._guard = Guard(f"Producer on {self._sender.endpoint}")
         self._messages = self._bytes = self._waits = 0
         self._seconds_waited = 0.0
         self._linger = linger
-        self._finish = weakref.finalize(self, _close_or_warn, self._link, self._guard, linger)
+        self._finish = weakref.finalize(self, _close_or_warn, self._sender, self._guard, linger)
         with undisturbed():
-            self._link.open()
-        self._guard.what = f"Producer on {self._link.endpoint}"  # with the port that was chosen
+            self._sender.conversation.open()
+        self._guard.what = f"Producer on {self._sender.endpoint}"  # with the port that was chosen
 
     @property
     def endpoint(self) -> str:
         """The address in full, with the port that was chosen if it was left open."""
-        return self._link.endpoint
+        return self._sender.endpoint
 
     def put(self, tree: Any, timeout: float | None = None, *, move: bool = False) -> None:
         """Send one message. When this returns, the tree has been read: it may be changed or dropped.
@@ -238,7 +239,7 @@ class Producer:
                     if left < SLICE:
                         raise
                 self._guard.check()
-                self._link.look_around()
+                self._sender.look_around()
         return made(specs)
 
     def put_nowait(self, tree: Any) -> None:
@@ -258,9 +259,9 @@ class Producer:
         check_count(consumers, "consumers")
         deadline = deadline_of(timeout)
         with self._guard:
-            self._link.drain()
-            while self._link.settled < consumers:
-                self._wait(deadline, f"{self._link.settled} of {consumers} consumers attached")
+            self._sender.drain()
+            while self._sender.settled < consumers:
+                self._wait(deadline, f"{self._sender.settled} of {consumers} consumers attached")
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until every message that was put has been taken.
@@ -277,8 +278,8 @@ class Producer:
         """
         deadline = deadline_of(timeout)
         with self._guard:
-            self._link.drain()
-            while self._link.in_flight:
+            self._sender.drain()
+            while self._sender.in_flight:
                 self._wait(deadline, "messages not taken")
             self._tell_of_losses()
 
@@ -295,32 +296,32 @@ class Producer:
             Busy: another thread uses it.
         """
         with self._guard:
-            return self._link.trim()
+            return self._sender.conversation.trim()
 
     def statistics(self) -> ProducerStatistics:
         """Return a snapshot of what happened so far; of an end that is closed, the last one."""
         if self._guard.closed and not self._guard.foreign:
             return self._statistics()
         with self._guard:
-            self._link.drain()
-            self._link.look_around()
+            self._sender.drain()
+            self._sender.look_around()
             return self._statistics()
 
     def _statistics(self) -> ProducerStatistics:
-        link, lenders = self._link, list((self._lenders or {}).values())
-        peers = () if self._guard.closed else tuple(str(peer) for peer in link.peers.values() if peer.settled)
+        sender, lenders = self._sender, list((self._lenders or {}).values())
+        peers = () if self._guard.closed else tuple(str(peer) for peer in sender.peers.values() if peer.settled)
         return ProducerStatistics(
             messages=self._messages,
             bytes=self._bytes,
-            in_flight=link.in_flight,
-            lost=link.lost,
-            resent=link.resent,
-            rejected=link.rejected + link.socket.dropped,
-            last_rejection=link.last_rejection,
+            in_flight=sender.in_flight,
+            lost=sender.lost,
+            resent=sender.resent,
+            rejected=sender.conversation.rejected + sender.socket.dropped,
+            last_rejection=sender.conversation.last_rejection,
             waits=self._waits,
             seconds_waited=self._seconds_waited,
             peers=peers,
-            transport=link.transport(),
+            transport=sender.conversation.transport(),
             overflowed=self._narrowing.overflowed if self._narrowing is not None else 0,
             worst_error=self._narrowing.worst if self._narrowing is not None else 0.0,
             on_device=sum(lender.on_device for lender in lenders),
@@ -342,7 +343,7 @@ class Producer:
     def _close(self) -> tuple[str, list[Peer]]:
         """Close. Return what was not taken, in words, and by whom that left."""
         with self._guard.to_close() as is_open:
-            told = _close(self._link, self._guard, self._linger) if is_open else ("", [])
+            told = _close(self._sender, self._guard, self._linger) if is_open else ("", [])
             self._finish.detach()
             return told
 
@@ -360,7 +361,7 @@ class Producer:
     ) -> None:
         try:
             if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._link.end_by(value)
+                self._sender.end_by(value)
         finally:
             told, peers = self._close()
         if told and value is None:
@@ -369,13 +370,13 @@ class Producer:
             warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        in_flight = "" if self._guard.foreign else f" in_flight={self._link.in_flight}"
+        in_flight = "" if self._guard.foreign else f" in_flight={self._sender.in_flight}"
         return f"<Producer {self.endpoint} {self._guard.state} put={self._messages}{in_flight}>"
 
     def _handover_of(self, tree: Any) -> Handover | None:
         """Return the block that the tree's tensors lie in and may leave with, if they do."""
         with self._guard:
-            queue = self._link.any_queue()
+            queue = self._sender.any_queue()
         if queue is None:
             return None
         flat = flatten(tree)
@@ -383,50 +384,50 @@ class Producer:
 
     def _place(self, deadline: float | None) -> PairQueue | None:
         """Return a queue whose memory messages will go through, once there is a consumer; None if they go in frames."""
-        link = self._link
-        link.drain()
-        link.raise_refusal()
-        while not link.knows_the_way():
+        sender = self._sender
+        sender.drain()
+        sender.raise_refusal()
+        while not sender.knows_the_way():
             self._wait(deadline, "no consumer")
-        return link.any_queue()
+        return sender.any_queue()
 
     def _copied(self, tree: Any) -> EncodedMessage:
         """Return a tree as it goes where its tensors are not handed over."""
         return encode(tree, staged(self._narrowing or self._serializer))
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
-        link = self._link
+        sender = self._sender
         while True:
             peer = self._reserve(deadline)
             try:
-                if link.send(peer, message, remaining(deadline), held=held):
+                if sender.send(peer, message, remaining(deadline), held=held):
                     break
             except NotHandedOver:
                 message, held = self._copied(tree), None
             self._guard.check()  # it may have waited for memory
         self._messages += 1
         self._bytes += message.nbytes
-        if link.needs_credit():  # now that the message is on its way
-            link.drain(in_passing=True)
+        if sender.needs_credit():  # now that the message is on its way
+            sender.drain(in_passing=True)
 
-    def _reserve(self, deadline: float | None) -> Peer:
+    def _reserve(self, deadline: float | None) -> ConsumerPeer:
         """Return a consumer with room."""
-        link = self._link
-        link.raise_refusal()
-        if link.is_stale():
-            link.drain(in_passing=True)
-            link.look_around()  # one can put for long after the other end is gone
-        peer = link.choose()
+        sender = self._sender
+        sender.raise_refusal()
+        if sender.is_stale():
+            sender.drain(in_passing=True)
+            sender.look_around()  # one can put for long after the other end is gone
+        peer = sender.choose()
         if peer is None:
-            link.drain(in_passing=remaining(deadline) > 0)
-            peer = link.choose()
+            sender.drain(in_passing=remaining(deadline) > 0)
+            peer = sender.choose()
         if peer is None:
             self._waits += 1
             started = time.monotonic()
             try:
                 while peer is None:
                     self._wait(deadline, "no room")
-                    peer = link.choose()
+                    peer = sender.choose()
             finally:
                 self._seconds_waited += time.monotonic() - started
         return peer
@@ -435,13 +436,15 @@ class Producer:
         self._guard.check()
         left = remaining(deadline)
         if left <= 0:
-            raise Full(f"{self.endpoint}: {what} in time: {self._link.why_blocked()}{self._link.connect_error()}")
-        self._link.wait(left)
-        self._link.complain_if_alone()
-        self._link.raise_refusal()
+            raise Full(
+                f"{self.endpoint}: {what} in time: {self._sender.why_blocked()}{self._sender.conversation.connect_error()}"
+            )
+        self._sender.wait(left)
+        self._sender.conversation.complain_if_alone()
+        self._sender.raise_refusal()
 
     def _tell_of_losses(self) -> None:
-        losses, self._link.left_behind = self._link.left_behind, []
+        losses, self._sender.left_behind = self._sender.left_behind, []
         if losses:
             raise lost_or_failed(f"{self.endpoint}: {'; '.join(map(_lost_with, losses))}", [peer for peer, _ in losses])
 
@@ -457,18 +460,18 @@ def _lent(
     return lender.in_one_block(message)
 
 
-def _close_or_warn(link: SendLink, guard: Guard, linger: float) -> None:
-    """Close a producer's link when the producer was dropped, or at exit."""
-    if postponed(_close_or_warn, link, guard, linger):
+def _close_or_warn(sender: Sender, guard: Guard, linger: float) -> None:
+    """Close what a producer has, when that was dropped, or at exit."""
+    if postponed(_close_or_warn, sender, guard, linger):
         return
     with guard.at_last() as is_open:
-        told, _ = _close(link, guard, linger) if is_open else ("", [])
+        told, _ = _close(sender, guard, linger) if is_open else ("", [])
     if told:
         warnings.warn(told, RuntimeWarning, stacklevel=2)
 
 
-def _close(link: SendLink, guard: Guard, linger: float) -> tuple[str, list[Peer]]:
-    """Close a producer's link. It must not know the producer itself.
+def _close(sender: Sender, guard: Guard, linger: float) -> tuple[str, list[Peer]]:
+    """Close what a producer has. It must not know the producer itself.
 
     May be cut short anywhere by an exception, and called again.
 
@@ -478,34 +481,34 @@ def _close(link: SendLink, guard: Guard, linger: float) -> tuple[str, list[Peer]
     guard.closing = True
     untaken, farewell = "", _FAREWELL
     try:
-        if not link.has_parted:
-            untaken, farewell = _take_leave(link, linger)
+        if not sender.conversation.has_parted:
+            untaken, farewell = _take_leave(sender, linger)
     finally:
         with undisturbed():
-            link.close(farewell)
+            sender.close(farewell)
     guard.closed = True
-    losses, link.left_behind = link.left_behind, []
+    losses, sender.left_behind = sender.left_behind, []
     told = "; ".join(filter(None, [*map(_lost_with, losses), untaken]))
-    return f"{link.endpoint}: {told}" if told else "", [peer for peer, _ in losses]
+    return f"{sender.endpoint}: {told}" if told else "", [peer for peer, _ in losses]
 
 
-def _take_leave(link: SendLink, linger: float) -> tuple[str, float]:
+def _take_leave(sender: Sender, linger: float) -> tuple[str, float]:
     """Wait, and say goodbye. Return what was not taken, in words, and how long the goodbye may take to leave."""
-    deadline = deadline_of(max(linger, _CREDIT) if link.frames_in_flight else linger)
+    deadline = deadline_of(max(linger, _CREDIT) if sender.frames_in_flight else linger)
     try:
-        if link.in_flight:
-            link.drain()  # what was taken by now counts as taken, also without linger
-        while link.in_flight and remaining(deadline) > 0:
-            link.wait(remaining(deadline))
-        if link.in_flight:
-            link.drain()
-            link.look_around(at_once=True)  # a consumer that has just closed says what it took
+        if sender.in_flight:
+            sender.drain()  # what was taken by now counts as taken, also without linger
+        while sender.in_flight and remaining(deadline) > 0:
+            sender.wait(remaining(deadline))
+        if sender.in_flight:
+            sender.drain()
+            sender.look_around(at_once=True)  # a consumer that has just closed says what it took
     finally:
-        left, blocked = link.in_flight, link.why_blocked() + link.connect_error()
-        told = link.say_goodbye()
+        left, blocked = sender.in_flight, sender.why_blocked() + sender.conversation.connect_error()
+        told = sender.say_goodbye()
     if not left:
         return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
     return (
-        f"Producer on {link.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
+        f"Producer on {sender.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
         _FAREWELL if told else 0.0,
     )

@@ -15,19 +15,22 @@ import contextlib
 import os
 import stat
 import struct
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import msgspec
 
-from tensorpipe_ipc.endpoints.presence import SUFFIX
+from tensorpipe_ipc.endpoints.presence import SUFFIX, Presence
 from tensorpipe_ipc.process import Identity, open_files
 
-__all__ = ["Attached", "PublishedStatus", "framed", "published_statuses", "read_status"]
+__all__ = ["Attached", "PublishedStatus", "StatusPage", "framed", "published_statuses", "read_status"]
 
 _HEAD = struct.Struct("<II")
 _TRIES = 20  # of reading what is just being written anew
+_LONG = 0.001  # seconds of work for the status of an end with some hundred peers
+_RARELY = 20  # times as long nothing more is published then
 
 
 class Attached(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,6 +70,33 @@ class PublishedStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decode = msgspec.json.Decoder(PublishedStatus).decode
+
+
+class StatusPage:
+    """The place where one end publishes its status; with many peers rarely, as each message may change it."""
+
+    def __init__(self, presence: Presence | None) -> None:
+        """
+        Args:
+            presence: the end's; None: nobody is told.
+        """
+        self._presence = presence
+        self._is_current = False
+        self._next_at = 0.0
+
+    def outdate(self) -> None:
+        """Note that the status has changed."""
+        self._is_current = False
+
+    def refresh(self, status: Callable[[], PublishedStatus]) -> None:
+        """Publish the status, if it has changed and it is time."""
+        if self._presence is None or self._is_current or time.monotonic() < self._next_at:
+            return
+        began = time.thread_time()
+        self._presence.publish(framed(status()))
+        self._is_current = True
+        took = time.thread_time() - began
+        self._next_at = time.monotonic() + took * _RARELY if took > _LONG else 0.0
 
 
 def published_statuses() -> Iterator[PublishedStatus]:

@@ -1,4 +1,4 @@
-"""ReceiveLink: the consumer's side of a link. Order, credit given back, and when the stream has ended."""
+"""Receiver: the consumer's side of a conversation. Order, credit given back, and when the stream has ended."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import time
 from collections import deque
 from typing import Any
 
-from tensorpipe_ipc.endpoints.link import Link, Opening, log
-from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.conversation import Opening, log
+from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
+from tensorpipe_ipc.endpoints.participant import Participant
+from tensorpipe_ipc.endpoints.peer import How
+from tensorpipe_ipc.endpoints.presence import Sight
+from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
-from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, pack_control, piece_of
+from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, piece_of
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 
-__all__ = ["NOTHING", "ReceiveLink"]
+__all__ = ["NOTHING", "Receiver"]
 
 _MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
 _AGAIN = 0.5  # seconds
@@ -26,8 +30,8 @@ _TICK = 0.2  # seconds between two looks at who is still there, for who waits on
 NOTHING: Any = object()  # there is no message, as None might be one
 
 
-class ReceiveLink(Link):
-    """A consumer's link.
+class Receiver(Participant):
+    """A consumer's.
 
     Attributes:
         met_any: whether any producer ever came.
@@ -51,13 +55,18 @@ class ReceiveLink(Link):
                 f"the names of {len(self._accepted())} serializers take {size} bytes of this end's HELLO, the limit is "
                 f"{MAX_NAMES}: name fewer in accept="
             )
-        self._sharing: dict[int, Peer] = {}  # by descriptor: who has a queue; also who left, until that is empty
-        self._ready: deque[Peer | None] = deque()  # who had something at the last look; None: the socket
-        self._only: Peer | None = None  # the only one, where its queue is likely to have something when it is asked
+        super().__init__(opening)
+        self._sharing: dict[
+            int, ProducerPeer
+        ] = {}  # by descriptor: who has a queue; also who left, until that is empty
+        self._ready: deque[ProducerPeer | None] = deque()  # who had something at the last look; None: the socket
+        self._only: ProducerPeer | None = (
+            None  # the only one, where its queue is likely to have something when it is asked
+        )
         self._misses = 0
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self.met_any = False
-        self.asked: Peer
+        self.asked: ProducerPeer
         self.duplicates = 0
         self._buffers = BufferPool()
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
@@ -67,28 +76,136 @@ class ReceiveLink(Link):
         self._stream = 1
         self.producers = producers
         self.ended = 0
-        self.unwell: list[Peer] = []
+        self.unwell: list[ProducerPeer] = []
         self.left = dict.fromkeys(How, 0)
         self._timer: TimerFd | None = None
         self._due = 0.0  # when it is
         self.in_hand = False
         self._torn = 0  # messages that are known to have been torn, of the socket's tears
-        super().__init__(opening)
 
-    def own_hello(self, peer: Peer | None) -> Hello:
-        """See Link."""
-        taken = 0 if peer is None else peer.taken
+    # -- what its conversation asks
+
+    def hello(self, peer: ProducerPeer | None, *, is_news: bool = False) -> Hello:
+        """See Owner. A connector's binder may have met it by the last connection, and sent what was lost with that."""
+        if is_news:
+            self._round += 1
+            for each in self.peers.values():
+                each.round = self._round
+        here = self.conversation
         return Hello(
             self.role,
             identity(),
             self.window,
             accepts=self._accepted(),
-            sequence=taken,
-            shared_memory=self.negotiation.terms(peer),
-            end=self.end,
-            folder=self.folder,
+            sequence=0 if peer is None else peer.taken,
+            shared_memory=here.negotiation.terms(peer),
+            end=here.end,
+            folder=here.folder,
             round=self._round if peer is None else peer.round,
         )
+
+    def new_peer(self, routing: bytes, hello: Hello, sight: Sight) -> ProducerPeer:
+        """See Owner. One that was given up may be back."""
+        peer = ProducerPeer(routing, hello, sight)
+        self._round += self.socket.binds
+        peer.round = self._round
+        taken, stream, never_came = self._known.get(hello.end, (0, 0, 0))
+        peer.began = peer.taken = max(taken, hello.sequence)
+        if stream == self._stream:  # it had not gone: its end will tell of all that is missing
+            peer.never_came = never_came + peer.taken - taken
+        return peer
+
+    def finishes(self) -> bool:
+        """See Owner."""
+        return bool(self._sharing) or self.has_ended()
+
+    # -- events
+
+    def _handle(self, event: Event) -> Arrived | None:
+        """See Participant."""
+        if isinstance(event, Arrived):
+            return self._arrived(event)
+        if isinstance(event, PieceArrived):
+            self._piece(event.peer, event.header, event.frames)
+        elif isinstance(event, GivenUp):
+            if self._expects(event.peer, event.header):
+                self._take_up_to(event.peer, event.header.sequence, in_hand=False)
+        elif isinstance(event, Greeted):
+            self._greeted(event.peer, event.sequence)
+        elif isinstance(event, Joined):
+            self._joined(event.peer)
+        elif isinstance(event, Left):
+            self._left(event.peer)
+        elif isinstance(event, Torn):
+            self._ask_for_torn()
+        elif isinstance(event, Credited):
+            raise ProtocolError(f"CREDIT {event.sequence} for a consumer (from {event.peer})")
+        return None
+
+    def _joined(self, peer: ProducerPeer) -> None:
+        end, known = peer.hello.end, self._known
+        unwell = [each for each in self.unwell if each.hello.end != end]
+        if end in known:  # one that was given up is back
+            taken, stream, _ = known[end]
+            self.lost += peer.began - taken  # what was given up with it
+            if stream == self._stream:
+                self.unwell = unwell
+            del known[end]
+            self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
+        self.conversation.events.popleft()  # with no call since the first of these figures
+        self._share(peer)
+
+    def _greeted(self, peer: ProducerPeer, sequence: int) -> None:
+        """A peer says how far it has sent messages. All that it sent before saying so has come in before, or never will."""
+        self._share(peer)
+        self.met_any = self.met_any or peer.settled
+        if peer.queue is None and sequence > peer.taken:
+            # One that sends again will not send those: it has given them up. But for what one that connects says by the
+            # connection by which the two met: then the end that was here before had them.
+            has_met = not peer.resends or not self.socket.binds
+            if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
+                self._never_come(peer, sequence - peer.taken)
+            peer.taken, peer.reassembly = sequence, None
+            self.conversation.say(peer.routing, pack(Kind.CREDIT, sequence))
+        elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
+            self.conversation.say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
+        if peer.hello.round > peer.served:  # a new connection of the other end's
+            peer.served = peer.hello.round
+            if self.socket.binds:
+                self._next_round(peer)
+        self.conversation.welcome(peer)
+
+    def _left(self, peer: ProducerPeer) -> None:
+        assert peer.left is not None
+        if (
+            peer.last_position is not None and peer.last_position > peer.taken
+        ):  # messages that have not come by now never will
+            self._never_come(peer, peer.last_position - peer.taken)
+            peer.taken = peer.last_position
+        if peer.left is How.LOST and not peer.settled and (self.socket.binds or not peer.sight.is_gone()):
+            self.conversation.events.popleft()
+            self.conversation.publish()
+            return  # it said HELLO to the consumer before this one, or was not answered; or it is there: they meet again
+        # One that sent nothing pushes out none that did.
+        is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
+        if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
+            self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+        if peer.left is How.LOST and peer.queue is not None:
+            peer.queue.attachment.recover_dead()
+        counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
+        is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
+        met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
+        if is_unwell and self.producers is None:  # a stream that never ends
+            log.warning("%s: %s", self.endpoint, peer)
+        unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
+        self.left[peer.left] += 1
+        self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
+        self.ended += counts
+        self.conversation.events.popleft()  # with no call since the first of these figures
+        self._forget_if_drained(peer)
+        self.conversation.publish()
 
     # -- queues
 
@@ -97,36 +214,34 @@ class ReceiveLink(Link):
         """Return whether there is any queue."""
         return bool(self._sharing)
 
-    def shares(self, peer: Peer) -> None:
-        """See Link."""
-        assert peer.queue is not None
-        fd = peer.queue.tickets.fileno()
-        self.socket.watch(fd)
-        self._sharing[fd] = peer
-        self._only = None
+    def _share(self, peer: ProducerPeer) -> None:
+        """Have waits tell of a queue's messages, if the two have one. Again: nothing."""
+        if peer.queue is not None:
+            fd = peer.queue.tickets.fileno()
+            self.socket.watch(fd)
+            self._sharing[fd] = peer
+            self._only = None
 
-    def unshare(self, peer: Peer) -> None:
-        """See Link."""
+    def _unshare(self, peer: ProducerPeer) -> None:
+        """Let go of a peer's queue, if the two have one. Again: nothing."""
+        self._only = None
         if peer.queue is not None:
             self.lost += peer.queue.lost  # first: ``lost_so_far`` asks those that are shared
             peer.queue.lost = 0
             fd = peer.queue.tickets.fileno()
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
-        self._only = None
-        super().unshare(peer)
+            peer.queue.let_go()
+            peer.queue = None
 
     def has_ended(self) -> bool:
         """Return whether the producers of a stream have left, and nothing of theirs is left."""
-        if self.producers is None:
+        here = self.conversation
+        if self.producers is None or here.events or here.hears_again:  # somebody may be about to come
             return False
         if self.producers:
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
-        return self.met_any and not self.peers and not self._sharing and not self.standby.any_claimed
-
-    def finishes(self) -> bool:
-        """See Meeting."""
-        return bool(self._sharing) or self.has_ended()
+        return self.met_any and not self.peers and not self._sharing and not here.standby.any_claimed
 
     def next_stream(self) -> None:
         """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
@@ -140,14 +255,19 @@ class ReceiveLink(Link):
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
         fd = self.socket.fileno()
-        self.ensure_greeted(0)
+        self.ensure_greeted()
         self.refresh()
         return fd
 
     def refresh(self) -> None:
         """Bring ``fileno`` up to date, after whatever was done with the link."""
         if self.socket.is_watched:
-            ready = self.socket.look() or self.owes_greeting() or self.has_lost_connection()
+            ready = (
+                self.socket.look()
+                or bool(self.conversation.events)
+                or self.conversation.greeting.is_owed()
+                or self.conversation.greeting.has_lost_connection()
+            )
             self.socket.show(ready or self.has_ended() or self.holds_back())
             self._tick()
 
@@ -158,7 +278,9 @@ class ReceiveLink(Link):
             if self._timer.fd >= 0:
                 self.socket.watch(self._timer.fd)
         now = time.monotonic()
-        is_to_look = bool(self.peers) or self.standby.any_claimed or self.is_left_over()
+        is_to_look = (
+            bool(self.peers) or self.conversation.standby.any_claimed or self.conversation.greeting.is_left_over()
+        )
         if is_to_look and now >= self._due:
             self._due = now + _TICK
             self._timer.set(_TICK)
@@ -166,7 +288,7 @@ class ReceiveLink(Link):
             self._due = 0.0
             self._timer.set(0)
 
-    def next_ready(self, timeout: float) -> Peer | None:
+    def next_ready(self, timeout: float) -> ProducerPeer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or
         something came to the socket, whose turn it is then."""
         if self._only is not None and not self.is_stale():
@@ -184,7 +306,7 @@ class ReceiveLink(Link):
         found = [] if listens else self.socket.wait_any(0)
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
             spent = time.thread_time()
-            self.ensure_greeted(0)
+            self.ensure_greeted()
             incoming = not self.socket.is_silent()
             if not incoming:  # else it is known what it was when it has been heard
                 self._listened(spent)
@@ -192,7 +314,7 @@ class ReceiveLink(Link):
         for fd in found:
             if fd in sharing:
                 peer = sharing[fd]
-                peer.room = peer.room or 1
+                peer.waiting = peer.waiting or 1
                 ready.append(peer)
             elif self._timer is not None and fd == self._timer.fd:
                 self._timer.set(0)
@@ -203,22 +325,26 @@ class ReceiveLink(Link):
             self.look_around()
             ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
 
-    def pump(self, timeout: float) -> tuple[Peer, Header, list[Any]] | None:
-        """See Link. While a queue has messages, what is none of its own has a fifth of the time: there may be no end of it."""
+    def pump(self, timeout: float) -> Arrived | None:
+        """See Participant. While a queue has messages, all that is none of its own has a fifth of the time."""
         if not self._sharing:
             return super().pump(timeout)
-        self.look_now_and_then()  # which is no talk of anybody's
-        spent, heard = time.thread_time(), self._came + self.socket.dropped
-        data = super().pump(timeout)
-        if data is None and self._came + self.socket.dropped > heard:
+        self.conversation.look_now_and_then()  # which is no talk of anybody's
+        spent, heard = time.thread_time(), self._heard
+        arrived = super().pump(timeout)
+        if arrived is None and self._heard > heard:
             self._listened(spent)
-        return data
+        return arrived
+
+    @property
+    def _heard(self) -> int:
+        return self.conversation.came + self.socket.dropped
 
     def _listened(self, spent: float) -> None:
         # Of the last turn only: what was heard while no queue had anything took nothing from one.
         self._listens_from = time.monotonic() + 4 * (time.thread_time() - spent)
 
-    def take(self, peer: Peer, decode: Decode, lease_from: int) -> Any:
+    def take(self, peer: ProducerPeer, decode: Decode, lease_from: int) -> Any:
         """Return the next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
         queue = peer.queue
         if queue is None:
@@ -247,37 +373,38 @@ class ReceiveLink(Link):
             self.lost += 1
             self.in_hand = False
 
-    def _take(self, peer: Peer, queue: Any, decode: Decode, lease_from: int) -> Any:
+    def _take(self, peer: ProducerPeer, queue: Any, decode: Decode, lease_from: int) -> Any:
         try:
             if queue.holds_back:
-                peer.room = 0  # it may take what is there, too
+                peer.waiting = 0  # it may take what is there, too
                 return queue.get(0, decode, lease_from)
-            if peer.room <= 0:
-                peer.room = queue.tickets.unread()
-                if not peer.room:
+            if peer.waiting <= 0:
+                peer.waiting = queue.tickets.unread()
+                if not peer.waiting:
                     self._only, self._misses = None, _MISSES
                     return NOTHING
-            peer.room -= 1
+            peer.waiting -= 1
             return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
         except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
             self._only = None
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
-            self.reject(error)
+            self.conversation.reject(error)
             self._break_off(peer)
         return NOTHING
 
-    def _break_off(self, peer: Peer) -> None:
+    def _break_off(self, peer: ProducerPeer) -> None:
         """Nothing that its queue holds can be believed any more."""
         if peer.left:
-            self.unshare(peer)
+            self._unshare(peer)
         else:
             peer.ending = Ending("it broke the rules of the queue")
-            self._leaves(peer, How.LOST)
-            self.unshare(peer)
+            self.conversation.leaves(peer, How.LOST)
+            self._handle_events()
+            self._unshare(peer)
 
-    def _forget_if_drained(self, peer: Peer) -> None:
+    def _forget_if_drained(self, peer: ProducerPeer) -> None:
         if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.holds_back:
-            self.unshare(peer)
+            self._unshare(peer)
 
     # -- frames
 
@@ -288,21 +415,40 @@ class ReceiveLink(Link):
     def _accepted(self) -> tuple[str, ...]:
         return accepted_by_default() if self._accept is None else self._accept
 
-    def taken(self, peer: Peer, header: Header, *, is_whole: bool = True) -> None:
+    def taken(self, arrived: Arrived) -> None:
         """Tell the producer that its message was taken: it may send another. Those that it skipped are counted as lost.
 
         An exception that comes before it is counted as taken has it come again.
         """
-        self._say(peer.routing, pack(Kind.CREDIT, header.sequence))
-        skipped = header.sequence - peer.taken - 1
+        peer = arrived.peer
+        self._take_up_to(peer, arrived.header.sequence, in_hand=True)
+        self.conversation.events.popleft()
+        self._handle_events()
+
+    def _take_up_to(self, peer: ProducerPeer, sequence: int, *, in_hand: bool) -> None:
+        self.conversation.say(peer.routing, pack(Kind.CREDIT, sequence))
+        skipped = sequence - peer.taken - 1
         if skipped:
             self._never_come(peer, skipped)
-        peer.taken, self.in_hand = header.sequence, is_whole  # no exception comes between what that did last and this
+        peer.taken, self.in_hand = sequence, in_hand  # no exception comes between what that did last and this
         peer.reassembly, peer.asked_at = None, 0.0
-        self.socket.received()
 
-    def expects(self, peer: Peer, header: Header) -> bool:
-        """See Link. Ones that were taken before are dropped; what comes after a gap is, too, if the gap can be filled."""
+    def _arrived(self, arrived: Arrived) -> Arrived | None:
+        """Return a message that is the next one; None, to be dropped, if it is not."""
+        peer, header = arrived.peer, arrived.header
+        if not self._expects(peer, header):
+            return None
+        if peer.reassembly is not None:
+            if len(arrived.frames) == 1 and self._lacks_pieces(peer, header):
+                return None
+            return Arrived(peer, *peer.reassembly.completed(header, arrived.frames))
+        return arrived
+
+    def _expects(self, peer: ProducerPeer, header: Header) -> bool:
+        """Return whether a message is the peer's next one.
+
+        One that was taken before is dropped. So is one that comes after a gap, if the gap can be filled.
+        """
         if peer.queue is not None:
             raise ProtocolError("DATA in frames from a producer that shares memory")
         if header.sequence <= peer.taken:
@@ -310,46 +456,38 @@ class ReceiveLink(Link):
             return False
         return self._is_next(peer, header)
 
-    def _is_next(self, peer: Peer, header: Header) -> bool:
+    def _is_next(self, peer: ProducerPeer, header: Header) -> bool:
         if header.sequence == peer.taken + 1 or not peer.resends:
             return True
         self._ask(peer)
         return False
 
-    def _ask(self, peer: Peer) -> None:
+    def _ask(self, peer: ProducerPeer) -> None:
         """Ask for what is missing; again only if that was of no use for a while."""
         now = time.monotonic()
         if now - peer.asked_at > _AGAIN:
             peer.asked_at = now
             self._next_round(peer)
-            kind = Kind.WELCOME if self.socket.binds else Kind.HELLO
-            self._say(peer.routing, pack_control(kind, self.own_hello(peer)))
+            self.conversation.ask(peer)
 
     def look_around(self, *, at_once: bool = False) -> None:
-        """See Link."""
+        """See Participant."""
         super().look_around(at_once=at_once)
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._forget_if_drained(peer)
 
-    def tore(self) -> None:
-        """See Link. It has to be sent again, and may have been the last."""
-        super().tore()
+    def _ask_for_torn(self) -> None:
+        """Ask for what an exception tore. It may have been the last."""
         for peer in self.peers.values():
             if peer.resends and peer.queue is None:
                 peer.asked_at = 0.0
                 self._ask(peer)
 
-    def reconnected(self) -> None:
-        """See Link. Its binder may have met this end by the last connection, and sent what was lost with it."""
-        self._round += 1
-        for peer in self.peers.values():
-            peer.round = self._round
-
-    def _next_round(self, peer: Peer) -> None:
+    def _next_round(self, peer: ProducerPeer) -> None:
         self._round = peer.round = max(self._round, peer.round) + 1
 
-    def piece(self, peer: Peer, header: Header, frames: list[Any]) -> None:
-        """See Link. It is put in its place; DATA of the same number completes the message."""
+    def _piece(self, peer: ProducerPeer, header: Header, frames: list[Any]) -> None:
+        """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
         if peer.queue is not None or len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
         if header.sequence <= peer.taken or not self._is_next(peer, header):
@@ -364,9 +502,11 @@ class ReceiveLink(Link):
         if not is_in_place:
             self._ask(peer)
 
-    def lacks_pieces(self, peer: Peer, header: Header) -> bool:
-        """See Role. An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
-        reassembly, is_torn = peer.reassembly, peer.asked_at > 0 or self.socket.tears.count > self._tears
+    def _lacks_pieces(self, peer: ProducerPeer, header: Header) -> bool:
+        """Return whether pieces are missing of a message that is expected, and will come again.
+
+        An exception of a signal's handler took them; its producer keeps them, and was asked, or is now."""
+        reassembly, is_torn = peer.reassembly, peer.asked_at > 0 or self.conversation.is_torn
         if (
             not peer.resends
             or not is_torn
@@ -378,104 +518,30 @@ class ReceiveLink(Link):
         self._ask(peer)
         return True
 
-    def check_memory(self, peer: Peer, header: Header) -> None:
+    def check_memory(self, arrived: Arrived) -> None:
         """See that there was memory for the pieces of a message that is complete.
 
         Raises:
             OutOfMemory: there was none.
         """
+        peer = arrived.peer
         reassembly = peer.reassembly
-        if reassembly is not None and reassembly.sequence == header.sequence and reassembly.refused:
+        if reassembly is not None and reassembly.sequence == arrived.header.sequence and reassembly.refused:
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
-
-    def met(self, peer: Peer) -> None:
-        """See Role."""
-        self._round += self.socket.binds
-        peer.round = self._round
-        end, sequence, known = peer.hello.end, peer.hello.sequence, self._known
-        if end in known:  # one that was given up is back
-            taken, stream, never_came = known[end]
-            sequence = sequence if sequence > taken else taken
-            self.lost += sequence - taken  # what was given up with it
-            if stream == self._stream:  # it had not gone: its end will tell of all that is missing
-                peer.never_came = never_came + sequence - taken
-                self.unwell = [each for each in self.unwell if each.hello.end != end]
-            del known[end]
-            self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
-        peer.began = peer.taken = sequence
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
-        self.has_parted = True
+        self.conversation.has_parted = True
         try:
-            self.transport()  # is told as it last was
+            self.conversation.transport()  # is told as it last was
             for peer in list(self._sharing.values()):
-                self.unshare(peer)
+                self._unshare(peer)
         finally:
-            self.disconnect(linger)
+            self.conversation.disconnect(linger, self.ending)
             if self._timer is not None:
                 self._timer.close()
 
-    def stands_at(self, peer: Peer, sequence: int) -> None:
-        """See Link. All that it sent before saying so has come in before, or never will."""
-        self.met_any = self.met_any or peer.settled
-        if peer.queue is None and sequence > peer.taken:
-            # One that sends again will not send those: it has given them up. But for what one that connects says by the
-            # connection by which the two met: then the end that was here before had them.
-            has_met = not peer.resends or not self.socket.binds
-            if has_met or peer.taken > peer.began or peer.hello.round > peer.served:
-                self._never_come(peer, sequence - peer.taken)
-            peer.taken, peer.reassembly = sequence, None
-            self._say(peer.routing, pack(Kind.CREDIT, sequence))
-        elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
-            self._say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
-        if peer.hello.round > peer.served:  # a new connection of the other end's
-            peer.served = peer.hello.round
-            if self.socket.binds:
-                self._next_round(peer)
-
-    def parted(self, peer: Peer) -> None:
-        """See Role."""
-        assert peer.left is not None
-        if peer.left is How.LOST and not peer.settled and (self.socket.binds or not peer.sight.is_gone()):
-            return  # it said HELLO to the consumer before this one, or was not answered; or it is there: they meet again
-        # One that sent nothing pushes out none that did.
-        is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
-        if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
-            self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
-            while len(self._known) > _REMEMBERED:
-                del self._known[next(iter(self._known))]
-        if peer.left is How.LOST and peer.queue is not None:
-            peer.queue.attachment.recover_dead()
-        counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
-        is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
-        met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
-        if is_unwell and self.producers is None:  # a stream that never ends
-            log.warning("%s: %s", self.endpoint, peer)
-        unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
-        self.left[peer.left] += 1
-        self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
-        self.ended += counts
-
-    def let_go(self, peer: Peer) -> None:
-        """See Role. Now, or when it is drained."""
-        self._forget_if_drained(peer)
-
-    def position(self, peer: Peer) -> int:
-        """See Role."""
-        return peer.taken
-
-    def misses(self, peer: Peer, sequence: int) -> bool:
-        """See Role."""
-        return peer.queue is None and sequence > peer.taken
-
-    def ended_at(self, peer: Peer, sequence: int) -> None:
-        """See Role. Messages that have not come by now never will."""
-        if sequence > peer.taken:
-            self._never_come(peer, sequence - peer.taken)
-            peer.taken = sequence
-
-    def _never_come(self, peer: Peer, count: int) -> None:
+    def _never_come(self, peer: ProducerPeer, count: int) -> None:
         """Count messages that a peer had sent, and that will not come: its stream does not end well.
 
         It does where exceptions inside this end's own get tore them, of which its caller knows: one message each, of a peer
@@ -488,9 +554,10 @@ class ReceiveLink(Link):
 
     def why_empty(self) -> str:
         """Return who is expected to send something."""
-        if self.peers:
-            why = self.named(map(str, self.peers.values()))
+        here = self.conversation
+        if here.peers:
+            why = here.named(map(str, here.peers.values()))
         else:
-            why = self.why_alone() if self.last_left is None else f"no producer is attached: {self.last_left}"
+            why = here.why_alone() if here.last_left is None else f"no producer is attached: {here.last_left}"
         left = f"; {self.ended} of {self.producers} producers have left" if self.producers and self.ended else ""
-        return f"{why}{left}{self.unheard()}"
+        return f"{why}{left}{here.unheard()}"

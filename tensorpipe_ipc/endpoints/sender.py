@@ -1,4 +1,4 @@
-"""SendLink: the producer's side of a link. Credits, which consumer gets the next message, and what is sent again."""
+"""Sender: the producer's side of a conversation. Credits, which consumer gets the next message, and what is sent again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from tensorpipe_ipc.endpoints.link import Link, Opening
+from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
+from tensorpipe_ipc.endpoints.conversation import Opening
+from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived
+from tensorpipe_ipc.endpoints.participant import Participant
 from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
-from tensorpipe_ipc.errors import Full, ShutDown
+from tensorpipe_ipc.errors import Full, ProtocolError, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers.base import any_size
@@ -22,15 +26,12 @@ from tensorpipe_ipc.wire.layout import BULK, Block
 from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, Unreachable
 
-__all__ = ["Held", "NotHandedOver", "SendLink"]
+__all__ = ["Held", "NotHandedOver", "Sender"]
 
 Held = tuple[Handover, bytes]
 _REMEMBERED = 1000  # peers that vanished
 _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
-_UNREAD = (
-    1 << 24
-)  # bytes that a consumer may say it took, before it has read them; there is always a moment between the two
 _FRAME = 64  # bytes of ZeroMQ's own
 
 
@@ -42,8 +43,8 @@ class NotHandedOver(Exception):
     """Raised where tensors that were to go by reference have to be copied."""
 
 
-class SendLink(Link):
-    """A producer's link.
+class Sender(Participant):
+    """A producer's.
 
     Attributes:
         resent: messages that were sent again.
@@ -53,30 +54,31 @@ class SendLink(Link):
 
     role = "producer"
 
-    def __init__(
-        self,
-        opening: Opening,
-        serializer: str,
-    ) -> None:
+    def __init__(self, opening: Opening, serializer: str) -> None:
+        super().__init__(opening)
         self._serializer = serializer
         self._sent = 0  # of a connector, which counts on when its binder is another
         # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
         self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
         self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
-        self._sharing: dict[int, Peer] = {}  # by descriptor of its credits: those with a queue
+        self._sharing: dict[int, ConsumerPeer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
-        self._idle: deque[Peer] = deque()  # who had a queue and nothing to do at the last look, longest waiting first
+        self._idle: deque[ConsumerPeer] = (
+            deque()
+        )  # who had a queue and nothing to do at the last look, longest waiting first
         self._reckoned = 0  # in flight, at most
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
         self.resent = 0
         self.left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
-        super().__init__(opening)
 
-    def own_hello(self, peer: Peer | None) -> Hello:
-        """See Link."""
+    # -- what its conversation asks
+
+    def hello(self, peer: ConsumerPeer | None, *, is_news: bool = False) -> Hello:  # noqa: ARG002 - a consumer tells it
+        """See Owner."""
+        here = self.conversation
         if peer is not None:
             sent = peer.taken if self.keeps else peer.sent
         else:
@@ -87,16 +89,120 @@ class SendLink(Link):
             self.window,
             serializer=self._serializer,
             sequence=sent,
-            shared_memory=self.negotiation.terms(peer),
-            end=self.end,
-            folder=self.folder,
+            shared_memory=here.negotiation.terms(peer),
+            end=here.end,
+            folder=here.folder,
             round=max(1, self.socket.connection) if self.keeps else 0,
         )
+
+    def new_peer(self, routing: bytes, hello: Hello, sight: Sight) -> ConsumerPeer:
+        """See Owner. It counts on where the last connection ended, which the other end may not have noticed."""
+        peer = ConsumerPeer(routing, hello, sight)
+        peer.sent = peer.taken = self._vanished.get(hello.end, self._first) if self.socket.binds else self._sent
+        self._turns += 1
+        peer.turn = self._turns
+        return peer
+
+    def finishes(self) -> bool:
+        """See Owner."""
+        return False
+
+    # -- events
+
+    def _handle(self, event: Event) -> Arrived | None:
+        """See Participant."""
+        if isinstance(event, Credited):
+            self._credited(event.peer, event.sequence)
+        elif isinstance(event, Greeted):
+            self._greeted(event.peer, event.sequence)
+        elif isinstance(event, Joined):
+            self._joined(event.peer)
+        elif isinstance(event, Left):
+            self._left(event.peer)
+        elif isinstance(event, PieceArrived):
+            raise ProtocolError(f"a PIECE for a producer (from {event.peer}, sequence {event.header.sequence})")
+        elif isinstance(event, (Arrived, GivenUp)):
+            raise ProtocolError(f"DATA for a producer (from {event.peer}, sequence {event.header.sequence})")
+        return None
+
+    def _joined(self, peer: ConsumerPeer) -> None:
+        if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
+            self.conversation.greeting.say_again()  # it is told at once from where on
+        self._share(peer)
+
+    def _greeted(self, peer: ConsumerPeer, sequence: int) -> None:
+        """A peer says how far it has taken messages; it does so again by each new connection.
+
+        A consumer that did not hear of this end by the connection before drops what comes before its WELCOME.
+        """
+        self._share(peer)
+        if peer.queue is None:
+            self.socket.prepare_for_bulk()
+            self._credited(peer, sequence)
+        self.conversation.welcome(peer)
+        if peer.queue is None:
+            self._resend_if_asked(peer)
+
+    def _credited(self, peer: ConsumerPeer, sequence: int) -> None:
+        if peer.taken < sequence <= peer.sent:
+            self._framed -= sequence - peer.taken
+            peer.taken = sequence
+        while peer.kept and peer.kept[0].sequence <= peer.taken:
+            kept = peer.kept.popleft()
+            self._resend_buffer.let_go(kept)
+            if kept.lent:
+                peer.unread.append(kept)
+
+    def _left(self, peer: ConsumerPeer) -> None:
+        if peer.last_position is not None:
+            self._credited(peer, peer.last_position)
+        while peer.kept:
+            self._resend_buffer.let_go(peer.kept.popleft())
+        if self.socket.binds and peer.queue is None and peer.hello.end:
+            if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
+                self._vanished[peer.hello.end] = peer.sent
+                while len(self._vanished) > _REMEMBERED:
+                    del self._vanished[next(iter(self._vanished))]
+            elif peer.left is not How.LOST:
+                self._vanished.pop(peer.hello.end, None)
+        if peer.queue is not None and peer.left is How.LOST:
+            peer.queue.attachment.recover_dead()
+        untaken, left_behind = peer.load(), self.left_behind
+        if untaken:
+            left_behind = [*left_behind[1 - _TOLD :], (peer, untaken)]
+        self._reckon_framed()
+        self.lost += untaken
+        self.left_behind = left_behind
+        self.conversation.events.popleft()  # with no call since the first of these two
+        self._unshare(peer)
+        self.conversation.publish()
+
+    def _share(self, peer: ConsumerPeer) -> None:
+        """Have waits tell of a queue's credits, if the two have one. Again: nothing."""
+        if peer.queue is not None:
+            assert peer.queue.credits is not None
+            fd = peer.queue.credits.fileno()
+            # Told of each credit that comes: with several consumers there may be some, and still no room in all.
+            self.socket.watch(fd, edge=True)
+            self._sharing[fd] = peer
+            self._unsure = True
+
+    def _unshare(self, peer: ConsumerPeer) -> None:
+        """Let go of a peer's queue, if the two have one. Again: nothing."""
+        if peer.queue is not None:
+            if peer.queue.credits is not None:
+                fd = peer.queue.credits.fileno()
+                self._sharing.pop(fd, None)
+                self.socket.unwatch(fd)
+            peer.queue.let_go()
+            peer.queue = None
+
+    # -- messages in flight
 
     @property
     def in_flight(self) -> int:
         """Messages sent and neither taken nor lost."""
-        return self._framed + sum(map(_load, self._sharing.values())) if self._sharing else self._framed
+        return self._framed + sum(map(ConsumerPeer.load, self._sharing.values())) if self._sharing else self._framed
 
     @property
     def shares_memory(self) -> bool:
@@ -104,7 +210,7 @@ class SendLink(Link):
         return bool(self._sharing)
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
-        """See Link. One consumer's credits are read together, which is cheaper than one after each put."""
+        """See Participant. One consumer's credits are read together, which is cheaper than one after each put."""
         due = max(due, self._framed) if len(self.peers) == 1 else due
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
@@ -137,32 +243,32 @@ class SendLink(Link):
 
     def close(self, linger: float) -> None:
         """Close the socket, and let go of the queues."""
-        self.has_parted = True
+        self.conversation.has_parted = True
         try:
             self._framed = self.in_flight
-            self.transport()  # is told as it last was
+            self.conversation.transport()  # is told as it last was
             for peer in list(self._sharing.values()):
-                self.unshare(peer)
+                self._unshare(peer)
         finally:
-            self.disconnect(linger)
+            self.conversation.disconnect(linger, self.ending)
 
-    def choose(self) -> Peer | None:
+    def choose(self) -> ConsumerPeer | None:
         """Return the consumer that has least to do, if it has room; of several, the one that waited longest."""
         if len(self.peers) == 1:
             (peer,) = self.peers.values()
             if peer.queue is not None:
-                return peer if peer.settled and not peer.gone_at and _has_room(peer) else None
+                return peer if peer.settled and not peer.gone_at and peer.has_room() else None
             has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
-            return peer if has_room and peer.is_there() and _reads(peer) else None
+            return peer if has_room and peer.is_there() and peer.reads() else None
         while self._idle:
             peer = self._idle.popleft()
-            if self._reckoned < self.window and _is_idle(peer):
+            if self._reckoned < self.window and peer.is_idle():
                 return self._chosen(peer)
         if self._sharing:
             self._hear_of_room(0)
         return self._least_loaded()
 
-    def _least_loaded(self) -> Peer | None:
+    def _least_loaded(self) -> ConsumerPeer | None:
         """That of ``choose``; and the others who have nothing to do are noted, to be next without another look."""
         best, best_load, in_flight = None, 1 << 62, self._framed
         for peer in self.peers.values():
@@ -172,16 +278,16 @@ class SendLink(Link):
                 in_flight += load
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
-            if load < self._room(peer) and peer.is_there() and _reads(peer):
+            if load < self._room(peer) and peer.is_there() and peer.reads():
                 best, best_load = peer, load
         self._reckoned = in_flight
         if best is None or in_flight >= self.window:
             return None
         if not best_load:
-            self._idle.extend(sorted(filter(_is_idle, self.peers.values()), key=_turn))
+            self._idle.extend(sorted(filter(ConsumerPeer.is_idle, self.peers.values()), key=_turn))
         return self._chosen(best)
 
-    def _chosen(self, peer: Peer) -> Peer:
+    def _chosen(self, peer: ConsumerPeer) -> ConsumerPeer:
         """Return the peer, who goes to the end of the line."""
         self._turns += 1
         self._reckoned += 1
@@ -197,21 +303,21 @@ class SendLink(Link):
         found = self.socket.wait_any(timeout)
         for peer in self.peers.values() if unsure else map(self._sharing.get, found):
             if peer is not None and peer.queue is not None:
-                _load(peer)
+                peer.load()
         self._unsure = False
         return bool(found)
 
     def look_around(self, *, at_once: bool = False) -> None:
-        """See Link. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
+        """See Participant. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
         self._unsure = True
         super().look_around(at_once=at_once)
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
-            self.unshare(peer)
+            self._unshare(peer)
         for peer in self.peers.values():
             if peer.queue is None and peer.settled:
                 self._resend_if_asked(peer)
 
-    def send(self, peer: Peer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
+    def send(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
 
         Args:
@@ -240,7 +346,7 @@ class SendLink(Link):
             self._framed -= 1
             self.drain()  # what it took before it left counts as taken
             if self.peers.get(peer.routing) is peer:
-                self._leaves(peer, How.LOST)
+                self._lose(peer)
             return False
         except BaseException:  # a signal's handler raised
             # Where it has not left, its number is used up, and that is all.
@@ -252,7 +358,7 @@ class SendLink(Link):
         self._sent = peer.sent
         return True
 
-    def _send_kept(self, peer: Peer, message: EncodedMessage, timeout: float) -> bool:
+    def _send_kept(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
         self._resend_buffer.check(message.nbytes)
         if not self._resend_buffer.has_room(message.nbytes):
@@ -282,11 +388,11 @@ class SendLink(Link):
             peer.sent -= 1
             self._framed -= 1
         self._sent = peer.sent
-        if not connected and not self.waits_for(peer):
-            self._leaves(peer, How.LOST)
+        if not connected and not self.conversation.waits_for(peer):
+            self._lose(peer)
         return connected or peer.sent == kept.sequence
 
-    def _lend(self, peer: Peer, kept: SentMessage, part: list[Any]) -> bool:
+    def _lend(self, peer: ConsumerPeer, kept: SentMessage, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""
         small = sum(len(frame) + _FRAME for frame in part if len(frame) < BULK)
         peer.unmarked += small
@@ -300,7 +406,7 @@ class SendLink(Link):
             kept.weight, peer.unmarked = kept.weight + peer.unmarked, 0
         return True
 
-    def _give_up(self, peer: Peer, kept: SentMessage) -> None:
+    def _give_up(self, peer: ConsumerPeer, kept: SentMessage) -> None:
         """A message's sending was cut short by an exception: its number is used up, and that is all."""
         if peer.sent < kept.sequence:
             if peer.kept and peer.kept[-1] is kept:
@@ -314,7 +420,7 @@ class SendLink(Link):
     def _reckon_framed(self) -> None:
         self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
 
-    def _resend_if_asked(self, peer: Peer) -> None:
+    def _resend_if_asked(self, peer: ConsumerPeer) -> None:
         """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
         read nothing. Then later."""
         if peer.hello.round <= peer.served or not all(kept.has_left() for kept in peer.kept):
@@ -322,7 +428,7 @@ class SendLink(Link):
         self._resend(peer)
         peer.served = peer.hello.round  # now: an exception in between has it done again
 
-    def _resend(self, peer: Peer) -> None:
+    def _resend(self, peer: ConsumerPeer) -> None:
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
         for kept in peer.kept:
             kept.lent, kept.weight = [], 0
@@ -330,7 +436,9 @@ class SendLink(Link):
                 return
             self.resent += 1
 
-    def _put(self, peer: Peer, queue: PairQueue, message: EncodedMessage, timeout: float, held: Held | None) -> bool:
+    def _put(
+        self, peer: ConsumerPeer, queue: PairQueue, message: EncodedMessage, timeout: float, held: Held | None
+    ) -> bool:
         unsure, self._unsure = self._unsure, True  # unless it is put, as it was reckoned
         peer.room -= 1
         try:
@@ -345,14 +453,14 @@ class SendLink(Link):
             self.look_around()
             return False
         except ShutDown:  # which we never do
-            self._leaves(peer, How.LOST)
+            self._lose(peer)
             return False
         self._unsure = unsure
         return True
 
     def knows_the_way(self) -> bool:
         """Return whether it is known how messages go: somebody has come, or they go in frames in any case."""
-        return self.negotiation.never_shares or any(peer.settled for peer in self.peers.values())
+        return self.conversation.negotiation.never_shares or any(peer.settled for peer in self.peers.values())
 
     def any_queue(self) -> PairQueue | None:
         """Return a queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
@@ -365,135 +473,24 @@ class SendLink(Link):
 
     def why_blocked(self) -> str:
         """Return who or what keeps this producer from sending."""
-        if self.peers:
-            return self.named(
-                f"{peer} holds {_load(peer)} untaken of {self._room(peer)}" for peer in self.peers.values()
+        here = self.conversation
+        if here.peers:
+            return here.named(
+                f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in here.peers.values()
             )
-        if self.last_left is not None:
+        if here.last_left is not None:
             lost = f"with {self.lost} messages in flight lost so far"
-            return f"no consumer is attached: {self.last_left}, {lost}{self.unheard()}"
-        return self.why_alone() + self.unheard()
+            return f"no consumer is attached: {here.last_left}, {lost}{here.unheard()}"
+        return here.why_alone() + here.unheard()
 
-    def _room(self, peer: Peer) -> int:
+    def _room(self, peer: ConsumerPeer) -> int:
         return min(self.window, peer.hello.window)
 
-    def met(self, peer: Peer) -> None:
-        """See Role."""
-        self._turns += 1
-        peer.turn = self._turns
-        if self.keeps and not self.socket.binds and peer.hello.sequence != self._sent:
-            self._greeted = 0.0  # it is told at once from where on
-        # It counts on where the last connection ended, which the other end may not have noticed.
-        peer.sent = peer.taken = self._vanished.get(peer.hello.end, self._first) if self.socket.binds else self._sent
-
-    def stands_at(self, peer: Peer, sequence: int) -> None:
-        """See Link. It says so again by each new connection."""
-        if peer.queue is None:
-            self.socket.prepare_for_bulk()
-            self.credited(peer, sequence)
-            if not self.socket.binds:
-                self._resend_if_asked(peer)
-
-    def answered(self, peer: Peer) -> None:
-        """See Role. One that did not hear of this end by the connection before drops what comes before its WELCOME."""
-        if peer.queue is None:
-            self._resend_if_asked(peer)
-
-    def credited(self, peer: Peer, sequence: int) -> None:
-        """See Link."""
-        if peer.taken < sequence <= peer.sent:
-            self._framed -= sequence - peer.taken
-            peer.taken = sequence
-        while peer.kept and peer.kept[0].sequence <= peer.taken:
-            kept = peer.kept.popleft()
-            self._resend_buffer.let_go(kept)
-            if kept.lent:
-                peer.unread.append(kept)
-
-    def came_again(self, peer: Peer, sequence: int) -> None:
-        """See Role. What was on its way in frames went with the connection; over tcp it is kept, and goes again."""
-        if not self.keeps and peer.queue is None and peer.settled:
-            self.credited(peer, sequence)
-            self._leaves(peer, How.LOST)
-
-    def position(self, peer: Peer) -> int:
-        """See Role."""
-        return peer.sent
-
-    def ended_at(self, peer: Peer, sequence: int) -> None:
-        """See Role."""
-        self.credited(peer, sequence)
-
-    def parted(self, peer: Peer) -> None:
-        """See Role."""
-        while peer.kept:
-            self._resend_buffer.let_go(peer.kept.popleft())
-        if self.socket.binds and peer.queue is None and peer.hello.end:
-            if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
-                self._vanished[peer.hello.end] = peer.sent
-                while len(self._vanished) > _REMEMBERED:
-                    del self._vanished[next(iter(self._vanished))]
-            elif peer.left is not How.LOST:
-                self._vanished.pop(peer.hello.end, None)
-        if peer.queue is not None and peer.left is How.LOST:
-            peer.queue.attachment.recover_dead()
-        untaken = _load(peer)
-        self._framed -= untaken if peer.queue is None else 0
-        self.lost += untaken
-        if untaken:
-            self.left_behind = [*self.left_behind[1 - _TOLD :], (peer, untaken)]
-
-    def let_go(self, peer: Peer) -> None:
-        """See Role."""
-        self.unshare(peer)
-
-    def shares(self, peer: Peer) -> None:
-        """See Link."""
-        assert peer.queue is not None
-        assert peer.queue.credits is not None
-        fd = peer.queue.credits.fileno()
-        # Told of each credit that comes: with several consumers there may be some, and still no room in all.
-        self.socket.watch(fd, edge=True)
-        self._sharing[fd] = peer
-        self._unsure = True
-
-    def unshare(self, peer: Peer) -> None:
-        """See Link."""
-        if peer.queue is not None and peer.queue.credits is not None:
-            fd = peer.queue.credits.fileno()
-            self._sharing.pop(fd, None)
-            self.socket.unwatch(fd)
-        super().unshare(peer)
+    def _lose(self, peer: ConsumerPeer) -> None:
+        """Have a peer leave that was found to be gone."""
+        self.conversation.leaves(peer, How.LOST)
+        self._handle_events()
 
 
-def _is_idle(peer: Peer) -> bool:
-    """Return whether its queue is known to be empty. Nobody else puts there: it is so until we put."""
-    queue = peer.queue
-    return queue is not None and peer.room == queue.maxsize and peer.is_there() and not peer.left
-
-
-def _reads(peer: Peer) -> bool:
-    """Return whether it takes what is sent to it off the line, and does not only say so."""
-    while peer.unread and peer.unread[0].has_left():
-        peer.unread.popleft()
-    return not peer.unread or sum(kept.left_behind() for kept in peer.unread) <= _UNREAD
-
-
-def _turn(peer: Peer) -> int:
+def _turn(peer: ConsumerPeer) -> int:
     return peer.turn
-
-
-def _load(peer: Peer) -> int:
-    """Messages that a consumer has and did not take; with a queue, ``room`` is brought up to date."""
-    if peer.queue is None:
-        return peer.sent - peer.taken
-    assert peer.queue.credits is not None
-    peer.room = peer.queue.credits.unread()
-    return peer.queue.maxsize - peer.room
-
-
-def _has_room(peer: Peer) -> bool:
-    """Return whether its queue has room. Nobody else puts there: what was free is free until we put."""
-    if peer.room <= 0:
-        _load(peer)
-    return peer.room > 0

@@ -27,13 +27,13 @@ import msgspec
 import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import link_of
+from inside import conversation_of
 from programs import InFork
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of, wait_in_vain
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import link
+from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import PUBLIC, SECRET
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
@@ -233,7 +233,7 @@ def test_a_binder_leads_only_to_ends_that_have_its_key(has_its_key: bool, tmp_pa
             putting = in_thread(lambda: producer.put("word", PATIENCE))
             squatter.hear_of(Kind.HELLO)
             terms = SharedMemoryTerms("auto", os.geteuid())
-            welcome = hello("consumer", Kind.WELCOME, shared_memory=terms, end=link_of(other).end)
+            welcome = hello("consumer", Kind.WELCOME, shared_memory=terms, end=conversation_of(other).end)
             said = None
             while said is None or not (said.attached or said.why_not):
                 squatter.say(welcome)
@@ -255,7 +255,7 @@ def test_a_stranger_names_the_file_of_another_binder(role: str) -> None:
     made = tp.Consumer if role == "producer" else tp.Producer
     options: dict[str, Any] = {"bind": True, "peer_timeout": 0.2, **({"linger": 0} if role == "consumer" else {})}
     with tp.Consumer(LOOPBACK) as other, made(LOOPBACK, **options) as end:
-        told = {"end": link_of(other).end, "folder": link_of(other).folder}
+        told = {"end": conversation_of(other).end, "folder": conversation_of(other).folder}
 
         def peers() -> str:
             with contextlib.suppress(tp.Empty, tp.Full, tp.PeerLost):
@@ -563,7 +563,7 @@ def test_sockets_of_killed_binders_are_swept_by_the_next_one() -> None:
 
 def test_connections_that_last_for_a_moment_do_not_shut_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the most peers, one makes room whose connection has ended, who is out of sight, and for whom nothing is kept."""
-    monkeypatch.setattr(link, "MOST_PEERS", 3)
+    monkeypatch.setattr(conversation, "MOST_PEERS", 3)
     with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
 
         def listen(seconds: float) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread
-from inside import link_of
+from inside import conversation_of, link_of
 
 import tensorpipe_ipc as tp
 
@@ -314,17 +314,17 @@ def test_the_descriptor_stays_readable_as_long_as_there_is_something(consumer: t
 def test_a_binder_that_comes_while_get_is_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A binder may come after get has looked for it, and before get brings the descriptor up to date: that tells."""
     with tp.Consumer("late", bind=False) as consumer, Child() as child:
-        link = link_of(consumer)
-        ensure_greeted = link.ensure_greeted
+        greeting = conversation_of(consumer).greeting
+        ensure = greeting.ensure
 
         def then_it_comes(timeout: float) -> bool:
-            came = ensure_greeted(timeout)
+            came = ensure(timeout)
             child.call(children.open_producer, consumer.endpoint, bind=True)
             return came
 
         consumer.fileno()
         with monkeypatch.context() as patch:
-            patch.setattr(link, "ensure_greeted", then_it_comes)
+            patch.setattr(greeting, "ensure", then_it_comes)
             with pytest.raises(tp.Empty):
                 consumer.get_nowait()
         child.begin(children.put_numbers_and_close, "", 2)

@@ -26,7 +26,7 @@ import secured
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
-from inside import link_of
+from inside import conversation_of, link_of
 from proxy import Proxy
 from raw_ends import wait_in_vain
 
@@ -137,17 +137,17 @@ def test_a_goodbye_that_comes_when_the_next_consumer_is_there(monkeypatch: pytes
     with tp.Consumer("ending") as first, tp.Producer("ending") as producer:
         _met(producer, first)
         producer.flush(PATIENCE)
-        link: Any = link_of(first)
-        say, close, held = link._say, link.close, list[tuple[bytes, bytes]]()
+        here: Any = conversation_of(first)
+        say, disconnect, held = here.say, here.disconnect, list[tuple[bytes, bytes]]()
 
-        def close_late(linger: float) -> None:
+        def close_late(linger: float, *others: Any) -> None:
             wait_until(lambda: not producer.statistics().peers)
             for peer, frame in held:
                 say(peer, frame)
-            close(1.0)
+            disconnect(1.0, *others)
 
-        monkeypatch.setattr(link, "_say", lambda peer, frame: held.append((peer, frame)) is None)
-        monkeypatch.setattr(link, "close", close_late)
+        monkeypatch.setattr(here, "say", lambda peer, frame: held.append((peer, frame)) is None)
+        monkeypatch.setattr(here, "disconnect", close_late)
         first.close()
         with tp.Consumer("ending") as following:
             putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(4)])
@@ -165,15 +165,15 @@ def test_a_producer_closes_while_a_consumer_finds_it_by_its_file(
     """It cannot say goodbye to one that it has not heard of. Its own file does."""
     producer = tp.Producer(endpoint, bind=True)
     with tp.Consumer(producer.endpoint, bind=False) as consumer:
-        link: Any = link_of(consumer)
-        claimed = link._claimed
+        greeting: Any = conversation_of(consumer).greeting
+        claimed = greeting._claimed
 
         def claim(found: Any) -> Any:
             queue = claimed(found)
             producer.close()
             return queue
 
-        monkeypatch.setattr(link, "_claimed", claim)
+        monkeypatch.setattr(greeting, "_claimed", claim)
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
 
@@ -664,7 +664,7 @@ def test_a_goodbye_of_a_binder_elsewhere_that_is_read_when_the_next_one_is_there
             _met(first, consumer)
         with tp.Producer(endpoint, bind=True, linger=0) as following:
             link = link_of(consumer)
-            wait_until(lambda: link.socket.is_connected(0.01) and link.owes_greeting())
+            wait_until(lambda: link.socket.is_connected(0.01) and link.conversation.greeting.is_owed())
             link.look_around(at_once=True)  # as a get does that comes late
             with pytest.raises(tp.EndOfStream):
                 consumer.get(PATIENCE)
@@ -1420,7 +1420,7 @@ def test_an_exception_cuts_a_close_short(endpoint: str, cut_at: str, monkeypatch
             producer.flush(PATIENCE)
             end: Any = producer if closes == "producer" else consumer
             with monkeypatch.context() as patch:
-                _raise_after(patch, type(link_of(end)), cut_at)
+                _raise_after(patch, type(conversation_of(end)), cut_at)
                 with pytest.raises(KeyboardInterrupt):
                     end.close()
             end.close()
@@ -1480,7 +1480,7 @@ def test_one_warning_of_an_end_that_nobody_comes_to(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put or a get at a name that nobody has is logged, once, after some seconds."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.link._COMPLAINT", 0.2)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.absence.COMPLAINT", 0.2)
     with tp.Producer("mistyped") as producer, tp.Consumer("misspelt", bind=False) as consumer:
         for _ in range(3):
             with pytest.raises(tp.Full):

@@ -19,12 +19,12 @@ import exchange
 import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import link_of
+from inside import conversation_of, link_of
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import link
+from tensorpipe_ipc.endpoints import strangers
 from tensorpipe_ipc.wire.header import Kind, pack
 from tensorpipe_ipc.zeromq import kernel_sockets
 
@@ -105,7 +105,7 @@ def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
         wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
         assert bad.is_hung_up_on()
         for _ in range(3):
-            time.sleep(link._ANSWER_AGAIN)
+            time.sleep(strangers._ANSWER_AGAIN)
             refused.say(hello("consumer"))
             before = consumer.statistics().rejected
             wait_in_vain(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
@@ -178,7 +178,7 @@ def test_who_cannot_be_hung_up_on_for_want_of_a_descriptor_is_heard(monkeypatch:
             raw.say(b"garbage")
             raw.say(b"more")
             wait_in_vain(consumer, lambda: consumer.statistics().rejected >= 2)
-        time.sleep(link._ANSWER_AGAIN)
+        time.sleep(strangers._ANSWER_AGAIN)
         raw.say(hello("producer"))
         raw.until_answered(consumer)
 
@@ -199,7 +199,7 @@ def test_a_peer_may_send_again_what_is_in_flight() -> None:
 def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:
     """A stranger is hung up on unheard then, and comes in when there is time for it."""
     with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as stranger:
-        link_of(consumer)._strangers_from = time.monotonic() + 60
+        conversation_of(consumer)._strangers._heard_from = time.monotonic() + 60
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: "more strangers" in consumer.statistics().last_rejection)
         assert consumer.statistics().peers == ()
@@ -208,7 +208,7 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         putting()
-        link_of(consumer)._strangers_from = 0.0
+        conversation_of(consumer)._strangers._heard_from = 0.0
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
 
@@ -225,7 +225,7 @@ def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_t
             producer.put(number, PATIENCE)
         with pytest.warns(RuntimeWarning, match="1 messages") if count else contextlib.nullcontext():
             producer.close()
-        link_of(consumer)._strangers_from = time.monotonic() + 60
+        conversation_of(consumer)._strangers._heard_from = time.monotonic() + 60
         assert [consumer.get(PATIENCE) for _ in range(count)] == [*range(count)]
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -236,7 +236,7 @@ def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One out of sight waits for no friend's sake, and a second at most for that of strangers who are peers by now."""
-    monkeypatch.setattr(link, "_STRANGERS", 1_000_000)  # as if each thing that was said took seconds
+    monkeypatch.setattr(strangers, "_SHARE", 1_000_000)  # as if each thing that was said took seconds
     with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
         if before == "strangers":
             one.say(hello("producer"))
@@ -269,8 +269,8 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
         child.call(children.put, "met")
         assert consumer.get(PATIENCE) == "met"
         with monkeypatch.context() as slow:
-            hear = link_of(consumer)._hear
-            slow.setattr(link_of(consumer), "_hear", lambda *came: (time.sleep(0.01), hear(*came))[1])
+            hear = conversation_of(consumer)._interpret
+            slow.setattr(conversation_of(consumer), "_interpret", lambda *came: (time.sleep(0.01), hear(*came))[1])
             for _ in range(20):
                 raw.say(b"garbage")
             wait_in_vain(consumer, lambda: consumer.statistics().rejected == 20)

@@ -21,7 +21,8 @@ from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.cli.doctor.finding import State
-from tensorpipe_ipc.endpoints import link, rendezvous, rendezvous_file, standby_queues
+from tensorpipe_ipc.endpoints import conversation, rendezvous, rendezvous_file, standby_queues
+from tensorpipe_ipc.endpoints.peer import Peer
 from tensorpipe_ipc.endpoints.presence import Presence
 from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -249,7 +250,7 @@ def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may come by a connection that was made anew, when who said it has closed: it put nothing here, and ends no stream."""
-    monkeypatch.setattr(link, "REPEAT", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT", 0.05)
     with tp.Consumer(endpoint) as consumer:
         gone = Presence()
         gone.open()
@@ -264,7 +265,7 @@ def test_a_hello_to_the_binder_before_this_one_is_no_producer(endpoint: str, mon
 
 def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A producer may learn that its last binder's connection has ended when the next one has answered it; then it computes."""
-    monkeypatch.setattr(link, "REPEAT", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT", 0.05)
     with tp.Consumer("busy") as consumer, tp.Producer("busy") as producer:
         producer.put(0, PATIENCE)
         assert consumer.get(PATIENCE) == 0
@@ -398,7 +399,7 @@ def test_a_binder_that_closes_without_having_heard_of_us() -> None:
 def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is raised all the same, what was put is dropped, and the producer is told that it is lost."""
     with tp.Consumer("busy") as consumer, Child() as child:
-        monkeypatch.setattr(link, "MOST_PEERS", 0)
+        monkeypatch.setattr(conversation, "MOST_PEERS", 0)
         child.call(children.open_producer, "busy", linger=0.0)
         child.call(children.put_numbers, 0, 3)
         wait_in_vain(consumer, lambda: consumer.statistics().rejected)
@@ -414,7 +415,7 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_consumer_that_is_refused_later_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has met its producer by the file. The refusal is raised each time, and no stream has ended."""
     with tp.Producer("busy", bind=True) as producer, Child() as child:
-        monkeypatch.setattr(link, "MOST_PEERS", 0)
+        monkeypatch.setattr(conversation, "MOST_PEERS", 0)
         child.call(children.open_consumer, "busy", bind=False)
         with pytest.raises(tp.Empty, match="met by its file"):
             child.call(children.take, timeout=0.05)
@@ -549,7 +550,7 @@ def test_many_who_come_and_go_while_it_computes_now_and_then() -> None:
 
 def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is let in by the file who would be refused; when there is room again, it says so."""
-    monkeypatch.setattr(link, "MOST_PEERS", 2)
+    monkeypatch.setattr(conversation, "MOST_PEERS", 2)
 
     def offered() -> int:
         found = rendezvous_file.read(parse("full"))
@@ -612,7 +613,7 @@ def test_who_asks_for_a_queue_again_and_again(is_seen: bool, monkeypatch: pytest
 
 
 def _see_strangers(ends: children.Ends) -> None:
-    link._is_seen = lambda _: False
+    Peer.is_seen = lambda _: False  # type: ignore[method-assign]
 
 
 def _claim_smaller(ends: children.Ends, endpoint: str) -> None:

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import link_of
+from inside import conversation_of, link_of
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
-from tensorpipe_ipc.endpoints import greeting, link
+from tensorpipe_ipc.endpoints import conversation, greeting, strangers
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
@@ -366,7 +366,7 @@ def test_a_binder_that_talks_garbage(role: str, free_port: int) -> None:
 
 def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many come in; the next one is refused with the number, counted, and comes in when another has left."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.link.MOST_PEERS", 2)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
     with (
         tp.Consumer("crowded") as consumer,
         RawEnd(consumer.endpoint) as one,
@@ -395,7 +395,7 @@ def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "crowded"])
 def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers hold all places and stay: an end of this user gets in, and the stranger whose place it has is told."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.link.MOST_PEERS", 2)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
     with (
         tp.Consumer(address) as consumer,
         RawEnd(consumer.endpoint) as one,
@@ -404,7 +404,9 @@ def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monk
     ):
         for raw in (one, two):
             _attach(consumer, raw)
-        three.say(hello("producer", end=5, folder=link_of(consumer).folder))  # says that it is in sight, and is not
+        three.say(
+            hello("producer", end=5, folder=conversation_of(consumer).folder)
+        )  # says that it is in sight, and is not
         _listen(consumer, lambda: consumer.statistics().rejected)
         assert "takes no more" in refusal_of(three.hear_of(Kind.REFUSED))
         with tp.Producer(consumer.endpoint) as producer:
@@ -420,7 +422,7 @@ def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monk
 
 def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers who come, and go without a word, keep nobody out: the one that went first gives its place to a newcomer."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.link.MOST_PEERS", 2)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
     with tp.Consumer("tcp://127.0.0.1:0") as consumer:
         for _ in range(2):
             with RawEnd(consumer.endpoint) as raw:
@@ -437,11 +439,11 @@ def test_who_says_that_it_is_another_end() -> None:
     """One that names the end of another process, or the binder itself, is not believed: it would seem present."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as one:
         _attach(consumer, one, end=5)
-        for token in (5, link_of(consumer).end):
+        for token in (5, conversation_of(consumer).end):
             before = consumer.statistics().rejected
             other = msgspec.structs.replace(process.identity(), pid=os.getpid() + 1)
             with RawEnd(consumer.endpoint) as two:
-                two.say(hello("producer", identity=other, end=token, folder=link_of(consumer).folder))
+                two.say(hello("producer", identity=other, end=token, folder=conversation_of(consumer).folder))
                 _listen(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
             assert "attached already" in consumer.statistics().last_rejection
         assert len(consumer.statistics().peers) == 1
@@ -450,7 +452,7 @@ def test_who_says_that_it_is_another_end() -> None:
 def test_an_ends_file_does_not_grow_by_what_a_stranger_says_of_itself() -> None:
     """Of its texts only so much is repeated as there is of a true one."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
-        presence = link_of(consumer).presence
+        presence = conversation_of(consumer).presence
         assert presence is not None
         assert presence._file is not None
         before = os.fstat(presence._file.fileno()).st_size
@@ -500,10 +502,10 @@ def test_pieces_that_came_by_the_line_before_are_no_flood() -> None:
             last.say(hello("producer", round=1, **present))
             wait_in_vain(consumer, lambda: consumer.statistics().peers)
             this.say(hello("producer", round=2, **present))
-            wait_in_vain(consumer, lambda: link_of(consumer)._over)
+            wait_in_vain(consumer, lambda: conversation_of(consumer)._strangers._over)
             for number in range(count):
                 last.say(pack_piece(1, Piece(number * BULK, count * BULK)), bytes(BULK))
-        wait_in_vain(consumer, lambda: link_of(consumer)._came > count or consumer.statistics().rejected)
+        wait_in_vain(consumer, lambda: conversation_of(consumer).came > count or consumer.statistics().rejected)
         this.say(exchange.sent("next", sequence=1)[0])
         assert consumer.get(PATIENCE) == "next"
         assert consumer.statistics().rejected == 0
@@ -530,7 +532,7 @@ def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
 
 def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come and say goodbye meanwhile, a HELLO of an end whose file told of its ending is no news."""
-    monkeypatch.setattr(link, "_REMEMBERED", 2)
+    monkeypatch.setattr(strangers, "_REMEMBERED", 2)
     with tp.Consumer("flooded", producers=5) as consumer, RawEnd(consumer.endpoint) as late:
         presence = Presence()
         presence.open()
@@ -553,8 +555,8 @@ def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.Mo
 
 def test_one_that_is_refused_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as at first: whoever makes room for it does not find it asking ever more seldom."""
-    monkeypatch.setattr(link, "MOST_PEERS", 1)
-    for module in (link, greeting):
+    monkeypatch.setattr(conversation, "MOST_PEERS", 1)
+    for module in (conversation, greeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer("full", producers=None, shared_memory="off") as consumer:
         with tp.Producer("full") as first, tp.Producer("full", linger=0) as second:

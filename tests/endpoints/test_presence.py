@@ -17,7 +17,7 @@ import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
-from inside import link_of
+from inside import conversation_of
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
@@ -240,7 +240,7 @@ def test_a_child_forked_while_another_thread_looks_for_a_peer_keeps_no_lock(fold
     with tp.Consumer("looks") as consumer:
         for number in range(500):
             (folder / f"other{number}").touch()
-        own, done = link_of(consumer).presence, threading.Event()
+        own, done = conversation_of(consumer).presence, threading.Event()
         assert own is not None
 
         def look() -> None:

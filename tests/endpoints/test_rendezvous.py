@@ -17,7 +17,7 @@ import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import told_by_child
-from inside import link_of
+from inside import conversation_of, link_of
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -443,7 +443,7 @@ def test_a_binder_that_dies_before_it_is_reached_has_refused_nobody() -> None:
         with tp.Consumer(raw.endpoint, bind=False, shared_memory="require") as consumer:
             getting = in_thread(lambda: consumer.get(PATIENCE))
             raw.hear_of(Kind.HELLO)
-            dying = {"identity": dead, "end": 7 | 1 << 63, "folder": link_of(consumer).folder}
+            dying = {"identity": dead, "end": 7 | 1 << 63, "folder": conversation_of(consumer).folder}
             raw.say(hello("producer", Kind.WELCOME, shared_memory=TERMS, **dying))
             with pytest.raises(tp.PeerLost, match=f"pid {dead.pid} "):
                 getting()

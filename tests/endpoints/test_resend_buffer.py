@@ -21,15 +21,25 @@ import pytest
 import torch
 import zmq
 from children import PATIENCE, in_thread, wait_until
-from inside import link_of
+from inside import conversation_of, link_of, tell
 from proxy import Proxy
 from raw_ends import RawEnd, RawLine, hello, hello_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
-from tensorpipe_ipc.endpoints import greeting, link, peer, reassembly, receiver, resend_buffer, sender
+from tensorpipe_ipc.endpoints import (
+    conversation,
+    events,
+    greeting,
+    reassembly,
+    receiver,
+    resend_buffer,
+    sender,
+    strangers,
+)
 from tensorpipe_ipc.endpoints.peer import How
 from tensorpipe_ipc.endpoints.presence import Sight
+from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
@@ -109,7 +119,7 @@ def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
 
 def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was cut and is back, and nothing was said by it since. The goodbye is known for one by whom only the line tells of."""
-    monkeypatch.setattr(link.Link, "_sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    monkeypatch.setattr(conversation.Conversation, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
     with tp.Consumer(LOOPBACK) as consumer, Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
         producer = tp.Producer(line.endpoint, shared_memory="off")
         putting = in_thread(lambda: producer.put("word", PATIENCE))
@@ -134,7 +144,7 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
 ) -> None:
     """A signal's handler raised within pyzmq's recv, which had the frame. Nobody waits for what is repeated now and then."""
     frames: dict[str, Any] = {"shared_memory": "off"}
-    for module in (link, greeting):
+    for module in (conversation, greeting):
         monkeypatch.setattr(module, "REPEAT", 4 * PATIENCE)
     with contextlib.ExitStack() as stack:
         if producer_binds:
@@ -265,7 +275,7 @@ def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says HELLO 3,000 times, each of which is answered by 300 bytes, if somebody reads them. The kernel has little room."""
-    monkeypatch.setattr(link, "_IDLE", 3000)  # else it is hung up on before
+    monkeypatch.setattr(strangers, "_IDLE", 3000)  # else it is hung up on before
     made: Any = tp.Consumer if role == "producer" else tp.Producer
     with made(LOOPBACK, bind=True, shared_memory="off") as end, RawLine(end.endpoint) as deaf:
         deaf.leave_no_room_for_answers()
@@ -283,7 +293,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatc
 
 def test_an_idle_peer_is_sent_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that waits for a peer that computes repeats itself ever more seldom, as the peer keeps unread messages."""
-    for module in (link, greeting):
+    for module in (conversation, greeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
         raw.say(hello("producer"))
@@ -696,26 +706,31 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
 def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer remembers its last message from each producer that vanished, should it come back.
 
-    Beyond the limit it forgets the oldest.
+    Beyond the limit it forgets the oldest. One that said how it ended, that sends nothing again, that does not say which end it
+    is, or that sent nothing, pushes out none.
     """
     monkeypatch.setattr(receiver, "_REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
-        link = link_of(consumer)
+
+        def remembered() -> list[int]:
+            link = link_of(consumer)
+            return [end for end in range(7) if link.new_peer(b"", _hello(end=end), Sight()).taken]
+
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
-            _part(link, end, resends, how)
-        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
-        _part(link, 0, 1, How.LOST)  # one that does not say which end it is
-        assert link._known == {1: (10, 1, 0), 2: (20, 1, 0)}
-        _part(link, 5, 1, How.LOST)
-        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
-        _part(link, 6, 1, How.LOST, taken=0)  # one that sent nothing
-        assert link._known == {2: (20, 1, 0), 5: (50, 1, 0)}
+            _part(consumer, end, resends, how)
+        assert remembered() == [1, 2]
+        _part(consumer, 0, 1, How.LOST)
+        assert remembered() == [1, 2]
+        _part(consumer, 5, 1, How.LOST)
+        assert remembered() == [2, 5]
+        _part(consumer, 6, 1, How.LOST, taken=0)
+        assert remembered() == [2, 5]
 
 
 def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
     monkeypatch.setattr(sender, "_REMEMBERED", 2)
-    monkeypatch.setattr(link, "REPEAT", 0.05)
+    monkeypatch.setattr(conversation, "REPEAT", 0.05)
     with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0, peer_timeout=0.05) as producer:
 
         def come(end: int, sequence: int = 0) -> int:
@@ -737,20 +752,26 @@ def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch
         assert come(7, first + 1) == first + 1
 
 
-def _part(link: receiver.ReceiveLink, end: int, resends: int, how: How, taken: int | None = None) -> None:
-    left = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, end=end, round=resends))
-    left.taken, left.settled, left.left = 10 * end if taken is None else taken, True, how
-    link.parted(left)
+def _hello(end: int = 7, resends: int = 1, sequence: int = 0) -> Hello:
+    return Hello("producer", ELSEWHERE, 8, sequence=sequence, end=end, round=resends)
 
 
-def _peer(taken: int, *, resends: bool = True, sequence: int = 0, end: int = 7) -> peer.Peer:
-    found = peer.Peer(b"", Hello("producer", ELSEWHERE, 8, sequence=sequence, end=end, round=int(resends)))
+def _part(consumer: tp.Consumer, end: int, resends: int, how: How, taken: int | None = None) -> None:
+    left = ProducerPeer(b"", _hello(end, resends))
+    left.taken, left.settled = 10 * end if taken is None else taken, True
+    left.leave(how)
+    tell(consumer, events.Left(left))
+
+
+def _peer(taken: int, *, resends: bool = True, sequence: int = 0, end: int = 7) -> ProducerPeer:
+    found = ProducerPeer(b"", _hello(end, int(resends), sequence))
     found.taken = found.began = taken
     return found
 
 
-def _head(sequence: int) -> Any:
-    return unpack(memoryview(pack(Kind.DATA, sequence)))
+def _arrived(peer: ProducerPeer, sequence: int) -> events.Arrived:
+    header = memoryview(pack(Kind.DATA, sequence))
+    return events.Arrived(peer, unpack(header), [header])
 
 
 def test_which_message_is_the_next() -> None:
@@ -759,27 +780,32 @@ def test_which_message_is_the_next() -> None:
     If the producer can fill a gap, the consumer asks for that and drops messages behind the gap, too.
     """
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one, old = link_of(consumer), _peer(5), _peer(5, resends=False)
-        assert [link.expects(one, _head(sequence)) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
+        one, old = _peer(5), _peer(5, resends=False)
+
+        def is_next(peer: ProducerPeer, sequence: int) -> bool:
+            found = tell(consumer, _arrived(peer, sequence))
+            conversation_of(consumer).events.clear()
+            return found is not None
+
+        assert [is_next(one, sequence) for sequence in (4, 5, 6, 7)] == [False, False, True, False]
         assert (consumer.statistics().duplicates, one.round) == (2, 2)
-        assert [link.expects(old, _head(sequence)) for sequence in (5, 6, 7)] == [False, True, True]
+        assert [is_next(old, sequence) for sequence in (5, 6, 7)] == [False, True, True]
         assert (consumer.statistics().duplicates, old.round) == (3, 1)
 
 
 def test_frames_of_a_producer_that_shares_memory() -> None:
     """Its messages come by the queue, and nothing else does."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, sharing, other = link_of(consumer), _peer(0), _peer(0)
+        sharing, other = _peer(0), _peer(0)
         sharing.queue = object()  # type: ignore[assignment]
         piece = unpack(memoryview(_piece(0, 8)))
-        assert link.expects(other, _head(1))
-        link.piece(other, piece, [b"", memoryview(bytes(4))])
+        tell(consumer, events.PieceArrived(other, piece, [b"", memoryview(bytes(4))]))
         assert other.reassembly is not None
-        with pytest.raises(ProtocolError, match="DATA in frames from a producer that shares memory"):
-            link.expects(sharing, _head(1))
-        with pytest.raises(ProtocolError, match="a PIECE of 2 frames from producer pid 2"):
-            link.piece(sharing, piece, [b"", memoryview(bytes(4))])
-        assert sharing.reassembly is None
+        tell(consumer, _arrived(sharing, 1))
+        assert "DATA in frames from a producer that shares memory" in consumer.statistics().last_rejection
+        tell(consumer, events.PieceArrived(sharing, piece, [b"", memoryview(bytes(4))]))
+        assert "a PIECE of 2 frames from producer pid 2" in consumer.statistics().last_rejection
+        assert (sharing.reassembly, consumer.statistics().rejected) == (None, 2)
 
 
 def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -789,7 +815,7 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
         for now, rounds in ((100.0, 2), (100.5, 2), (100.5625, 3), (101.0, 3), (101.125, 4)):
             with monkeypatch.context() as patch:
                 patch.setattr(receiver, "time", types.SimpleNamespace(monotonic=lambda now=now: now))
-                link_of(consumer)._ask(asked)
+                tell(consumer, _arrived(asked, 2))
             assert asked.round == rounds, now
 
 
@@ -808,11 +834,11 @@ def test_how_long_what_was_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPat
 def test_where_a_producer_stands(taken: int, resends: bool, said: int, lost: int) -> None:
     """A message that a producer will not send is lost, unless another end had it. An old position changes nothing."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = link_of(consumer), _peer(2, resends=resends)
+        one = _peer(2, resends=resends)
         one.taken = taken
         one.reassembly = begun = Reassembly(taken + 1, Piece(0, 8), BufferPool())
-        link.stands_at(one, said)
-        assert (link.lost, one.taken) == (lost, max(said, taken))
+        tell(consumer, events.Greeted(one, said))
+        assert (consumer.statistics().lost, one.taken) == (lost, max(said, taken))
         assert one.reassembly is (begun if said <= taken else None)
 
 
@@ -822,7 +848,7 @@ def test_a_new_connection_of_the_other_end() -> None:
         one = _peer(0)
         for said, rounds in ((1, 1), (2, 2), (2, 2), (1, 2), (4, 3)):
             one.hello = msgspec.structs.replace(one.hello, round=said)
-            link_of(consumer).stands_at(one, 0)
+            tell(consumer, events.Greeted(one, 0))
             assert one.round == rounds
 
 
@@ -830,24 +856,28 @@ def test_a_new_connection_of_the_other_end() -> None:
 def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> None:
     """It is where more was taken, or where it says that it will not send again: whichever is more. The gap is lost."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = link_of(consumer), _peer(0, sequence=said)
-        link._known = {7: (known, 1, 0), 8: (99, 1, 0)} if known else {8: (99, 1, 0)}
-        link.met(one)
-        assert (one.taken, one.began, link._known, link.lost) == (taken, taken, {8: (99, 1, 0)}, lost)
+        if known:
+            _part(consumer, 7, 1, How.LOST, taken=known)
+        _part(consumer, 8, 1, How.LOST, taken=99)
+        one = link_of(consumer).new_peer(b"", _hello(sequence=said), Sight())
+        tell(consumer, events.Joined(one))
+        assert (one.taken, one.began, consumer.statistics().lost) == (taken, taken, lost)
+        assert link_of(consumer).new_peer(b"", _hello(), Sight()).taken == 0  # it is not remembered any more
+        assert link_of(consumer).new_peer(b"", _hello(8), Sight()).taken == 99
 
 
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message whose pieces there was none for; not one that is complete, nor another one."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = link_of(consumer), _peer(0)
-        link.check_memory(one, _head(1))
+        link.check_memory(_arrived(one, 1))
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
-        link.check_memory(one, _head(1))
+        link.check_memory(_arrived(one, 1))
         monkeypatch.setattr(reassembly, "addresses_left", lambda: 0)
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
-        link.check_memory(one, _head(2))
+        link.check_memory(_arrived(one, 2))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
-            link.check_memory(one, _head(1))
+            link.check_memory(_arrived(one, 1))
 
 
 def test_pieces_of_a_message_that_was_taken() -> None:
@@ -856,7 +886,7 @@ def test_pieces_of_a_message_that_was_taken() -> None:
         one = _peer(1, resends=False)
         for sequence, begins in ((1, False), (2, True)):
             said = unpack(memoryview(pack_piece(sequence, Piece(0, 8))))
-            link_of(consumer).piece(one, said, [b"", memoryview(bytes(4))])
+            tell(consumer, events.PieceArrived(one, said, [b"", memoryview(bytes(4))]))
             assert (one.reassembly is not None) == begins
 
 

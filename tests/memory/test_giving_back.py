@@ -14,7 +14,7 @@ import torch
 from arenas import blocks_in_use, drained, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
-from inside import link_of
+from inside import conversation_of
 from programs import InFork, ran_in_fork
 from wholeness import strides
 
@@ -1035,7 +1035,7 @@ def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
 def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
     """It looks at all that there are; that there are more of them meanwhile is no error."""
     with tp.Consumer("grown") as consumer:
-        attachment = link_of(consumer).standby._queues[0].attachment
+        attachment = conversation_of(consumer).standby._queues[0].attachment
         ends, done = next(iter(attachment.queues.values())), threading.Event()
         numbers = range(1 << 40, (1 << 40) + 3000)
 

@@ -1,0 +1,980 @@
+"""The conversation between two ends over ZeroMQ frames: which peers are there, which left, which may not come in.
+
+A connector says HELLO as soon as it is connected. The binder compares the two HELLOs. It answers WELCOME with its own, or
+REFUSED with the reason. Then DATA flows one way and CREDIT the other, until one of the two says GOODBYE::
+
+    producer                                    consumer
+       |  HELLO  (or the other way round:          |
+       | ----------------------------------------> |
+       |                                  WELCOME  |     the connector says HELLO, the binder WELCOME)
+       | <---------------------------------------- |
+       |  DATA 1, DATA 2, ... up to the window     |
+       | ----------------------------------------> |
+       |                    CREDIT 1, CREDIT 2     |     sent when get() takes a message: acknowledgement and credit
+       | <---------------------------------------- |
+       |  GOODBYE                                  |
+       | ----------------------------------------> |
+
+Both sides count a producer's messages to one peer, beginning where its HELLO or WELCOME says. So a message that was lost with a
+connection is noticed, and none is taken twice. A waiting connector repeats its HELLO, at growing intervals, because a binder
+that was restarted in between does not know it. The binder answers with a WELCOME, so that each learns where the other stands.
+A binder that misses something, or does not know its peer, says HELLO to make the connector repeat its own.
+
+**When a connection ends**, what came by it is still read, and a connector reads all of it before it hears the next binder. Over
+ipc and inproc a connection ends because a process died or closed its end. Then the peer is gone, and the messages that it had
+not taken are lost. Over tcp the line may have been cut. So a producer keeps what was not acknowledged (``resend_buffer``), and
+a peer without a connection is *away*, and remains a peer. No new message is put to it, and Full and Empty name it and tell how
+long it has been silent. ZeroMQ's heartbeats end a silent connection within 2 s, in either direction, and connections are
+checked every half second. A connector connects anew inside its own calls. With each new connection, and at each gap, the
+consumer raises its ``round`` in its HELLO or WELCOME. Then the producer sends again all that it keeps. The consumer takes each
+message that is its next, and drops the others. So every message is taken once and in order, however often the line breaks, and
+a break costs one more transmission of what was in flight.
+
+An end waits for a peer that is away as long as the peer's end is seen to be open (``presence``). A peer that is out of sight is
+given up ``peer_timeout`` seconds after its last sign of life. Then it counts as gone; it does so at once if its end is seen to
+be gone, or if another end answers in its place. What was kept for it is lost, and PeerLost tells that once. If it comes back,
+the two go on with the messages that are put from then on, and the consumer counts the gap.
+
+**How an end ended** stands in its GOODBYE, and also in its own file, with its position for each peer. So messages that were on
+their way when a connection broke are counted exactly, and a goodbye is known although it never left.
+
+Two ends on one host replace DATA and CREDIT by a queue in shared memory, and say all else as before. ``greeting``,
+``negotiation`` and ``rendezvous`` tell how they come to it. Messages that wait in a queue outlive the conversation. While a
+line that was cut is made anew, both ends go on with the queue.
+
+There is no thread. ``hear`` reads one message, and appends what it says to ``events``. The end (``sender``, ``receiver``) deals
+with the events, and then says that it has ``heard`` the message. Until then the message is in hand: where an exception cuts
+this short, it is read again. So is a message by which a peer has left: the end is to know that first.
+The conversation asks its owner three things (``Owner``), and knows no more of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file, whereabouts
+from tensorpipe_ipc.endpoints.absence import COMPLAINT, Absence
+from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
+from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting, is_late_answer, is_old_answer
+from tensorpipe_ipc.endpoints.negotiation import Negotiation, misfit
+from tensorpipe_ipc.endpoints.peer import How, Peer
+from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight, is_binders
+from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, StatusPage
+from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
+from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers, remember
+from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
+from tensorpipe_ipc.handlers import is_a_signals
+from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
+from tensorpipe_ipc.process import identity, is_dead
+from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.wire.header import (
+    Ending,
+    Header,
+    Hello,
+    Kind,
+    Refusal,
+    SharedMemoryTerms,
+    cut,
+    ending_of,
+    pack_control,
+    pack_goodbye,
+    pack_refusal,
+    shown,
+    unpack,
+    unpack_control,
+)
+from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.zeromq.addresses import parse
+from tensorpipe_ipc.zeromq.binder import Binder
+from tensorpipe_ipc.zeromq.connector import Connector
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, SocketError
+
+__all__ = ["PEER_TIMEOUT", "Conversation", "Opening", "Owner", "log"]
+
+log = logging.getLogger("tensorpipe_ipc")
+
+_MAX_REJECTION = 2000  # bytes of text
+_MAX_ROLE = 16  # of one that is none
+PEER_TIMEOUT = 60.0  # seconds
+_CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
+_AT_ONCE = 0.02  # seconds that one look at the peers may take
+_ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
+MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
+_IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
+_NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
+_NAMED = 16  # peers, in the text of an error
+_ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
+
+
+class Opening(NamedTuple):
+    """The arguments by which an end of either kind is opened."""
+
+    endpoint: str
+    bind: bool
+    window: int
+    shared_memory: str
+    security: Curve | None
+    peer_timeout: float
+
+    @classmethod
+    def checked(
+        cls, endpoint: str, bind: bool, maxsize: int, shared_memory: str, security: Curve | None, peer_timeout: float
+    ) -> Opening:
+        """Take what a user gave. The endpoint, the shared memory and the keys are looked at where the end is opened.
+
+        Raises:
+            TypeError, ValueError: ``bind`` is no bool, ``maxsize`` no count, or ``peer_timeout`` no number of seconds.
+        """
+        window, patience = (
+            check_count(maxsize, "maxsize"),
+            check_timeout(peer_timeout, "peer_timeout", "math.inf for ever"),
+        )
+        return cls(endpoint, check_bool(bind, "bind"), window, shared_memory, security, patience)
+
+
+class Owner(Protocol):
+    """The end that a conversation belongs to, as far as it is asked.
+
+    Attributes:
+        role: "producer" or "consumer".
+    """
+
+    role: str
+
+    def hello(self, peer: Peer | None, *, is_news: bool = False) -> Hello:
+        """Return what the end says of itself.
+
+        Args:
+            peer: to that peer; None: to anybody.
+            is_news: whether a connector says so for the first time by a new connection.
+        """
+
+    def new_peer(self, routing: bytes, hello: Hello, sight: Sight) -> Any:
+        """Return a peer of the role's kind, which is not attached yet. May be called in vain."""
+
+    def finishes(self) -> bool:
+        """Return whether a connector that knows nobody has something of the binder before: then it meets the next one later."""
+
+
+class _InHand(NamedTuple):
+    """The message that was read, and is being dealt with."""
+
+    routing: bytes
+    last_size: int  # of its last frame
+    peer: Peer | None  # by whose connection it came
+    stood: int  # at which message that peer stood before
+    began: float  # in this thread's processor time, if it came from a stranger; else 0
+
+
+class Conversation:
+    """One end's side of the conversation.
+
+    Attributes:
+        events: what the owner has not dealt with yet, oldest first.
+        owner: the end.
+        role: "producer" or "consumer".
+        greeting: a connector's HELLOs.
+        standby: a binder's queues for those to come.
+        presence: this end's own; None within one process.
+        peers: those who are there, by routing id.
+        peer_timeout: seconds until a peer out of sight is given up.
+        has_parted: whether this end has begun to close, and says nothing any more.
+        last_left: the one that left last, None as long as none did.
+        refusal: what its binder refused this connector with; None if it did not.
+        rejected: incoming messages that were dropped because they broke a rule.
+        last_rejection: which rule; "" as long as none was.
+        came: how many messages have come, of all.
+        hears_again: whether the message in hand is to be read again.
+    """
+
+    def __init__(self, owner: Owner, opening: Opening) -> None:
+        """Nothing is opened yet."""
+        bind, security = opening.bind, opening.security
+        if security is not None and not isinstance(security, Curve):
+            raise TypeError(
+                f"security={security!r} is a {type(security).__name__}; give a tensorpipe_ipc.Curve, or None"
+            )
+        self.owner: Owner = weakref.proxy(owner)
+        self.role = owner.role
+        self.has_keys = security is not None
+        address = parse(opening.endpoint, has_keys=self.has_keys)
+        self.negotiation = Negotiation(address, opening.shared_memory, self.role, binds=bind)
+        self.window = opening.window
+        self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
+        self.peer_timeout = opening.peer_timeout
+        self.events: deque[Event] = deque()
+        self.peers: dict[bytes, Any] = {}
+        self.has_parted = False
+        self.last_left: Peer | None = None
+        self.refusal: Exception | None = None
+        self.rejected = 0
+        self.last_rejection = ""
+        self.came = 1
+        self._in_hand: _InHand | None = None
+        self.hears_again = False
+        self._is_leaving = False
+        # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
+        self._ended_ends: dict[int, None] = {}
+        self._ended_afar: dict[int, None] = {}
+        self._strangers = Strangers(opening.window)
+        self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
+        self._looked = 0.0  # when it was last seen to who is still there
+        self._asked = 0.0  # when a binder last asked who is still connected
+        self._tears = 0  # of the socket, that were dealt with
+        self.socket: FrameSocket = (Binder if bind else Connector)(
+            address, receives=self.role == "consumer", window=opening.window, security=security
+        )
+        self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
+        self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
+        self.standby = StandbyQueues()
+        this: Conversation = weakref.proxy(self)
+        self.greeting = Greeting(this)
+        self._absence = Absence(self.role, self.socket)
+        self._status = StatusPage(self.presence)
+
+    # -- opening and closing
+
+    def open(self) -> None:
+        """Bind or connect, and be seen. Whatever ends it, nothing is left of it then.
+
+        Raises:
+            ValueError: keys that are needed were not named.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
+        """
+        try:
+            self._open_socket()
+            whereabouts.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
+            if self.presence is not None:
+                self.presence.open()
+            self.publish()
+            self._expect()
+        except BaseException:
+            self.has_parted = True
+            self.disconnect(0)
+            raise
+
+    def _open_socket(self) -> None:
+        try:
+            self.socket.open(self.reject)
+        except Refused:
+            here = whereabouts.binder_here(self.endpoint) if self.socket.binds else None
+            if here is None:
+                raise
+            raise Refused(
+                f"{self.endpoint} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
+                "close it, or use another name"
+            ) from None
+
+    def _expect(self) -> None:
+        """Have a binder write its rendezvous file, now that it can say HELLO."""
+        if self.socket.binds:
+            rendezvous_file.sweep()
+            if not self.negotiation.never_shares:
+                self.standby.open(self.socket.address, self.socket.key, self.owner.hello(None))
+                self.publish()
+
+    @property
+    def folder(self) -> int:
+        """The mark of the runtime folder that this end is in; 0 where it is in none."""
+        return self.presence.folder if self.presence is not None else 0
+
+    @property
+    def endpoint(self) -> str:
+        """The address, with the port that was chosen if it was left open."""
+        return self.socket.address.text
+
+    def withdraw(self) -> None:
+        """Before closing, offer no queue any more. The connectors that have claimed one are still to be heard."""
+        self._is_leaving = True
+        self.standby.withdraw()
+
+    def say_goodbye(self, ending: Ending) -> bool:
+        """Tell everybody who is there how this end ends, and write it into its file. Return whether anybody was told.
+
+        Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
+        """
+        if not self.keeps and any(peer.by_file for peer in self.peers.values()):
+            self.socket.is_connected(_CONNECTS)
+        if (self.peers or not self.keeps) and self.greeting.is_owed():
+            self.greeting.say_if_due()
+        there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
+        told = [self.say(self._way_to(peer), pack_goodbye(peer.position, ending)) for peer in there]
+        if self.greeting.awaits_welcome():
+            told.append(self.say(self.greeting.routing, pack_goodbye(self.owner.hello(None).sequence, ending)))
+        self._end_presence(ending)
+        return any(told)
+
+    def _way_to(self, peer: Peer) -> bytes:
+        """Return the connection for a last word: a connector may have said HELLO by a new one, and not been answered yet."""
+        return self.greeting.routing if not self.socket.binds and peer is self.binder() else peer.routing
+
+    def _end_presence(self, ending: Ending) -> None:
+        if self.presence is not None:
+            by_frames = [peer for peer in self.peers.values() if peer.queue is None and peer.hello.end]
+            self.presence.end(LastWords(ending, {peer.hello.end: peer.position for peer in by_frames}))
+
+    def disconnect(self, linger: float, ending: Ending | None = None) -> None:
+        """Close the socket; what was sent goes on leaving for up to ``linger`` seconds. Again: what an exception left."""
+        with contextlib.ExitStack() as steps:  # from the last to the first; each is done though another raises
+            steps.callback(self.peers.clear)
+            steps.callback(self.events.clear)
+            steps.callback(self.socket.close, linger)
+            steps.callback(self.standby.close)
+            if self.presence is not None:
+                steps.callback(self.presence.close)
+            for peer in self.peers.values():
+                steps.callback(peer.sight.close)
+            steps.callback(self._end_presence, ending or Ending())
+            steps.callback(whereabouts.forget, id(self))
+
+    # -- what goes out
+
+    def say(self, routing: bytes, frame: bytes) -> bool:
+        """Send a message of one frame. Return whether that connection stands."""
+        return self.socket.send_small(routing, frame)
+
+    def welcome(self, peer: Peer) -> None:
+        """Have a binder answer a peer's HELLO, now that it is known where the peer stands."""
+        if self.socket.binds:
+            self.say(peer.routing, pack_control(Kind.WELCOME, self.owner.hello(peer)))
+
+    def ask(self, peer: Peer) -> None:
+        """Say HELLO or WELCOME to a peer once more, with news of where this end stands."""
+        self.say(peer.routing, pack_control(Kind.WELCOME if self.socket.binds else Kind.HELLO, self.owner.hello(peer)))
+
+    def _answer(self, routing: bytes, frame: bytes) -> None:
+        """Say something to an end that is no peer, unless it was answered just now."""
+        if not self._strangers.was_answered(routing):
+            self._strangers.note_answered(routing)
+            self.say(routing, frame)
+
+    # -- what comes in
+
+    def hear(self, timeout: float) -> None:
+        """Wait for one message, and append what it says to ``events``; nothing, where some are to be dealt with first.
+
+        Args:
+            timeout: seconds; cut to ``SLICE``, so that what is due in between gets done.
+        """
+        timeout = min(timeout, SLICE)
+        if self.events:
+            return
+        if not self.hears_again:
+            if not self.greeting.ensure(timeout) or self.events:
+                return
+            self.look_now_and_then()
+            if self.events:
+                return
+        self.hears_again = False
+        incoming = self.socket.receive(timeout)
+        if incoming is None:
+            self.look_around()
+            return
+        routing, frames = incoming
+        if self.socket.reads_out and self._is_early(routing, frames):
+            self.socket.defer()
+            return
+        if self.peers and routing not in self.peers and not self.socket.binds and self._is_anothers(frames):
+            for peer in list(self.peers.values()):
+                self.leaves(peer, How.LOST)  # what it said is read. That is told before what the next one says
+            return
+        self.came += 1
+        peer, nbytes = self.peers.get(routing), len(frames[-1])
+        if self._hangs_up and not self._may_speak(routing, peer, frames):
+            self.socket.received()
+            return
+        is_strange = self._hangs_up and (peer is None or not peer.brought and not peer.is_seen())
+        stood = 0 if peer is None else peer.taken
+        self._in_hand = _InHand(routing, nbytes, peer, stood, time.thread_time() if is_strange else 0.0)
+        try:
+            self._interpret(routing, frames)
+        except Exception as error:
+            self.reject_or_raise(error, self.peers.get(routing))
+            if isinstance(error, VersionMismatch):
+                self._answer_misfit(routing, error)
+
+    def heard(self) -> None:
+        """Note that the events of the message in hand were dealt with, if there is one."""
+        message, self._in_hand = self._in_hand, None
+        if message is None:
+            return
+        if self._hangs_up:
+            self._judge(message)
+        self.socket.received()
+
+    def reject_or_raise(self, error: Exception, peer: Peer | None) -> None:
+        """Reject the message in hand, which raised this while it was dealt with. The next one comes, whatever it was.
+
+        Raises:
+            the error, where it says nothing of the message.
+        """
+        if isinstance(error, (TensorPipeError, SocketError)) or is_a_signals(error, error.__traceback__):
+            if not isinstance(error, ProtocolError):
+                raise error
+        self.reject(error, peer)
+
+    def _hear_again(self) -> None:
+        """Have the message in hand be read again, when the owner knows which peer has left by it."""
+        self._in_hand, self.hears_again = None, True
+
+    def _may_speak(self, routing: bytes, peer: Peer | None, frames: list[Any]) -> bool:
+        """Return whether a message is heard that came to a port which strangers reach. If not, it may be hung up on."""
+        strangers = self._strangers
+        if strangers.is_over(routing):
+            if strangers.says_too_much(routing, len(frames[-1])):
+                self.reject(IDLES)
+                self.socket.hang_up()
+            return False
+        if peer is not None:
+            return True
+        is_again = strangers.was_answered(routing)
+        if not is_again and not (strangers.are_a_crowd() and not self._is_hello_in_sight(frames)):
+            return True
+        if is_again:  # why, the first one has told
+            self.rejected += 1
+        else:
+            self.reject(CROWD)
+        self.socket.hang_up()
+        return False
+
+    def _judge(self, message: _InHand) -> None:
+        """Count what a message has brought, and hang up on those that take more of this end's time than they may."""
+        routing, strangers = message.routing, self._strangers
+        before, peer = (
+            message.peer,
+            self.peers.get(message.routing, message.peer),
+        )  # it may say that it is another by now
+        if peer is None:
+            strangers.note_answered(routing)
+        elif before is not None and (before.taken != message.stood or message.last_size >= BULK):
+            strangers.brought(before)
+        elif strangers.is_idle_too_long(peer):
+            self.reject(IDLES, peer)
+            self.socket.hang_up()
+        if message.began and not (routing in self.peers and self.peers[routing].is_seen()):
+            strangers.took(time.thread_time() - message.began)
+
+    def _is_hello_in_sight(self, frames: list[Any]) -> bool:
+        """Return whether this is the HELLO of an end of this user, for whom there is always time.
+
+        One that is seen no more, as it has closed, has claimed a queue: its token, too, no stranger knows.
+        """
+        with contextlib.suppress(ProtocolError):
+            header = unpack(frames[0])
+            if header.kind == Kind.HELLO:
+                hello = unpack_control(header, Hello)
+                return self._has_claimed(hello) or self._is_in_sight(hello)
+        return False
+
+    def _is_early(self, routing: bytes, frames: list[Any]) -> bool:
+        """Return whether what came by a connector's connection is to wait until that of the one before is read out.
+
+        All that a binder says is, but for one that is the same as before: it sends again what was not read.
+        """
+        if routing == self.socket.reads_out:
+            return False
+        hello = _welcome_in(frames)
+        return hello is None or not any(peer.is_still(hello) for peer in self.peers.values())
+
+    def _is_anothers(self, frames: list[Any]) -> bool:
+        """Return whether a connector's message is the WELCOME of another binder than it knows, in that one's place."""
+        hello = _welcome_in(frames)
+        if hello is None or self.has_left(hello) or is_late_answer(self.binder(), hello):
+            return False
+        return not any(peer.is_still(hello) for peer in self.peers.values())
+
+    def reject(self, error: Exception, peer: Peer | None = None) -> None:
+        """Count a message that was dropped. Say whose it was, where that is known."""
+        self.rejected += 1
+        said = str(error) if isinstance(error, TensorPipeError) else f"{type(error).__name__}: {error}"
+        whose = "" if peer is None else f" (from {peer.hello.role} {peer.identity})"
+        # What reads a message may repeat of it what a terminal would obey.
+        self.last_rejection = cut(shown(said + whose), _MAX_REJECTION)
+
+    # -- what a message says
+
+    def _interpret(self, routing: bytes, frames: list[Any]) -> None:
+        surplus = self.socket.surplus
+        if surplus or not len(frames[-1]):
+            self._hear_cut_off(routing, frames)
+            if surplus:
+                raise ProtocolError(surplus)
+            return
+        header = unpack(frames[0])
+        kind = header.kind
+        if kind >= Kind.DATA:
+            peer = self.peers.get(routing)
+            if peer is None:
+                self._hear_unknown(routing, kind)
+            elif (
+                not peer.by_file
+            ):  # one met by its file says WELCOME first: this came by the connection with the one before it
+                peer.heard, peer.unread_from = time.monotonic(), 0
+                self._hear_peer(peer, header, frames)
+        elif kind == Kind.HELLO:
+            self._hear_hello(routing, header)
+        elif self.socket.binds:
+            raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
+        elif kind == Kind.WELCOME:
+            self._hear_welcome(routing, unpack_control(header, Hello))
+        else:
+            self._hear_refusal(unpack_control(header, Refusal))
+
+    def _hear_peer(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+        if header.kind == Kind.DATA:
+            self.events.append(Arrived(peer, header, frames))
+        elif header.kind == Kind.CREDIT:
+            self.events.append(Credited(peer, header.sequence))
+        elif header.kind == Kind.PIECE:
+            self.events.append(PieceArrived(peer, header, frames))
+        else:
+            ending = ending_of(header)
+            self.leaves(peer, How.FAILED if ending.failure else How.GOODBYE, ending, header.sequence)
+
+    def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
+        """A message that its sender gave up, as an empty last frame says: its sequence is used up, and that is all."""
+        peer = self.peers.get(routing)
+        if len(frames) > 1 and peer is not None and not peer.by_file:
+            header = unpack(frames[0])
+            if header.kind == Kind.DATA and header.sequence > peer.taken:
+                self.events.append(GivenUp(peer, header))
+
+    def _hear_unknown(self, routing: bytes, kind: int) -> None:
+        """Handle a message of an end that has not said HELLO here. It met a binder that died, or no binder at all.
+
+        What is left of a connection that a new one has replaced comes in this way, too. So does what is left of one whose end
+        has ended: the end's file may tell that before its GOODBYE has come.
+        """
+        if self._strangers.is_over(routing) or self.greeting.left_by(routing):
+            return
+        self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
+        if self.socket.binds:
+            self._answer(routing, pack_control(Kind.HELLO, self.owner.hello(None)))
+
+    def _answer_misfit(self, routing: bytes, error: VersionMismatch) -> None:
+        """Tell an end of another version so."""
+        if self.socket.binds:
+            self._answer(routing, pack_refusal(f"this binder refuses: {error}"))
+        elif not self.peers:
+            self.refusal = error
+
+    def _hear_welcome(self, routing: bytes, hello: Hello) -> None:
+        if not self.has_left(hello) and not is_late_answer(self.binder(), hello):
+            if self._find_again(routing, hello):
+                return
+            peer = self._admit(routing, hello)
+            if peer is not None:
+                self.events.append(Greeted(peer, hello.sequence))
+            elif self.hears_again:
+                return
+        self.greeting.say_if_due()
+
+    def _hear_refusal(self, refused: Refusal) -> None:
+        self.refusal = Refused(f"{self.endpoint}: {refused.reason}")
+        self.greeting.say_seldom()
+        for peer in [each for each in self.peers.values() if each.by_file]:  # this end met it by its file
+            self.leaves(peer, How.REFUSED_US)
+        self.publish()
+
+    def _hear_hello(self, routing: bytes, header: Header) -> None:
+        if not self.socket.binds:  # a binder that does not know us asks who we are
+            self.greeting.say_again()
+            self.greeting.say_if_due()
+            return
+        hello = unpack_control(header, Hello)
+        if self.has_left(hello) or self._is_said_before(routing, hello):
+            self._strangers.end(routing)
+            return
+        if self._is_leaving and not self._has_claimed(hello):
+            return  # there is no queue for it any more: it meets the next binder
+        ours = self.owner.hello(None)
+        reason = misfit(ours, hello) or self.negotiation.violated_requirement(hello, rendezvous.objection(ours, hello))
+        if not reason and self._find_again(routing, hello):
+            return
+        if routing not in self.peers and not reason:
+            reason = self._no_place_for(hello)
+        peer = None
+        if not reason:
+            peer = self._admit(routing, hello)
+            if peer is None:
+                return
+            peer.process = self.socket.process_behind()
+            reason = self.negotiation.violated_requirement(hello, peer.why_not)
+        if reason:
+            self._refuse(routing, hello, reason)
+        else:
+            self.events.append(Greeted(peer, hello.sequence))
+
+    def _refuse(self, routing: bytes, hello: Hello, reason: str) -> None:
+        self.reject(Refused(reason))
+        if routing in self.peers:
+            self.leaves(self.peers[routing], How.REFUSED)
+        if hello.shared_memory is not None and self.standby.take(hello.shared_memory.attached) is not None:
+            self.publish()  # it had claimed one
+        self._answer(routing, pack_refusal(reason))
+
+    # -- who joins
+
+    def binder(self) -> Any:
+        """Return a connector's peer: the last that it met, where the one before is being read out."""
+        return next(reversed(self.peers.values()), None)
+
+    def has_left(self, hello: Hello) -> bool:
+        """Return whether this is an end that has told how it ended: what still comes of it was on its way."""
+        return hello.end in self._ended_ends or hello.end in self._ended_afar
+
+    def join(self, peer: Peer) -> None:
+        """Attach a peer."""
+        event = Joined(peer)
+        self.peers[peer.routing] = peer
+        self.events.append(event)  # no exception comes between the two
+
+    def _is_said_before(self, routing: bytes, hello: Hello) -> bool:
+        """Return whether an end said so by the connection before the one that it is known by.
+
+        ZeroMQ hands out what came by each in no order. By each new connection a connector counts its ``round`` up.
+        """
+        if routing in self.peers or not hello.end:
+            return False
+        return any(peer.is_still(hello) and hello.round < peer.hello.round for peer in self.peers.values())
+
+    def _find_again(self, routing: bytes, hello: Hello) -> bool:
+        """Know an end again that comes by a new connection. Nobody but its binders has heard a connector's token.
+
+        Returns:
+            Whether one has left by that, as what was in flight went with its line. Its message is heard again.
+        """
+        if routing in self.peers:
+            return False
+        for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
+            if self.socket.binds:
+                self._strangers.end(peer.routing)
+            else:
+                self.socket.drop(peer.routing)
+            if peer.ends_with_its_line and not self.keeps:
+                self.leaves(peer, How.LOST, position=hello.sequence)
+                self._hear_again()
+                return True
+            del self.peers[peer.routing]  # no exception comes between this and the last of it
+            peer.routing, peer.gone_at = routing, 0.0
+            self.peers[routing] = peer
+        return False
+
+    def _no_place_for(self, hello: Hello) -> str:
+        """Say why a newcomer cannot come in; "" if it can."""
+        taken = {peer.hello.end for peer in self.peers.values()} | {self.end}
+        if hello.end and hello.end in taken:
+            return "it says that it is an end which is attached already, or this one"
+        if len(self.peers) >= MOST_PEERS and not self._make_room(hello):
+            return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
+        return ""
+
+    def _make_room(self, hello: Hello) -> bool:
+        """Strike off a peer out of sight, for a newcomer. Return whether there was one.
+
+        One whose connection has ended, and for whom nothing is kept, makes room for anybody. So connections that last for a
+        moment do not shut others out for as long as one waits for who may come back. Where there is none, any gives way to an
+        end that is in sight: whoever is not this user can hold all places, and keeps none of this user's ends out.
+        """
+        out = [peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None]
+        out.sort(key=lambda peer: (peer.is_kept_for, not peer.away_at, peer.heard))
+        for peer in out[:_ASKED]:
+            if not peer.is_kept_for and not self.say(peer.routing, _NOTHING):
+                self.leaves(peer, How.LOST)
+                return True
+        if not out or not self._is_in_sight(hello):
+            return False
+        reason = (
+            f"{MOST_PEERS} peers are attached to {self.endpoint}: one that is out of sight gave way to one in sight"
+        )
+        self.reject(Refused(reason), out[0])
+        self.leaves(out[0], How.LOST if out[0].has_exchanged else How.REFUSED)
+        self._answer(out[0].routing, pack_refusal(reason))
+        return True
+
+    def _is_in_sight(self, hello: Hello) -> bool:
+        """Return whether an end that says HELLO is seen to be open."""
+        with contextlib.closing(self.sight_of(hello)) as sight:
+            return not sight.is_out_of_sight and not sight.is_gone()
+
+    def _admit(self, routing: bytes, hello: Hello) -> Any:
+        """Attach the end that says HELLO or WELCOME, if it is not, and arrange for a queue.
+
+        Returns:
+            The peer; None if another has left by that, and the message is to be heard again; or if it says nothing new.
+        """
+        if {hello.role, self.role} != {"producer", "consumer"}:
+            raise ProtocolError(f"a WELCOME from a {cut(hello.role, _MAX_ROLE)} to a {self.role}")
+        peer = self.peers.get(routing)
+        if peer is not None and is_old_answer(peer, hello):
+            return None
+        if peer is not None and (not peer.is_still(hello) or self.negotiation.begins_anew(peer, hello)):
+            self.leaves(peer, How.LOST)
+            self._hear_again()
+            return None
+        if peer is None:
+            peer = self.owner.new_peer(routing, hello, self.sight_of(hello))
+            self.join(peer)
+        self.refusal = None
+        peer.hello = hello
+        peer.heard_of()
+        self._arrange(peer)
+        self.publish()
+        return peer
+
+    def _arrange(self, peer: Peer) -> None:
+        """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
+        if peer.settled:
+            return
+        peer.why_not = rendezvous.objection(self.owner.hello(None), peer.hello)
+        if not peer.why_not:
+            (self._give_queue if self.socket.binds else self.greeting.claim_of)(peer)
+        if peer.why_not:
+            violated_requirement = self.negotiation.violated_requirement(peer.hello, peer.why_not)
+            peer.settled = not violated_requirement
+            if not self.socket.binds:
+                self.refusal = Refused(f"{self.endpoint}: {violated_requirement}") if violated_requirement else None
+
+    def _give_queue(self, peer: Peer) -> None:
+        """Let a connector that says so have what it has claimed."""
+        terms = peer.hello.shared_memory
+        if terms is None or self.standby.take(terms.attached, peer) is None:
+            self.publish()  # which makes more, if they are taken
+            peer.why_not = self.standby.trouble
+
+    def _has_claimed(self, hello: Hello) -> bool:
+        """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
+        return hello.shared_memory is not None and self.standby.is_claimed(hello.shared_memory.attached)
+
+    def sight_of(self, hello: Hello) -> Sight:
+        """Look whether the end that says HELLO is open."""
+        if self.presence is None:
+            return Sight()
+        if hello.folder and is_binders(hello.end) is self.socket.binds:
+            return Sight(why_not=f"it names an end that {'binds' if self.socket.binds else 'connects'}")
+        return self.presence.sight_of(hello.end, hello.folder)
+
+    # -- who leaves
+
+    def leaves(self, peer: Peer, how: How, ending: Ending | None = None, position: int | None = None) -> None:
+        """A peer is gone. An exception may come anywhere in this; then it is done again, with what was found out.
+
+        Args:
+            how: as far as is known. An end that closed says more in its own file.
+            ending: how it says that it ended.
+            position: the last message that it sent, or took, as it says.
+        """
+        if self.peers.get(peer.routing) is not peer:
+            return
+        if peer.left is None:
+            last_words = peer.sight.last_words() if how is How.LOST else None
+            if last_words is not None:
+                ending, position = last_words.ending, self._position_of(last_words)
+                how = How.FAILED if ending.failure else How.GOODBYE
+            if peer.hello.end and how in (How.GOODBYE, How.FAILED):
+                remember(self._ended_afar if peer.sight.is_out_of_sight else self._ended_ends, peer.hello.end)
+                if self.socket.binds:
+                    self._strangers.end(peer.routing)
+            self.transport()  # it is told as it last was
+            peer.leave(how, ending, position)
+        self.last_left = peer
+        event = Left(peer)
+        del self.peers[peer.routing]
+        self.events.append(event)  # no exception comes between the two
+
+    def look_around(self, *, at_once: bool = False) -> None:
+        """See who is still there, when nothing has come; not too often, but at once where a connection was lost."""
+        now = time.monotonic()
+        is_early = now - self._looked < SLICE / 2 and not at_once and not self.greeting.has_lost_connection()
+        if is_early or self.hears_again:
+            return
+        self._looked = now
+        self._refresh_status()
+        if self.socket.tears.count > self._tears:
+            self._tears = self.socket.tears.count
+            self._tore()
+        again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
+        for peer in list(self.peers.values()):
+            if peer.queue is not None:
+                peer.queue.arena.mind_idle(peer.queue.attachment.recover_dead)
+            if self._is_gone(peer, again):
+                self.leaves(peer, How.LOST)
+                again = True
+                if time.monotonic() - now > _AT_ONCE:  # there may be a thousand
+                    break
+        self._take_in_deserted()
+        if again and self.socket.binds:
+            self._asked = now
+        elif not self.socket.binds:
+            self.greeting.hang_up_on_left()
+            self.greeting.say_if_due()
+
+    def look_now_and_then(self) -> None:
+        """See who is still there, also while there is no end of what comes."""
+        if time.monotonic() - self._looked > REPEAT:
+            self.look_around()
+
+    def _tore(self) -> None:
+        """An exception tore something out of a receive, perhaps a CREDIT: have those who may have sent it say it again."""
+        self.greeting.say_again()  # a connector's HELLO is answered by that
+        if self.socket.binds:
+            for peer in self.peers.values():
+                if peer.queue is None:
+                    self.say(peer.routing, pack_control(Kind.HELLO, self.owner.hello(None)))
+        self.events.append(Torn())
+
+    @property
+    def is_torn(self) -> bool:
+        """Return whether an exception tore something out of a receive, and nobody was asked for it yet."""
+        return self.socket.tears.count > self._tears
+
+    def _is_gone(self, peer: Peer, again: bool) -> bool:
+        """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
+        gone = peer.sight.is_gone() or again and peer.sight.is_out_of_sight and self._is_orphaned(peer)
+        if not self.socket.binds:
+            connected = self.socket.reaches(peer.routing)
+        elif gone or again:
+            connected = self.say(peer.routing, _NOTHING)
+        else:
+            connected = True
+        if gone:
+            peer.gone_at = peer.gone_at or time.monotonic()
+            if self._may_have_unread(peer):
+                return False
+            return not connected or time.monotonic() - peer.gone_at >= self._silence_of(peer)
+        return not connected and not self._may_have_unread(peer) and not self.waits_for(peer)
+
+    def _is_orphaned(self, peer: Peer) -> bool:
+        """Return whether a peer over ipc is dead, whoever still holds its connection open."""
+        return is_dead(peer.process) if peer.process else self.socket.is_orphaned(peer.routing)
+
+    def _may_have_unread(self, peer: Peer) -> bool:
+        """Return whether something of a peer that has ended may have come and was not read yet.
+
+        However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
+        """
+        peer.unread_from = peer.unread_from or self.came
+        return self.came - peer.unread_from < _IN_TURN and self.socket.has_unread(peer.routing)
+
+    def _is_unread(self, came: int) -> bool:
+        """Return whether a message may be unread that was there when so many had come."""
+        return self.came - came < _IN_TURN and self.socket.has_incoming()
+
+    def _silence_of(self, peer: Peer) -> float:
+        """Return how long nothing must come from one that is gone, and whose connection has not ended.
+
+        What it sent last may still be on its way. Only where a child that was forked from it holds the connection open, or
+        another has bound its address, will that never end. Of one whose messages lie in a queue nothing but a goodbye can be
+        on its way; and one that said how far it had come, and came no further, sends nothing.
+        """
+        last_words = peer.sight.last_words()
+        if last_words is not None:
+            return _ON_ITS_WAY if peer.misses(self._position_of(last_words)) else 0
+        return REPEAT if peer.queue is None else SLICE / 4
+
+    def _position_of(self, last_words: LastWords) -> int:
+        return last_words.positions.get(self.presence.token, 0) if self.presence is not None else 0
+
+    def waits_for(self, peer: Peer) -> bool:
+        """Return whether a peer whose connection has ended is away, and not gone.
+
+        Over ipc a connector makes its connection anew when the binder before this one has left, and may do so after it met
+        this one: that ends nothing between two that see each other, but for a connector's frames, which are lost.
+        """
+        if not peer.settled or not (self.keeps or self.socket.binds or peer.queue is not None):
+            return False
+        return peer.may_return(self.peer_timeout if self.keeps or peer.by_file else 0.0)
+
+    def _take_in_deserted(self) -> None:
+        """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
+        if not self.standby.any_claimed:
+            return
+        for queue in self.standby.deserted(self.came, self._is_unread):
+            self.publish()
+            if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
+                continue
+            dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)
+            terms = SharedMemoryTerms("auto", os.geteuid(), attached=queue.offer.token)
+            role = "producer" if self.role == "consumer" else "consumer"
+            hello = Hello(role, dead, queue.maxsize, shared_memory=terms)
+            peer = self.owner.new_peer(os.urandom(8), hello, Sight())
+            peer.queue, peer.settled = queue, True
+            self.join(peer)
+            self.leaves(peer, How.LOST)
+
+    # -- what there is to tell
+
+    def publish(self) -> None:
+        """Tell whoever may look who is attached, and how; and offer queues to those to come."""
+        if self.standby.is_open:
+            room = MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values())
+            self.standby.stock(self.owner.hello(None), room, is_alone=not self.peers)
+        self._status.outdate()
+        self._refresh_status()
+
+    def _refresh_status(self) -> None:
+        self._status.refresh(self._status_now)
+
+    def _status_now(self) -> PublishedStatus:
+        way, wanted = self.negotiation.transport_with, self.negotiation.is_wanted_with
+        peers = (Attached(each.hello.role, each.identity, way(each), wanted(each)) for each in self.peers.values())
+        refusal = str(self.refusal or "")
+        return PublishedStatus(self.endpoint, self.role, self.socket.binds, identity(), tuple(peers), refusal)
+
+    def transport(self) -> str:
+        """Return how messages travel, and why so."""
+        return self.negotiation.transport(self.peers.values())
+
+    def complain_if_alone(self) -> None:
+        """Log, once, that this end has waited for some seconds, and nobody ever came. To be called in each slice of a wait."""
+        if not self.peers and self.last_left is None and self._absence.is_to_be_told():
+            log.warning(
+                "%s has waited for %.0f s: %s%s", self.endpoint, COMPLAINT, self.why_alone(), self.connect_error()
+            )
+
+    def why_alone(self) -> str:
+        """Say that nobody has come, and what may be the reason."""
+        turned_away = (
+            f"; {self.rejected} times somebody was turned away: {self.last_rejection}" if self.rejected else ""
+        )
+        return self._absence.why() + turned_away
+
+    def connect_error(self) -> str:
+        """Return what keeps a connector from getting in, to be added to a sentence; "" if nothing is known to."""
+        trouble = "" if self.peers else self.socket.connect_error()
+        return f"; {trouble}" if trouble else ""
+
+    def unheard(self) -> str:
+        """Return who has claimed a queue and was not heard of yet, to be added to a sentence; "" if nobody has."""
+        pids = ", ".join(map(str, self.standby.claimants))
+        return f"; pid {pids} has come by the rendezvous file and has not said HELLO: is it stopped?" if pids else ""
+
+    def named(self, peers: Iterator[str]) -> str:
+        """Name the peers in a text, the first of them only where there are many."""
+        told = list(itertools.islice(peers, _NAMED))
+        left = len(self.peers) - len(told)
+        return "; ".join(told) + (f"; and {left} more" if left else "")
+
+    def trim(self) -> int:
+        """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
+        attachments = {id(peer.queue.attachment): peer.queue.attachment for peer in self.peers.values() if peer.queue}
+        return sum(attachment.trim() for attachment in attachments.values())
+
+
+def _welcome_in(frames: list[Any]) -> Hello | None:
+    """Return what a WELCOME says; None if it is none."""
+    with contextlib.suppress(ProtocolError):
+        header = unpack(frames[0])
+        if header.kind == Kind.WELCOME:
+            return unpack_control(header, Hello)
+    return None

@@ -1,0 +1,152 @@
+"""Participant: an end's use of its conversation, as far as a producer's and a consumer's are one."""
+
+from __future__ import annotations
+
+import time
+
+from tensorpipe_ipc.endpoints.conversation import Conversation, Opening
+from tensorpipe_ipc.endpoints.events import Arrived, Event
+from tensorpipe_ipc.endpoints.peer import ending_by
+from tensorpipe_ipc.wire.header import Ending, failed
+
+__all__ = ["Participant"]
+
+_STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+_AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
+_CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
+
+
+class Participant:
+    """A producer or a consumer, as its conversation's owner. ``Sender`` and ``Receiver`` handle the events.
+
+    Attributes:
+        conversation: with the other ends.
+        socket, peers: the conversation's.
+        ending: how this end ends, when it does.
+        lost: messages that were in flight when a peer left, or that a connection swallowed.
+    """
+
+    role = ""
+
+    def __init__(self, opening: Opening) -> None:
+        """Nothing is opened yet."""
+        self.conversation = Conversation(self, opening)  # type: ignore[arg-type]
+        self.socket, self.peers = self.conversation.socket, self.conversation.peers
+        self.window, self.keeps = opening.window, self.conversation.keeps
+        self.ending = Ending()
+        self.lost = 0
+        self._drained = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        """The address, with the port that was chosen if it was left open."""
+        return self.conversation.endpoint
+
+    def _handle(self, event: Event) -> Arrived | None:
+        """Deal with an event. May be cut short anywhere by an exception, and called again with it.
+
+        Returns:
+            A message that is the next one, and stays the first event until it is taken.
+
+        Raises:
+            ProtocolError: the message breaks a rule.
+        """
+        raise NotImplementedError
+
+    def pump(self, timeout: float) -> Arrived | None:
+        """Wait for one message, up to ``timeout`` seconds and a slice, and deal with it.
+
+        Returns:
+            It, again until it is taken, where it is for the user; None for all else, and for nothing.
+        """
+        self.conversation.hear(timeout)
+        arrived = self._handle_events()
+        while self.conversation.hears_again and not self.conversation.events:
+            self.conversation.hear(0)
+            arrived = self._handle_events()
+        return arrived
+
+    def _handle_events(self) -> Arrived | None:
+        conversation, events = self.conversation, self.conversation.events
+        while events:
+            event, arrived = events[0], None
+            try:
+                arrived = self._handle(event)
+            except Exception as error:
+                conversation.reject_or_raise(error, getattr(event, "peer", None))
+            if arrived is not None:
+                return arrived
+            if events and events[0] is event:
+                events.popleft()
+        conversation.heard()
+        return None
+
+    def ensure_greeted(self) -> None:
+        """Have a connector greet a binder that is there now."""
+        self.conversation.greeting.ensure(0)
+        self._handle_events()
+
+    def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
+        """Deal with what has arrived, and do not wait; with no more than can be dealt with at once.
+
+        Args:
+            in_passing: with ``due`` messages, or for a fifth of the time on the whole: there may be no end of what comes.
+            due: how many messages are wanted.
+        """
+        self.ensure_greeted()
+        began = now = time.monotonic()
+        enough = began + (now - self._drained) / 4 if in_passing else began + _AT_ONCE
+        while now < began + _AT_ONCE and (due > 0 or now < enough) and self._has_something():
+            self.pump(0)
+            due, now = due - 1, time.monotonic()
+        self._drained = time.monotonic()
+
+    def _has_something(self) -> bool:
+        return bool(self.conversation.events) or self.socket.has_incoming()
+
+    def is_stale(self) -> bool:
+        """Return whether it is long ago that the last was drained: somebody may have said goodbye since."""
+        return time.monotonic() - self._drained > _STALE
+
+    def is_late(self, deadline: float | None) -> bool:
+        """Return whether a deadline is over, and so is the time for what has come meanwhile."""
+        return deadline is not None and time.monotonic() > deadline + _AT_ONCE
+
+    def look_around(self, *, at_once: bool = False) -> None:
+        """See who is still there; see ``Conversation.look_around``."""
+        self.conversation.look_around(at_once=at_once)
+        self._handle_events()
+
+    def raise_refusal(self) -> None:
+        """Raise what the binder refused this end with, if it did, and is still there. It is asked again.
+
+        Raises:
+            Refused: the binder does not take this end in.
+            VersionMismatch: the binder speaks another version.
+        """
+        conversation = self.conversation
+        if conversation.refusal is not None:
+            conversation.greeting.say_if_due()
+            self.drain()
+        if conversation.refusal is not None and not self.socket.reaches(conversation.greeting.routing):
+            conversation.refusal = None  # who said so is gone: the next one may let this end in
+            conversation.publish()
+        if conversation.refusal is not None:
+            raise conversation.refusal
+
+    def end_by(self, error: BaseException | None) -> None:
+        """Take down how this end ends: its ``with`` block was left by an exception, or by none."""
+        if error is not None:  # it stays so where another exception comes while its text is asked for
+            self.ending = failed(type(error).__name__)
+        self.ending = ending_by(error)
+
+    def say_goodbye(self) -> bool:
+        """Hear the connectors that have claimed a queue, so that they get a goodbye, and say it. Whether anybody was told."""
+        conversation = self.conversation
+        conversation.withdraw()
+        deadline = time.monotonic() + _CLAIMANTS
+        while conversation.standby.any_claimed and self._has_something() and time.monotonic() < deadline:
+            if self.pump(0) is not None:  # nobody takes it any more
+                conversation.events.popleft()
+                conversation.heard()
+        return conversation.say_goodbye(self.ending)

@@ -1,0 +1,103 @@
+"""Strangers: how much of an end's time and memory those may take that reach its tcp port and are no peers, or bring nothing.
+
+* Strangers are those that are no peers, and peers out of sight that have brought nothing yet. They have a fifth of the time
+  together, and more for a moment, as many may come at once. Over that, a stranger is hung up on unheard, unless it is seen
+  to be an end of this user. It connects anew by itself, until there is time for it.
+* A stranger that says more than one thing at a time is hung up on.
+* A peer that keeps the rules says things that bring nothing where a line is cut: all that was in flight comes once or twice
+  again. One that says more of that at a time is hung up on.
+* A connection whose end has no more to say by it may still bring what was on its way, and no more.
+
+Over ipc only this user connects, and nobody is hung up on.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tensorpipe_ipc.endpoints.peer import Peer
+from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.wire.layout import BULK
+
+__all__ = ["CROWD", "IDLES", "Strangers", "remember"]
+
+CROWD = ProtocolError("more strangers say something than there is a fifth of the time for")
+IDLES = ProtocolError("it said too much that brings nothing, and was hung up on")
+_SHARE = 5  # times as long as it took to hear one, nothing is heard from strangers
+_AT_ONCE = 1.0  # seconds of that which are let go by: many may come at a time
+_IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
+_IDLE_AGAIN = 1.0  # seconds
+_ANSWER_AGAIN = 0.1  # seconds
+_REMEMBERED = 1000  # ends that have ended, and connections
+
+
+class Strangers:
+    """One end's accounts of them, by the routing ids of their connections."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._heard_from = 0.0  # when there is time for somebody who is no peer
+        self._answered: dict[bytes, float] = {}  # when one that is no peer was answered
+        self._idle: dict[bytes, tuple[int, float]] = {}  # what brought nothing, and since when that is counted
+        self._over: dict[bytes, int] = {}  # what was said since by connections whose ends have no more to say by them
+
+    def is_over(self, routing: bytes) -> bool:
+        """Return whether the end of a connection has ended, or has another connection now."""
+        return routing in self._over
+
+    def end(self, routing: bytes) -> None:
+        """Note that the end of a connection has no more to say by it."""
+        remember(self._over, routing, 0)
+
+    def says_too_much(self, routing: bytes, nbytes: int) -> bool:
+        """Count what came by a connection that is over. Return whether that is more than may have been on its way.
+
+        Of a large message's pieces, that is any number. The connection may have ended, and its descriptor be that of the end's
+        next one.
+        """
+        self._over[routing] += nbytes < BULK
+        return self._over[routing] > _IDLE + 4 * self._window
+
+    def was_answered(self, routing: bytes) -> bool:
+        """Return whether one that is no peer was answered just now: it may ask for ever, and never read."""
+        return time.monotonic() - self._answered.get(routing, 0.0) < _ANSWER_AGAIN
+
+    def note_answered(self, routing: bytes) -> None:
+        """Note that one that is no peer was answered, or need not be."""
+        remember(self._answered, routing, time.monotonic())
+
+    def are_a_crowd(self) -> bool:
+        """Return whether there is no time for a stranger now."""
+        return time.monotonic() < self._heard_from
+
+    def took(self, seconds: float) -> None:
+        """Note how long it took to hear one."""
+        now = time.monotonic()
+        due = max(self._heard_from, now - _AT_ONCE) + _SHARE * seconds
+        self._heard_from = min(due, now + _AT_ONCE)  # peers among them are heard all the same
+
+    def brought(self, peer: Peer) -> None:
+        """Note that a peer's message brought something."""
+        peer.brought += 1
+        self._idle.pop(peer.routing, None)
+
+    def is_idle_too_long(self, peer: Peer) -> bool:
+        """Count a peer's message that brought nothing. Return whether it says too much of that at a time."""
+        if not peer.settled and peer.is_seen():  # it asks until there is a queue for it
+            return False
+        now = time.monotonic()
+        count, since = self._idle.get(peer.routing, (0, now))
+        count, since = (1, now) if now - since > _IDLE_AGAIN else (count + 1, since)
+        remember(self._idle, peer.routing, (count, since))
+        if count <= _IDLE:
+            return False
+        window = min(self._window, peer.hello.window)
+        return count > _IDLE + 4 * (window if peer.is_seen() else min(window, peer.brought))
+
+
+def remember(known: dict[Any, Any], one: Any, value: Any = None) -> None:
+    """Add one to those of whom the last thousand are known."""
+    known[one] = value
+    while len(known) > _REMEMBERED:
+        del known[next(iter(known))]
