@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -192,6 +193,22 @@ def test_all_names_what_is_public() -> None:
         assert set(listed) <= names | set(assigned), (
             f"{file}: {sorted(set(listed) - names - set(assigned))} are not there"
         )
+
+
+def test_the_way_of_a_message_is_as_the_page_draws_it() -> None:
+    """Every file and function that the page of the architecture names is there."""
+    page = (HOUSE.parent / "docs/design/architecture.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)(?:::([A-Za-z_.]+))?`", page)
+    functions = [name for _, name in named if name]
+    assert len(functions) > 15
+    for file, name in named:
+        path = HOUSE / file
+        assert path.is_file() or any(HOUSE.glob(f"*/{file}")) or (HOUSE.parent / file).is_file(), f"{file} is not there"
+        body: list[ast.stmt] = _tree(file).body if name else []
+        for part in filter(None, name.split(".")):
+            found = [node for node in _public(body) if node.name == part]
+            assert found, f"{file} has no {name}"
+            body = found[0].body
 
 
 def test_decoders_are_made_at_import() -> None:

@@ -15,7 +15,7 @@ import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import link, rendezvous
+from tensorpipe_ipc.endpoints import conversation, rendezvous
 
 pytestmark = [pytest.mark.limit(25), pytest.mark.usefixtures("transport")]
 ONLY_SHARED_MEMORY = pytest.mark.parametrize("transport", ["shared memory"], indirect=True)
@@ -155,7 +155,7 @@ def test_the_producer_is_killed(endpoint: str, consumer_binds: bool) -> None:
 @pytest.mark.parametrize("transport", ["frames"], indirect=True)
 def test_what_a_killed_producer_had_sent_waits_for_who_takes_it_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that have come in frames are there to be taken, however long their producer has been dead."""
-    monkeypatch.setattr(link, "REPEAT", 0.05)  # seconds between two looks who is there, while messages come
+    monkeypatch.setattr(conversation, "REPEAT", 0.05)  # seconds between two looks who is there, while messages come
     with tp.Consumer("seldom") as consumer, Child() as child:
         child.call(children.open_producer, consumer.endpoint)
         child.begin(children.put_numbers, 0, 50)
