@@ -375,8 +375,8 @@ class Conversation:
             self.look_now_and_then()
             if self.events:
                 return
-        self.hears_again = False
         incoming = self.socket.receive(timeout)
+        self.hears_again = False
         if incoming is None:
             self.look_around()
             return
@@ -450,10 +450,8 @@ class Conversation:
     def _judge(self, message: _InHand) -> None:
         """Count what a message has brought, and hang up on those that take more of this end's time than they may."""
         routing, strangers = message.routing, self._strangers
-        before, peer = (
-            message.peer,
-            self.peers.get(message.routing, message.peer),
-        )  # it may say that it is another by now
+        before = message.peer
+        peer = self.peers.get(routing, before)  # it may say that it is another by now
         if peer is None:
             strangers.note_answered(routing)
         elif before is not None and (before.taken != message.stood or message.last_size >= BULK):
@@ -516,9 +514,7 @@ class Conversation:
             peer = self.peers.get(routing)
             if peer is None:
                 self._hear_unknown(routing, kind)
-            elif (
-                not peer.by_file
-            ):  # one met by its file says WELCOME first: this came by the connection with the one before it
+            elif not peer.by_file:  # else it says WELCOME first: this came by the connection with the one before it
                 peer.heard, peer.unread_from = time.monotonic(), 0
                 self._hear_peer(peer, header, frames)
         elif kind == Kind.HELLO:
