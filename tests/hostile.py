@@ -13,7 +13,7 @@ from typing import Any
 import children
 import torch
 import zoo
-from inside import link_of
+from inside import side_of
 
 import tensorpipe_ipc as tp
 
@@ -37,7 +37,7 @@ def scribble(ends: children.Ends, endpoint: str, seed: int, rounds: int) -> int:
             _come_back(ends, endpoint)
         with contextlib.suppress(tp.Full):
             ends.producer.put({"x": torch.zeros(rng.choice((3, 1000, 20_000))), "n": 1}, 0.05)
-        queue = link_of(ends.producer).any_queue()
+        queue = side_of(ends.producer).any_queue()
         if queue is None:
             continue
         for ticket in queue.tickets.snapshot() or ():

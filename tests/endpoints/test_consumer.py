@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread
-from inside import conversation_of, link_of
+from inside import conversation_of, side_of
 
 import tensorpipe_ipc as tp
 
@@ -370,7 +370,7 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
     """
     with tp.Consumer("kept") as consumer, tp.Producer("kept") as producer:
         held: list[bool] = []
-        refresh = link_of(consumer).refresh
+        refresh = side_of(consumer).refresh
 
         def torn() -> None:
             held.append(consumer._guard._is_owned())
@@ -379,7 +379,7 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
             refresh()
 
         putting = in_thread(lambda: producer.put("lost", PATIENCE))
-        monkeypatch.setattr(link_of(consumer), "refresh", torn)
+        monkeypatch.setattr(side_of(consumer), "refresh", torn)
         with pytest.raises(KeyboardInterrupt):
             consumer.get(PATIENCE)
         putting()

@@ -15,7 +15,7 @@ import containers
 import msgspec
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import link_of
+from inside import side_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
@@ -131,7 +131,7 @@ def test_a_connector_that_waits_leaves_the_port_to_its_binder(end: type[tp.Consu
     def wait_and_meet() -> None:
         containers.pick_ports_from(40000, 40003)
         with end("tcp://127.0.0.1:40002", bind=False) as connector:
-            connecting: Any = link_of(connector).socket
+            connecting: Any = side_of(connector).socket
             has_ended, attempt = threading.Event(), _get if isinstance(connector, tp.Consumer) else _put
 
             def wait() -> None:

@@ -26,7 +26,7 @@ import secured
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
-from inside import conversation_of, link_of
+from inside import conversation_of, side_of
 from proxy import Proxy
 from raw_ends import wait_in_vain
 
@@ -186,8 +186,8 @@ def test_the_next_binder_is_there_before_the_last_ones_connection_ends(
     binds, connects = (tp.Consumer, tp.Producer) if role == "producer" else (tp.Producer, tp.Consumer)
     first = binds("ending", bind=True)
     with connects("ending", bind=False) as connector, contextlib.ExitStack() as stack:
-        wait_until(lambda: link_of(connector).socket.is_connected())
-        socket_of_first: Any = link_of(first).socket
+        wait_until(lambda: side_of(connector).socket.is_connected())
+        socket_of_first: Any = side_of(first).socket
         close_sockets, following = socket_of_first._close_sockets, list[Any]()
 
         def close_late(linger: float) -> None:
@@ -200,7 +200,7 @@ def test_the_next_binder_is_there_before_the_last_ones_connection_ends(
 
         monkeypatch.setattr(socket_of_first, "_close_sockets", close_late)
         first.close()
-        wait_until(lambda: bool(_peers_of(connector)) and link_of(connector).socket.connection > 1)
+        wait_until(lambda: bool(_peers_of(connector)) and side_of(connector).socket.connection > 1)
         producer, consumer = (connector, *following) if role == "producer" else (*following, connector)
         getting = in_thread(lambda: [consumer.get(PATIENCE) for _ in range(4)])
         if role == "consumer":
@@ -488,7 +488,7 @@ def test_what_a_producer_left_within_one_process_comes_before_what_the_next_one_
         _leave_four(consumer)
         with tp.Producer("inproc://next", bind=True) as following:
             for number in range(4):
-                link_of(consumer).look_around(at_once=True)  # as a get does that comes late
+                side_of(consumer).look_around(at_once=True)  # as a get does that comes late
                 assert consumer.get(PATIENCE) == number
                 with contextlib.suppress(tp.Full):
                     following.wait_for(1, 0.02)
@@ -507,12 +507,12 @@ def test_a_producer_that_came_and_left_before_what_the_first_one_left_is_taken()
         _leave_four(consumer)
         with tp.Producer("inproc://next", bind=True, linger=0) as following:
             assert consumer.get(PATIENCE) == 0
-            wait_until(lambda: link_of(consumer).socket.is_connected(0.01))
+            wait_until(lambda: side_of(consumer).socket.is_connected(0.01))
             assert consumer.get(PATIENCE) == 1  # and says HELLO to the next
             following.put(4, PATIENCE)
             with pytest.warns(RuntimeWarning, match="1 messages that were not taken"):
                 following.close()
-        wait_until(lambda: not link_of(consumer).socket.is_connected(0.01))
+        wait_until(lambda: not side_of(consumer).socket.is_connected(0.01))
         for left in ([2, 3], [4]):
             assert [consumer.get(PATIENCE) for _ in left] == left
             with pytest.raises(tp.EndOfStream):
@@ -532,13 +532,13 @@ def test_a_stream_that_has_ended_is_told_though_the_next_binder_is_there(
         first.put(0, PATIENCE)
         with pytest.warns(RuntimeWarning, match="1 messages that were not taken"):
             first.close()
-        link_of(consumer).look_around(at_once=True)
+        side_of(consumer).look_around(at_once=True)
         assert consumer.get(PATIENCE) == 0
         wait_until(
-            lambda: link_of(consumer).drain() or link_of(consumer).has_ended()
+            lambda: side_of(consumer).drain() or side_of(consumer).has_ended()
         )  # as a get does that is cut short
         with tp.Producer("told", bind=True, shared_memory=shared_memory):
-            wait_until(lambda: link_of(consumer).socket.is_connected(0.01))
+            wait_until(lambda: side_of(consumer).socket.is_connected(0.01))
             with pytest.raises(tp.EndOfStream):
                 consumer.get(PATIENCE)
 
@@ -624,9 +624,9 @@ def test_what_a_consumer_took_before_it_was_killed_is_not_lost(endpoint: str) ->
             producer.put(0)
             producer.put(1)
             assert child.call(children.take) == [0]
-            wait_until(link_of(producer).socket.has_incoming)
+            wait_until(side_of(producer).socket.has_incoming)
             child.kill()
-            wait_until(lambda: not link_of(producer).socket.is_connected(0.01))
+            wait_until(lambda: not side_of(producer).socket.is_connected(0.01))
             with pytest.raises(tp.PeerLost, match="with 1 message"):
                 producer.flush(PATIENCE)
             assert producer.statistics().lost == 1
@@ -644,7 +644,7 @@ def test_what_a_consumer_took_within_one_process_is_known_when_the_next_one_is_t
         with tp.Consumer("inproc://next") as following:
             getting = in_thread(lambda: [following.get(PATIENCE) for _ in range(4)])
             for number in range(4):
-                link_of(producer).look_around(at_once=True)  # as a put does that comes late
+                side_of(producer).look_around(at_once=True)  # as a put does that comes late
                 producer.put(number, PATIENCE)
             assert getting() == [0, 1, 2, 3]
             producer.flush(PATIENCE)
@@ -663,7 +663,7 @@ def test_a_goodbye_of_a_binder_elsewhere_that_is_read_when_the_next_one_is_there
         with tp.Producer(endpoint, bind=True) as first:
             _met(first, consumer)
         with tp.Producer(endpoint, bind=True, linger=0) as following:
-            link = link_of(consumer)
+            link = side_of(consumer)
             wait_until(lambda: link.socket.is_connected(0.01) and link.conversation.greeting.is_owed())
             link.look_around(at_once=True)  # as a get does that comes late
             with pytest.raises(tp.EndOfStream):
@@ -1170,7 +1170,7 @@ def test_a_put_in_frames_that_an_exception_cut_short_is_no_loss(
     taking = in_thread(take)
     with tp.Producer(endpoint, bind=producer_binds, shared_memory="off") as producer:
         producer.put("before", PATIENCE)
-        socket_of, send = link_of(producer).socket, link_of(producer).socket.send
+        socket_of, send = side_of(producer).socket, side_of(producer).socket.send
 
         def interrupted(*arguments: Any) -> None:
             monkeypatch.setattr(socket_of, "send", send)
@@ -1282,7 +1282,7 @@ def test_another_thread_closes_a_producer_that_waits_for_memory(waits: str, monk
         tp.Consumer(producer.endpoint, bind=False) as consumer,
     ):
         _met(producer, consumer)
-        queue = link_of(producer).any_queue()
+        queue = side_of(producer).any_queue()
         if queue is not None:
             queue.arena.words[CAPACITY] = 1 << 20
         message = torch.ones(1 << 19, dtype=torch.uint8)

@@ -19,7 +19,7 @@ import exchange
 import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, link_of
+from inside import conversation_of, side_of
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
@@ -152,7 +152,7 @@ def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_g
         before = set(os.listdir("/proc/self/fd"))
         with RawLine(consumer.endpoint) as stranger:
             stranger.say(b"garbage", b"more")
-            wait_until(link_of(consumer).socket.has_incoming)
+            wait_until(side_of(consumer).socket.has_incoming)
             taken = {int(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
         wait_until(lambda: set(os.listdir("/proc/self/fd")) <= before)
         own: list[socket.socket] = []
@@ -306,7 +306,7 @@ def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages()
         with RawEnd(consumer.endpoint) as raw:
             for _ in range(5 * count):
                 raw.say(b"garbage")
-            wait_until(link_of(consumer).socket.has_incoming)
+            wait_until(side_of(consumer).socket.has_incoming)
             before = consumer.statistics().rejected
             came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
             assert consumer.statistics().rejected - before < count / 2, "as one for each of both producers"

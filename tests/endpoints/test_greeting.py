@@ -15,7 +15,7 @@ from typing import Any
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import link_of
+from inside import side_of
 from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -47,7 +47,7 @@ def _without_file(endpoint: str) -> Iterator[None]:
 
 def _put_silently(ends: children.Ends, *trees: Any) -> None:
     """Put into a queue that was claimed, with no HELLO: as if it were killed before that had left."""
-    link_of(ends.producer).socket.send_small = lambda *_: True
+    side_of(ends.producer).socket.send_small = lambda *_: True
     children.put(ends, *trees)
 
 
@@ -218,7 +218,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
     monkeypatch.setattr(standby_queues, "_PATIENCE", 0.05)
     with tp.Consumer("busy") as consumer:
         producer = tp.Producer("busy", linger=0)
-        monkeypatch.setattr(link_of(producer).socket, "send_small", lambda *_: True)  # it went to the last binder
+        monkeypatch.setattr(side_of(producer).socket, "send_small", lambda *_: True)  # it went to the last binder
         producer.put("early", PATIENCE)
         with pytest.warns(RuntimeWarning, match="closed with 1 messages"):
             producer.close()
@@ -240,7 +240,7 @@ def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPa
                 with pytest.warns(RuntimeWarning, match="closed with 1 messages"):
                     producer.close()
             for _ in range(3):  # as gets do that are far apart
-                link_of(consumer).look_around(at_once=True)
+                side_of(consumer).look_around(at_once=True)
             assert {consumer.get(PATIENCE) for _ in range(3)} == {1, 2, "early"}
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -271,8 +271,8 @@ def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyP
         assert consumer.get(PATIENCE) == 0
         wait_until(lambda: "met by its file" not in producer.statistics().peers[0])
         producer.put(1)
-        link_of(producer).socket.drop(link_of(producer).socket.routing)
-        link_of(producer).look_around(at_once=True)  # as a put does that waits
+        side_of(producer).socket.drop(side_of(producer).socket.routing)
+        side_of(producer).look_around(at_once=True)  # as a put does that waits
         assert producer.statistics().lost == 0
         assert consumer.get(PATIENCE) == 1
         until = time.monotonic() + 0.3
@@ -290,10 +290,10 @@ def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(monke
         putting()
         producer.flush(PATIENCE)
         with monkeypatch.context() as swallowed:
-            swallowed.setattr(link_of(producer).socket, "lend", lambda *_, **__: [])
+            swallowed.setattr(side_of(producer).socket, "lend", lambda *_, **__: [])
             producer.put(1)
             producer.put(2)
-        socket = link_of(producer).socket
+        socket = side_of(producer).socket
         socket.drop(socket.routing)
         wait_until(lambda: socket.is_connected(0.01))
         putting = in_thread(lambda: producer.put(3, PATIENCE))
@@ -315,13 +315,13 @@ def test_what_a_binders_consumer_dropped_with_a_connection_is_counted(has_met: b
                 putting()
                 producer.flush(PATIENCE)
             else:
-                wait_until(lambda: link_of(consumer).socket.is_connected(0.01))
+                wait_until(lambda: side_of(consumer).socket.is_connected(0.01))
                 with pytest.raises(tp.Empty):
                     consumer.get(0)
             producer.put(1, PATIENCE)
             producer.put(2, PATIENCE)
-            wait_until(link_of(consumer).socket.has_incoming)
-            link_of(consumer).socket.drop(link_of(consumer).socket.routing)
+            wait_until(side_of(consumer).socket.has_incoming)
+            side_of(consumer).socket.drop(side_of(consumer).socket.routing)
             putting = in_thread(lambda: producer.put(3, PATIENCE))
             if has_met:
                 with pytest.raises(tp.PeerLost, match="vanished"):
@@ -638,7 +638,7 @@ def test_a_binder_that_closes_while_others_ask_for_a_queue() -> None:
             other.call(_claim_smaller, "busy")
             child.call(children.open_consumer, "busy", bind=False, shared_memory="require")
             child.begin(children.take, 1)
-            wait_until(link_of(producer).socket.has_incoming)
+            wait_until(side_of(producer).socket.has_incoming)
         with tp.Producer("busy", bind=True) as producer:
             producer.put("next", PATIENCE)
             assert child.result() == ["next"]

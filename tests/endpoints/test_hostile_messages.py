@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, in_thread
-from inside import link_of
+from inside import side_of
 from raw_ends import RawEnd, hello
 
 import tensorpipe_ipc as tp
@@ -286,7 +286,7 @@ def test_a_signal_is_heard_while_a_message_is_read(name: str) -> None:
     heard: list[float] = []
     with _talk() as (consumer, raw):
         raw.say(*_packed_keys(make()))
-        children.wait_until(link_of(consumer).socket.has_incoming)
+        children.wait_until(side_of(consumer).socket.has_incoming)
         with children.ticking(0.01, lambda number, frame: heard.append(time.process_time())):
             began = time.process_time()
             with contextlib.suppress(tp.Empty):
@@ -391,14 +391,14 @@ def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:
     with _talk() as (consumer, raw):
         for sequence in range(1, 30_000):
             raw.say(pack(Kind.DATA, sequence))
-        children.wait_until(link_of(consumer).socket.has_incoming)
+        children.wait_until(side_of(consumer).socket.has_incoming)
         for _ in range(3):
             before, began = consumer.statistics().rejected, time.process_time()
             with pytest.raises(tp.Empty):
                 consumer.get(0.05)
             assert time.process_time() - began < 0.5
             assert consumer.statistics().rejected > before
-        assert link_of(consumer).socket.has_incoming()
+        assert side_of(consumer).socket.has_incoming()
 
 
 def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pyt
                 raw.say(pack(Kind.CREDIT, 1))
         with pytest.raises(tp.PeerLost, match="vanished"):
             consumer.get(PATIENCE)
-        assert link_of(consumer).socket.has_incoming(), "the flood is not over"
+        assert side_of(consumer).socket.has_incoming(), "the flood is not over"
 
 
 def test_a_put_does_not_wait_while_messages_come_that_are_none() -> None:
@@ -428,12 +428,12 @@ def test_a_put_does_not_wait_while_messages_come_that_are_none() -> None:
             producer.wait_for(2, PATIENCE)
             for _ in range(30_000):
                 noisy.say(pack(Kind.CREDIT, 0))
-            children.wait_until(link_of(producer).socket.has_incoming)
+            children.wait_until(side_of(producer).socket.has_incoming)
             began = time.thread_time()
             for number in range(40):
                 producer.put(number, PATIENCE)
             assert time.thread_time() - began < 0.2
-            assert link_of(producer).socket.has_incoming(), "the flood is over"
+            assert side_of(producer).socket.has_incoming(), "the flood is over"
 
 
 def test_a_wait_ends_in_time_while_frames_are_let_go() -> None:

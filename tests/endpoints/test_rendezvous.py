@@ -17,7 +17,7 @@ import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import told_by_child
-from inside import conversation_of, link_of
+from inside import conversation_of, side_of
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -618,7 +618,7 @@ def _pair() -> tuple[tp.Consumer, tp.Producer, rendezvous.PairQueue]:
     putting = in_thread(lambda: producer.put("met", PATIENCE))
     assert consumer.get(PATIENCE) == "met"
     putting()
-    (peer,) = link_of(producer).peers.values()
+    (peer,) = side_of(producer).peers.values()
     assert peer.queue is not None
     return consumer, producer, peer.queue
 

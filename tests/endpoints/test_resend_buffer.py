@@ -21,7 +21,7 @@ import pytest
 import torch
 import zmq
 from children import PATIENCE, in_thread, wait_until
-from inside import conversation_of, link_of, tell
+from inside import conversation_of, side_of, tell
 from proxy import Proxy
 from raw_ends import RawEnd, RawLine, hello, hello_of
 
@@ -105,7 +105,7 @@ def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
         Proxy(int(producer.endpoint.rpartition(":")[2])) as line,
         tp.Consumer(line.endpoint, bind=False, **options) as consumer,
     ):
-        wait_until(lambda: link_of(consumer).socket.is_connected(0.05))
+        wait_until(lambda: side_of(consumer).socket.is_connected(0.05))
         line.silence("back")
         _listen(consumer)
         for number in range(4):
@@ -126,7 +126,7 @@ def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyP
         assert consumer.get(PATIENCE) == "word"
         putting()
         producer.flush(PATIENCE)
-        socket = link_of(producer).socket
+        socket = side_of(producer).socket
         before = socket.connection
         line.cut()
         line.heal()
@@ -223,7 +223,7 @@ def test_an_exception_while_a_torn_message_is_counted_leaves_it_to_be_counted(mo
         _tear_one_out_of(consumer, monkeypatch)
         producer.put(3, PATIENCE)
         with monkeypatch.context() as raising:
-            raising.setattr(link_of(consumer), "_never_come", _raise_at_once)
+            raising.setattr(side_of(consumer), "_never_come", _raise_at_once)
             with pytest.raises(_RaisedError):
                 consumer.get(PATIENCE)
         assert consumer.get(PATIENCE) == 3
@@ -244,7 +244,7 @@ def _tear_one_out_of(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> 
 
 def reader_of(end: Any) -> Any:
     """Return what reads the messages that come to an end."""
-    socket = link_of(end).socket
+    socket = side_of(end).socket
     return socket._reader if socket.binds else socket._line.reader
 
 
@@ -284,7 +284,7 @@ def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatc
         def all_was_heard() -> bool:
             with contextlib.suppress(tp.Empty, tp.Full):
                 end.get(0.05) if role == "producer" else end.wait_for(2, 0.05)
-            return not link_of(end).socket.has_incoming()
+            return not side_of(end).socket.has_incoming()
 
         wait_until(all_was_heard)
         answered = deaf.heard(0.2) / 300
@@ -330,7 +330,7 @@ def test_a_producer_sends_again_once_for_each_time_it_is_asked() -> None:
         raw.say(pack(Kind.CREDIT, first + 4))
         producer.flush(PATIENCE)
         assert producer.statistics().resent == 2
-        assert link_of(producer)._resend_buffer.nbytes == 0
+        assert side_of(producer)._resend_buffer.nbytes == 0
 
 
 def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_port: int) -> None:
@@ -360,7 +360,7 @@ def test_a_producer_that_met_who_computes_and_is_gone_was_there(endpoint: str, f
             raw.say(*exchange.sent("before it went"))
             raw.say(pack_goodbye(1, Ending()))
         (tmp_path / "gone.sock").unlink(missing_ok=True)
-        wait_until(lambda: not link_of(consumer).socket.is_connected())
+        wait_until(lambda: not side_of(consumer).socket.is_connected())
         assert consumer.get(PATIENCE) == "before it went"
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -685,7 +685,7 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
         putting = in_thread(lambda: producer.put("met", PATIENCE))
         assert consumer.get(PATIENCE) == "met"
         putting()
-        lend, sent = link_of(producer).socket.lend, []
+        lend, sent = side_of(producer).socket.lend, []
 
         def cut(*arguments: Any, **options: Any) -> Any:
             sent.append(arguments)
@@ -693,7 +693,7 @@ def test_a_put_that_is_cut_short_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) 
                 raise KeyboardInterrupt
             return lend(*arguments, **options)
 
-        monkeypatch.setattr(link_of(producer).socket, "lend", cut)
+        monkeypatch.setattr(side_of(producer).socket, "lend", cut)
         with contextlib.suppress(KeyboardInterrupt):
             producer.put(torch.ones(4 * PIECE, dtype=torch.uint8), PATIENCE)
         putting = in_thread(lambda: producer.put("next", PATIENCE))
@@ -713,7 +713,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     with tp.Consumer(LOOPBACK) as consumer:
 
         def remembered() -> list[int]:
-            link = link_of(consumer)
+            link = side_of(consumer)
             return [end for end in range(7) if link.new_peer(b"", _hello(end=end), Sight()).taken]
 
         for end, resends, how in ((1, 1, How.LOST), (2, 1, How.LOST), (3, 1, How.GOODBYE), (4, 0, How.LOST)):
@@ -859,17 +859,17 @@ def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> No
         if known:
             _part(consumer, 7, 1, How.LOST, taken=known)
         _part(consumer, 8, 1, How.LOST, taken=99)
-        one = link_of(consumer).new_peer(b"", _hello(sequence=said), Sight())
+        one = side_of(consumer).new_peer(b"", _hello(sequence=said), Sight())
         tell(consumer, events.Joined(one))
         assert (one.taken, one.began, consumer.statistics().lost) == (taken, taken, lost)
-        assert link_of(consumer).new_peer(b"", _hello(), Sight()).taken == 0  # it is not remembered any more
-        assert link_of(consumer).new_peer(b"", _hello(8), Sight()).taken == 99
+        assert side_of(consumer).new_peer(b"", _hello(), Sight()).taken == 0  # it is not remembered any more
+        assert side_of(consumer).new_peer(b"", _hello(8), Sight()).taken == 99
 
 
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message whose pieces there was none for; not one that is complete, nor another one."""
     with tp.Consumer(LOOPBACK) as consumer:
-        link, one = link_of(consumer), _peer(0)
+        link, one = side_of(consumer), _peer(0)
         link.check_memory(_arrived(one, 1))
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(_arrived(one, 1))
@@ -923,7 +923,7 @@ def test_who_asks_again_and_again_and_reads_nothing_is_sent_nothing_more(
     def all_was_heard() -> bool:
         with pytest.raises(tp.Full):
             producer.put(torch.zeros(60_000, dtype=torch.uint8), 0.1)
-        return not link_of(producer).socket.has_incoming()
+        return not side_of(producer).socket.has_incoming()
 
     wait_until(all_was_heard)
     assert producer.statistics().resent <= 64

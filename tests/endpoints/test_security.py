@@ -16,7 +16,7 @@ import torch
 import zmq
 import zmq.auth
 from children import PATIENCE, Child
-from inside import link_of
+from inside import side_of
 from secured import PUBLIC, SECRET, binders, connectors, make_keys, open_binder, open_connector
 from zmq.utils import z85
 
@@ -345,7 +345,7 @@ def test_close_does_not_wait_for_those_who_knock(keys: Path) -> None:
     with Child() as child:
         consumer = tp.Consumer(LOOPBACK, security=binders(keys))
         child.call(open_connector, consumer.endpoint, str(keys), linger=0.0)
-        gate = link_of(consumer).socket._gate
+        gate = side_of(consumer).socket._gate
         assert gate is not None
         assert gate.socket.poll(PATIENCE * 1000), "nobody knocked"
         began = time.monotonic()

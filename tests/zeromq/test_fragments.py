@@ -11,7 +11,7 @@ import secured
 import torch
 import zmq
 from children import PATIENCE, in_thread
-from inside import link_of
+from inside import side_of
 from raw_ends import wait_in_vain
 from secured import binders, connectors, make_keys
 
@@ -132,4 +132,4 @@ def test_the_limit_over_tcp_is_the_same_without_keys(monkeypatch: pytest.MonkeyP
 def test_those_who_wait_to_be_accepted() -> None:
     """As many as a burst of strangers may be, so that a friend is not crowded out."""
     with tp.Consumer("crowded") as consumer:
-        assert link_of(consumer).socket._socket.getsockopt(zmq.BACKLOG) == 1024
+        assert side_of(consumer).socket._socket.getsockopt(zmq.BACKLOG) == 1024

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, link_of
+from inside import conversation_of, side_of
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -481,7 +481,7 @@ def test_what_an_end_said_by_its_last_connection_is_read_after_what_it_says_by_t
     with binder, _present() as present, RawEnd(binder.endpoint) as last, RawEnd(binder.endpoint) as this:
         for raw, number in ((this, 2), (last, 1)):
             raw.say(hello(role, round=number, **present))
-            wait_until(link_of(binder).socket.has_incoming)
+            wait_until(side_of(binder).socket.has_incoming)
             with contextlib.suppress(tp.Empty):
                 binder.get(0) if isinstance(binder, tp.Consumer) else binder.statistics()
         if isinstance(binder, tp.Consumer):
@@ -852,7 +852,7 @@ def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPat
                 raw.say(*[b""] * 2000, b"x")
                 _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
         assert len(given_back) == 1
-        monkeypatch.setattr(link_of(consumer).socket._reader, "_gives_back_from", 0.0)
+        monkeypatch.setattr(side_of(consumer).socket._reader, "_gives_back_from", 0.0)
         _listen(consumer, lambda: len(given_back) == 2)
 
 
