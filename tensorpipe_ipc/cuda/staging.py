@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
@@ -69,7 +70,7 @@ class Cuda:
 
     def is_bad_fork(self) -> bool:
         """Return whether this is a fork of a process that used CUDA."""
-        return bool(torch.cuda._is_in_bad_fork())
+        return borrowed.is_bad_fork()
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies on one."""

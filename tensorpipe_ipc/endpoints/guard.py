@@ -5,12 +5,14 @@ Any thread may close an end. It says so first, and whoever waits in a use of the
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tensorpipe_ipc.borrowed import is_owned
 from tensorpipe_ipc.errors import Busy, Closed
 
 __all__ = ["Guard", "postponed", "undisturbed"]
@@ -70,7 +72,7 @@ class Guard:
         self.what = what
         self._pid = os.getpid()
         self._lock = threading.RLock()  # which knows its owner
-        self._is_owned: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self._is_owned: Callable[[], bool] = functools.partial(is_owned, self._lock)
         self.__exit__ = self._lock.__exit__
 
     def __enter__(self) -> None:

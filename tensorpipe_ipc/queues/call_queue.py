@@ -32,6 +32,8 @@ UNREAD = 32  # results, when they are read first. One by one, calls without tens
 
 _PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # of concurrent.futures, private
 _MISSING = [name for name in _PARTS if not hasattr(process, name)]
+if not hasattr(getattr(process, "_SafeQueue", None), "_on_queue_feeder_error"):
+    _MISSING.append("_SafeQueue._on_queue_feeder_error")
 
 
 class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]

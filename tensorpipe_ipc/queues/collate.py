@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
-from torch.utils.data._utils import collate as torchs
+from torch.utils.data import default_collate, get_worker_info
 
+from tensorpipe_ipc.borrowed import torch_collate as torchs
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.loans import TensorSpec, made
@@ -40,6 +40,10 @@ def collate(batch: Any, attachment: Callable[[], Attachment], collate_fn_map: Co
     Raises:
         TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
     """
+    if torchs is None:
+        if collate_fn_map is not None:
+            raise TypeError(f"collate_fn_map: torch {torch.__version__} has no collate function that takes one")
+        return default_collate(batch)
     functions = torchs.default_collate_fn_map if collate_fn_map is None else collate_fn_map
     if get_worker_info() is None:
         return torchs.collate(batch, collate_fn_map=dict(functions))

@@ -22,15 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import resource_sharer, util
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing  # its reducers
 from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
+from tensorpipe_ipc.borrowed import reducers, shared_descriptor, storage_classes
 from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
@@ -94,10 +93,8 @@ class _Reducers(dict[Any, Any]):
         return _of_handle, (os.getpid(), handle[0], *handle[1])
 
 
-_KINDS: frozenset[Any] = frozenset(
-    (torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *torch._storage_classes)
-)
-_registered: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+_KINDS: frozenset[Any] = frozenset((torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *storage_classes))
+_registered: Any = reducers
 _PLACE = pickle.PickleBuffer(bytearray(1))  # what is pickled out of band, as the standard has it: there stands a leaf
 
 
@@ -140,7 +137,7 @@ def _is_shared(storage: UntypedStorage) -> bool:
     if not storage.is_shared() or storage.device.type != "cpu":
         return False
     try:
-        return int(storage._get_shared_fd()) >= 0  # type: ignore[attr-defined, unused-ignore]  # else torch has mapped a file
+        return int(shared_descriptor(storage)) >= 0  # else torch has mapped a file
     except RuntimeError:
         return True  # shared by name, "file_system"
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
@@ -81,12 +82,12 @@ def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
         Closed: it is a GPU's, and this is a fork of a process that used CUDA.
     """
     _refuse_exotic(tensor)
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or not tensor.is_cpu:
+    if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor) or not tensor.is_cpu:
         check_size(tensor, most)
     if not tensor.is_cpu:
         tensor = _to_cpu(tensor)
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return tensor.clone()
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")

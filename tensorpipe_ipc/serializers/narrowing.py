@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import Serializer, any_size, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
@@ -258,6 +259,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_meta or tensor._is_zerotensor())
+        and not (tensor.is_nested or tensor.is_meta or is_zero_tensor(tensor))
         and bool(not tensor.numel() or tensor.data_ptr())
     )

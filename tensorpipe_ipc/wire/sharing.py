@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.wire.dtypes import is_narrowed
 from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
@@ -49,7 +50,7 @@ class Sharing:
         owners: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if (
-                index not in apart and leaf.layout is torch.strided and not leaf._is_zerotensor()
+                index not in apart and leaf.layout is torch.strided and not is_zero_tensor(leaf)
             ):  # the others have no memory of their own
                 owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         if len(owners) < len(leaves):

@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 import zmq
-from zmq.utils import garbage
 
+from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
@@ -160,8 +160,10 @@ def hold_reaper() -> None:
     forgets what is lent, so that nothing is heard of it any more. So it is started by a thread that handlers do not
     interrupt, and is asked by what is done in one step.
     """
-    thread = garbage.gc.thread
-    if thread is not None and garbage.gc.pid == os.getpid() and "is_alive" in thread.__dict__:
+    if pyzmq_reaper is None or running_threads is None:
+        return
+    thread = pyzmq_reaper.thread
+    if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
     started = _thread.allocate_lock()
     started.acquire()
@@ -170,22 +172,25 @@ def hold_reaper() -> None:
 
 
 def _start_reaper(started: _thread.LockType) -> None:
-    reaper = garbage.gc
+    reaper, running = pyzmq_reaper, running_threads
+    assert running is not None
     try:
         with reaper._lock:
             if not reaper.is_alive():
                 reaper.start()
             thread: Any = reaper.thread
-            thread.is_alive = functools.partial(threading._active.__contains__, thread.ident)  # type: ignore[attr-defined]
+            thread.is_alive = functools.partial(running.__contains__, thread.ident)
     finally:
-        threading._active.pop(_thread.get_ident(), None)  # type: ignore[attr-defined]  # or it is listed for ever
+        running.pop(_thread.get_ident(), None)  # or it is listed for ever
         started.release()
 
 
 def _stop_reaper() -> None:
     """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
+    if pyzmq_reaper is None:
+        return
     deadline = time.monotonic() + 1
-    while garbage.gc.refs and time.monotonic() < deadline:  # it is just being told of the last ones
+    while pyzmq_reaper.refs and time.monotonic() < deadline:  # it is just being told of the last ones
         time.sleep(0.001)
-    if not garbage.gc.refs:
-        garbage.gc.stop()
+    if not pyzmq_reaper.refs:
+        pyzmq_reaper.stop()

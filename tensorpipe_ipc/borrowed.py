@@ -1,0 +1,113 @@
+"""Private names of other libraries, and what is done where a version of theirs lacks them.
+
+Each is looked up here, once. Where one is missing, a warning says what that costs, and the rest goes on. A file that tests a
+library in another way says so itself (``memory.handover``, ``queues.call_queue``, ``queues.worker_memory``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing  # its reducers
+
+__all__ = [
+    "is_bad_fork",
+    "is_owned",
+    "is_zero_tensor",
+    "pyzmq_reaper",
+    "reducers",
+    "running_threads",
+    "shared_descriptor",
+    "storage_classes",
+    "torch_collate",
+]
+
+
+def _borrowed(path: str, instead: Any, cost: str, parts: tuple[str, ...] = ()) -> Any:
+    """Return what a dotted name stands for; ``instead``, with a warning, where it is missing.
+
+    Args:
+        path: the module, then a colon, then the names within.
+        cost: what is not there without it.
+        parts: names that it must have.
+    """
+    module, _, names = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for name in filter(None, names.split(".")):
+            found = getattr(found, name)
+        for part in parts:
+            getattr(found, part)
+    except (AttributeError, ImportError):
+        warnings.warn(f"tensorpipe_ipc finds no {path.replace(':', '.')} here: {cost}", RuntimeWarning, stacklevel=3)
+        return instead
+    return found
+
+
+def _owns(lock: Any) -> bool:
+    """Return whether this thread owns a lock, as its own words tell."""
+    return f"owner={threading.get_ident()} " in repr(lock)
+
+
+_LOCK = type(threading.RLock())
+is_owned: Callable[[Any], bool] = getattr(_LOCK, "_is_owned", _owns)
+"""Return whether this thread owns an RLock."""
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = _borrowed(
+    "torch:Tensor._is_zerotensor", lambda _: False, "tensors of zeros without memory are sent as they claim to be"
+)
+"""Return whether a tensor stands for zeros, and has no memory."""
+
+is_bad_fork: Callable[[], bool] = _borrowed(
+    "torch.cuda:_is_in_bad_fork", lambda: False, "a GPU's tensor in a forked process fails by CUDA's own error"
+)
+"""Return whether this is a fork of a process that used CUDA."""
+
+storage_classes: tuple[type, ...] = tuple(
+    _borrowed("torch:_storage_classes", (), "storages of old kinds go as pickles, and not as memory")
+)
+"""torch's typed storages."""
+
+shared_descriptor: Callable[[Any], int] = _borrowed(
+    "torch:UntypedStorage._get_shared_fd", lambda _: 0, "files that torch has mapped are sent by its own handles"
+)
+"""Return the descriptor of a storage in torch's shared memory; -1 where it is a file that torch has mapped.
+
+Raises:
+    RuntimeError: it is shared by name.
+"""
+
+running_threads: dict[int, Any] | None = _borrowed(
+    "threading:_active", None, "an exception while a producer over tcp starts may lose what it sends"
+)
+"""The threads that run, by their numbers."""
+
+pyzmq_reaper: Any = _borrowed(
+    "zmq.utils.garbage:gc",
+    None,
+    "its thread for lent memory is left to pyzmq",
+    ("_lock", "is_alive", "pid", "refs", "thread"),
+)
+"""pyzmq's thread for lent memory."""
+
+torch_collate: Any = _borrowed(
+    "torch.utils.data._utils:collate",
+    None,
+    "``ctx.collate`` is torch's default_collate, whose batches are copied once more",
+    ("collate", "collate_numpy_array_fn", "collate_tensor_fn", "default_collate_fn_map", "np_str_obj_array_pattern"),
+)
+"""torch's module of collate functions."""
+
+reducers: Mapping[Any, Callable[[Any], Any]] = _borrowed(
+    "multiprocessing.reduction:ForkingPickler._extra_reducers",
+    ForkingPickler(io.BytesIO()).dispatch_table,
+    "what is registered with ForkingPickler from now on does not count",
+)
+"""multiprocessing's reducers, by type, those that torch has registered among them."""
