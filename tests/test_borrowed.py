@@ -15,7 +15,7 @@ class Missing:
         raise AttributeError
 
 
-bad_fork = torch.cuda._is_in_bad_fork
+bad_fork, reaper = torch.cuda._is_in_bad_fork, garbage.gc
 {cut}
 
 import warnings
@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     import tensorpipe_ipc as tp
-torch.cuda._is_in_bad_fork = bad_fork  # torch needs it itself
+torch.cuda._is_in_bad_fork, garbage.gc = bad_fork, reaper  # torch and pyzmq need them themselves
 for each in told:
     print("WARNED", each.message)
 
