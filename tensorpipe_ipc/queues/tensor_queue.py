@@ -1,4 +1,7 @@
-"""Queue and JoinableQueue: multiprocessing's contract, over shared memory. What objects cross as, ``codec`` says."""
+"""Queue and JoinableQueue: multiprocessing's contract, over shared memory.
+
+``codec`` decides in which form an object crosses.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ __all__ = ["JoinableQueue", "Queue"]
 MOST_SPIN = 0.001
 
 
-class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has none of its state
+class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it uses none of its state
     """multiprocessing.Queue's methods and errors, without its feeder thread: ``put`` has read the object when it returns.
 
-    It may be inherited by fork, or passed to a process that is being spawned, and used from many threads.
+    A child may inherit it by fork, or receive it as an argument when it is spawned. Many threads may use it at once.
 
     Attributes:
-        takes_offers: whether a put hands over what a DataLoader's worker made for it, though it does not say ``move``: that of
-            the worker's own loop does, as nobody sees the batch after it. Whoever else puts has the object copied.
+        takes_offers: whether a put without ``move`` hands over a batch that a DataLoader's worker collated. The put of the
+            worker's own loop does so, because nothing uses the batch after it. A put from any other place copies the object.
     """
 
     _has_tasks = False
@@ -57,27 +60,29 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         spin: float = 0.0,
         cuda_ipc: bool = False,
     ) -> None:
-        """A new, empty queue.
+        """Make a new, empty queue.
 
         Args:
-            maxsize: how many objects may be in it; 0 or less: any number.
-            ctx: what ``get_context`` returned: the queue shares its memory. Any other (multiprocessing's own, or None): it
-                shares the process's default memory, which is there as long as something lies in it.
-            serializer: what the bytes of tensors are.
-            wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
-                are wider than it cross as it, and get their own dtype back when they are taken. ``statistics()`` says what
-                that cost. What goes by reference (``move``, ``loan``) goes as it is, and so does all else.
-            spin: seconds, at most 0.001, for which ``get`` looks for an object before it sleeps: it saves the wake-up
-                where objects come that fast, for a core that is busy meanwhile.
-            cuda_ipc: large GPU tensors stay on their GPU, where everyone who gets from the queue wants them on a GPU
-                (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the receiver's
-                own. Such an object is lost if the process that put it ends before it was taken: the get raises PeerLost.
-                Else they are staged, and ``statistics()`` says why. With ``wire_dtype`` they always are.
+            maxsize: how many objects may be in the queue; 0 or less: any number.
+            ctx: a context of ``get_context``: the queue uses that context's memory. Anything else (a context of
+                multiprocessing's own, or None): the queue uses the process's default memory, which lasts as long as
+                something lies in it.
+            serializer: the name of the serializer that encodes tensors to bytes.
+            wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2. Real floating-point tensors and arrays that
+                are wider cross in this dtype, and ``get`` restores their own. ``statistics()`` says what precision
+                that cost. Tensors that go by reference (``move``, ``loan``), and all other leaves, cross unchanged.
+            spin: seconds, at most 0.001, for which ``get`` polls for an object before it sleeps. Polling saves the wake-up
+                when objects arrive that fast, and keeps a core busy meanwhile.
+            cuda_ipc: large GPU tensors stay on their GPU if every process that gets from the queue asks for a GPU
+                (``device=``), sees the producer's GPU, and has passed a self-test. They arrive as copies in the receiver's
+                own memory. If the process that put such an object ends before it is taken, the object is lost, and the
+                get raises PeerLost. In all other cases, and always with ``wire_dtype``, the tensors are staged;
+                ``statistics()`` says why.
 
         Raises:
-            TypeError: ``maxsize`` is no whole number.
-            ValueError: ``spin`` is out of range, ``maxsize`` above 16,777,215, or ``wire_dtype`` none of these.
-            UnknownSerializer: no serializer of that name.
+            TypeError: ``maxsize`` is not an integer.
+            ValueError: ``spin`` is out of range, ``maxsize`` is above 16,777,215, or ``wire_dtype`` is another dtype.
+            UnknownSerializer: no serializer has that name.
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
         maxsize = check_maxsize(maxsize)
@@ -94,30 +99,33 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         self.takes_offers = False
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None, *, move: bool = False) -> None:
-        """Put an object. Once this returns it has been read, and survives this process.
+        """Put an object. When this returns the object has been read, and it survives this process.
 
-        What the program itself put into torch's shared memory (``share_memory_()``) stays shared: what either side writes, the
-        other sees. torch's own handle is sent, which needs a descriptor for each storage, and this process until the
-        object was taken: when it ends in order it waits a second at most for that. What is one object in ``obj`` is one
-        object in what ``get`` returns, as pickle keeps it. Strings and numbers have no identity: they are only equal.
+        Memory that the program itself shared (``share_memory_()``) stays shared: each side sees what the other writes. Such
+        tensors cross as torch's own handles. A handle needs one descriptor for each storage, and needs this process to
+        live until the object is taken. A process that ends in order waits a second at most for that.
 
-        An exception that a signal's handler raises meanwhile leaves the object put, once, or not put.
+        Two references to one object in ``obj`` are references to one object in the result of ``get``, as with pickle.
+        Strings and numbers keep no identity: they are only equal.
+
+        If a signal's handler raises an exception during a put, the object has been put once or not at all.
 
         Args:
-            obj: a tree of tensors, arrays, numbers and so on, or anything else that can be pickled.
+            obj: a tree of tensors, arrays, numbers and so on, or any other object that can be pickled.
             block: whether to wait for room.
             timeout: seconds to wait; None: for ever.
-            move: give the tensors away, by reference where that is possible: where the large ones lie in one block of this
-                queue's memory that this process holds (from ``ctx.empty``, or got from a queue of the same context), and no
-                view, array, storage or DLPack capsule of it, nor a child forked since, is left besides the tensors
-                in ``obj``. These are then *empty*, of shape (0,). Otherwise the object is copied, and stays as it was.
+            move: give the tensors away, by reference if possible. It is possible if the large tensors lie in one block of
+                this queue's memory that this process holds: from ``ctx.empty``, or got from a queue of the same context.
+                No view, array, storage or DLPack capsule of the block may be left besides the tensors in ``obj``, and no
+                child forked since. Afterwards these tensors are *empty*, of shape (0,). If it is not possible, the object
+                is copied, and stays unchanged.
 
         Raises:
-            Full: there was no room in time. Who holds what is named; the object stays with the caller.
-            Closed: the queue is closed here (a ValueError, as multiprocessing says it).
-            UnsupportedLeaf: a tensor with autograd history, say (a RuntimeError, as torch's queue raises it, and a TypeError).
-            Exception: whatever the object raises on pickling.
-            SharedMemoryError, OutOfMemory: a tensor is larger than memory, as one that is expanded may be. The sizes are named.
+            Full: no room within ``timeout``. The text names the processes that hold memory. The caller keeps the object.
+            Closed: the queue is closed in this process (a ValueError, as in multiprocessing).
+            UnsupportedLeaf: for example, a tensor has autograd history (a RuntimeError, as in torch's queue, and a TypeError).
+            Exception: any error that the object raises when it is pickled.
+            SharedMemoryError, OutOfMemory: a tensor is larger than memory, as an expanded one may be. The text names the sizes.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -142,17 +150,17 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
     def put_many(self, objs: Iterable[Any], timeout: float | None = None) -> None:
         """Put objects in their order, with one system call for up to 64 of them.
 
-        Every error of ours has an attribute ``put``: how many objects, from the first on, are in the queue. An exception that a
-        signal's handler raises meanwhile has none, as that is not known.
+        Each error of this package has an attribute ``put``: how many objects, counted from the first, are in the queue. An
+        exception from a signal's handler lacks it, because the number is unknown then.
 
         Args:
-            objs: what ``put`` takes, each an object of its own to ``get``. Of an iterable that is no list or tuple, each is
-                read before the next is asked for: a generator may fill the same memory again.
-            timeout: seconds to wait for room for the last of them; None: for ever.
+            objs: objects as for ``put``. Each is a separate object to ``get``. From an iterable that is not a list or tuple,
+                each object is read before the next is requested: a generator may fill the same memory again.
+            timeout: seconds to wait for room for the last object; None: for ever.
 
         Raises:
-            Full: there was not room for all in time. The others stay with the caller.
-            Exception: as ``put`` does. Then those before the error's object are in the queue, where they found room.
+            Full: no room for all objects within ``timeout``. The caller keeps the others.
+            Exception: any error of ``put``. The objects before the faulty one are in the queue, as far as they found room.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -171,7 +179,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
                     left = None if deadline is None else max(0, deadline - time.monotonic())
                     try:
                         count = self._queue.put_many(waiting, left)
-                    except SharedMemoryError:  # one of them is too large, and none was put: which is it?
+                    except SharedMemoryError:  # one is too large, and none was put: put them singly to find it
                         if len(waiting) == 1:
                             raise
                         count = self._queue.put_many(waiting[:1], left)
@@ -183,17 +191,17 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         except BaseException as error:
             for payload, _ in waiting:
                 self._codec.take_back(payload, error)
-            # Any other is a signal handler's: it may have come when some were put that are not counted yet.
+            # Any other error comes from a signal's handler: objects may have been put that are not counted yet.
             if error is at_fault or isinstance(error, TensorPipeError):
-                with contextlib.suppress(AttributeError):  # an object's own exception may have no room for it
+                with contextlib.suppress(AttributeError):  # an object's own exception may have __slots__
                     error.put = done  # type: ignore[attr-defined]
             raise
 
     def _encode_some(self, remaining: Iterator[Any], waiting: list[tuple[Payload, bytes]], is_made: bool) -> bool:
-        """Objects to be put together. Whether there are more.
+        """Encode the next objects that one system call can put. Return whether more may remain.
 
         Args:
-            is_made: their memory may be used again for the next: each must be copied before that is asked for.
+            is_made: the iterable may reuse an object's memory for the next object: copy each before requesting the next.
         """
         for obj in remaining:
             apart = None if type(obj) is torch.Tensor else self._codec.take_apart(obj)
@@ -218,38 +226,40 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         """Take an object. It belongs to the caller.
 
         Args:
-            block: whether to wait for one.
+            block: whether to wait for an object.
             timeout: seconds to wait; None: for ever.
             copy: True: all tensors lie in memory of their own. False: they lie in shared memory, however small, as a
-                *lease*: they keep the memory that they came in, until the last alias of them is gone. "auto": a lease
-                from 32 KiB on, as long as this process has at most half of the queue's memory under lease, and no more is
-                in use than its capacity. Tensors without items, and messages without tensors, have no memory and are the
-                same in any case. A lease below a page costs a page.
-                What a child, forked while they are alive, writes to them stays its own. What *this* process writes later the
-                child may see, in pages that it has not written itself: what it is to keep as it is, it clones.
-            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": as they come. To a GPU large ones
-                are copied straight from shared memory, which is held until that is done. Arrays, bytes and storages stay
-                on the CPU.
+                *lease*: the block that they arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on,
+                as long as this process leases at most half of the queue's memory, and no more memory is in use than
+                the capacity. Tensors without items, and messages without tensors, have no memory: the three settings
+                agree. A lease smaller than a page costs a page.
+                If a child is forked while leased tensors live, the child's writes to them stay private to it. The child
+                may see *this* process's later writes, in pages that the child has not written itself. A child that
+                needs the old contents clones the tensors.
+            device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": where they arrive. Large tensors
+                for a GPU are copied there straight from shared memory, and the block is held until the copy is complete.
+                Arrays, bytes and storages stay on the CPU.
             restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
-                they come as they crossed, as a lease if large (but for what goes to NumPy, of a dtype that NumPy lacks).
-            as_numpy: NumPy arrays in the place of tensors, on the same memory: nothing is copied for it.
+                they keep the narrow dtype, as a lease if large; but leaves for NumPy whose narrow dtype NumPy lacks
+                are restored all the same.
+            as_numpy: return NumPy arrays in place of tensors, on the same memory, without a copy.
 
         Raises:
-            Empty: none came in time.
-            Closed: the queue is closed here.
-            ValueError: ``copy`` is none of these, ``device`` names none, or goes with ``as_numpy``.
-            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype or a layout that NumPy lacks. The object is what the next
-                get takes.
-            MemoryError, OSError, torch.OutOfMemoryError: there is not enough for it now. The object is what the next get
-                takes; after eight tries it is dropped.
-            Exception: whatever the object raises when it is made again. It is dropped, and counted (``undecodable``). What is
-                no ``Exception`` (SystemExit, KeyboardInterrupt) may be a signal handler's: it is dropped after eight tries.
+            Empty: no object within ``timeout``.
+            Closed: the queue is closed in this process.
+            ValueError: ``copy`` is another value, ``device`` names no device, or both ``device`` and ``as_numpy`` are given.
+            UnsupportedLeaf: ``as_numpy``, and NumPy lacks a tensor's dtype or layout. The next get takes the object.
+            MemoryError, OSError, torch.OutOfMemoryError: too little memory or too few descriptors at present. The next get
+                takes the object; after eight tries it is dropped.
+            Exception: any error that the object raises when it is rebuilt. The object is dropped, and counted
+                (``undecodable``). A BaseException that is not an ``Exception`` (SystemExit, KeyboardInterrupt) may come from
+                a signal's handler: then the object is dropped only after eight tries.
             ShutDown: the queue was shut down, and is empty.
-            SharedMemoryError: copy=False, and this process has as much under lease as it may (half of the queue's memory),
-                or more memory is in use than the queue's capacity. The message is the next that a get in this process takes.
-                Or, ``cuda_ipc``: this process cannot read the GPU memory that the object lay in. It is dropped.
-            PeerLost: the process that put the object is gone, and with it GPU memory (``cuda_ipc``), or a handle of torch's
-                shared memory. The object is dropped.
+            SharedMemoryError: copy=False, and this process leases half of the queue's memory already, or more memory is in
+                use than the capacity; the next get in this process takes the message. With ``cuda_ipc`` also: this process
+                cannot read the GPU memory that the object lies in; the object is dropped.
+            PeerLost: the process that put the object is gone, and with it the object's GPU memory (``cuda_ipc``), or a handle
+                of torch's shared memory. The object is dropped.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -272,21 +282,21 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
         restore: bool = True,
         as_numpy: bool = False,
     ) -> list[Any]:
-        """Take the objects that are there, with one system call; wait where there is none.
+        """Take the objects that the queue holds, with one system call. Wait if it is empty.
 
         Args:
-            max_items: at most so many. 64 at once are never exceeded.
-            timeout: seconds to wait for the first; None: for ever.
-            copy, device, restore, as_numpy: what ``get`` takes, for each of them.
+            max_items: the most objects to take. One call never takes more than 64.
+            timeout: seconds to wait for the first object; None: for ever.
+            copy, device, restore, as_numpy: as for ``get``; they apply to each object.
 
         Returns:
-            At least one, in the order in which they were put. They belong to the caller.
+            At least one object, in the order in which they were put. They belong to the caller.
 
         Raises:
-            TypeError: ``max_items`` is no whole number.
+            TypeError: ``max_items`` is not an integer.
             ValueError: ``max_items`` is not positive.
-            Exception: as ``get`` does, for the first of them. Where another one is at fault those before it are returned, and
-                the error is the next get's.
+            Exception: any error of ``get``, for the first object. If a later object is faulty, the objects before it are
+                returned, and the next get raises the error.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
@@ -305,110 +315,112 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
     def _raise_undeliverable(self) -> None:
         if self._undeliverable:
             error = self._undeliverable[0]
-            del self._undeliverable[0]  # with no call since the look: no other thread comes in between
+            del self._undeliverable[0]  # No call may come since the test: another thread could run there
             raise error
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
-        """Tensors in shared memory, to be filled, and sent without a copy::
+        """Return a loan: tensors in shared memory that the caller fills, and that are sent without a copy::
 
             with queue.loan((64, 3, 224, 224), torch.uint8) as batch:
                 decode_into(batch)
 
-        On leaving the block they are put as ``put(..., move=True)`` does: no alias of them should be left (else they are
-        copied), and they are empty then. On an exception they are not put; their memory is free when they are gone.
-        Where there is no room, and nothing in the queue whose taking may make some, they lie in memory of the process's
-        own, and are copied when they are put.
-        Where there is no room in time, Full is raised, and they stay the caller's, with all that was written to
-        them: they may be put with ``move=True`` later.
+        On leaving the ``with`` block the tensors are put, as by ``put(..., move=True)``, and are empty afterwards. If an alias
+        of them is left, they are copied instead. After an exception they are not put, and their memory is free once the
+        tensors are gone.
+        If there is no room, and no object in the queue whose taking could make room, the tensors lie in the process's own
+        memory, and are copied when they are put.
+        If there is no room within ``timeout``, Full is raised. The caller keeps the tensors and their contents, and may put
+        them with ``move=True`` later.
 
         Args:
-            tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples, to be sent as it is
-                when the block is left.
-            dtype: with a shape.
+            tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples. The tree itself is the
+                message, with a tensor in the place of each ``TensorSpec``.
+            dtype: the dtype for a shape.
             timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
         """
         return Loan(self, tensors, dtype, timeout)
 
     def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
-        """Make a loan's tensors on entering it: in one block of shared memory, not initialised."""
+        """Make a loan's tensors, not initialised, in one block of shared memory. ``Loan`` calls this on entering."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         return made(specs, self._queue.leases, functools.partial(self._queue.block_for, _seconds(True, timeout)))
 
     def trim(self) -> int:
-        """Give back all memory that this queue and those that share it with it hold ready, but nobody needs, whichever process
-        has it. What lies idle for some seconds is given back anyway, by whoever then puts, waits or polls.
+        """Give back the idle memory that all processes hold ready for this queue and the queues that share its memory.
+
+        Memory that is idle for some seconds is given back anyway, by the next process that puts, waits or polls.
 
         Returns:
-            How many bytes that were.
+            The number of bytes given back.
         """
         return self._queue.attachment.trim()
 
     def put_nowait(self, obj: Any) -> None:
-        """``put(obj, block=False)``."""
+        """Put an object as ``put(obj, block=False)`` does."""
         self.put(obj, False)
 
     def get_nowait(self) -> Any:
-        """``get(block=False)``."""
+        """Take an object as ``get(block=False)`` does."""
         return self.get(False)
 
     def qsize(self) -> int:
-        """Return how many objects are in it. Others may put and get meanwhile."""
+        """Return how many objects are in the queue. Other processes may put and get meanwhile."""
         return self._queue.qsize()
 
     def empty(self) -> bool:
-        """Return whether nothing is in it, at this moment.
+        """Return whether the queue is empty at this moment.
 
         Raises:
-            OSError: the queue is closed here, and was put into here, as multiprocessing has it.
+            OSError: this process has closed the queue, and had put into it before, as in multiprocessing.
         """
         if self._closed and self._used:
             raise OSError("the handle is closed")
         return not self.qsize()
 
     def full(self) -> bool:
-        """Return whether it has no room, at this moment."""
+        """Return whether the queue holds ``maxsize`` objects at this moment."""
         return 0 < self._queue.maxsize <= self.qsize()
 
     def close(self) -> None:
-        """Stop using the queue in this process. Other processes go on, and messages that were put stay for them.
+        """Stop using the queue in this process. Other processes go on, and the messages stay for them.
 
-        A message that a ``get`` here had taken and left for the next one, because of an exception, is lost and counted. A
-        thread that waits in ``get`` meanwhile goes on waiting, as with multiprocessing's queue: ``shutdown`` wakes it.
+        If a ``get`` of this process left a message for the next get, because of an exception, the message is lost and counted.
+        A thread that waits in ``get`` goes on waiting, as with multiprocessing's queue: ``shutdown`` wakes it.
         """
         self._closed = True
         self._queue.give_up()
 
     def shutdown(self, immediate: bool = False) -> None:
-        """Refuse further puts, in every process, and gets once the queue is empty. Who waits is woken.
+        """Refuse further puts in every process, and gets once the queue is empty. Wake the threads that wait.
 
-        As ``queue.Queue.shutdown`` of Python 3.13. Once this returns no put succeeds, but for that of a process which was
-        stopped (SIGSTOP) in the microseconds between its last look and its ticket.
+        The contract is that of Python 3.13's ``queue.Queue.shutdown``. After the return no put succeeds, with one exception:
+        a process that was stopped (SIGSTOP) in the microseconds between its last check and writing its ticket.
 
         Args:
-            immediate: drop what is in the queue (its tasks count as done), so that gets are refused at once.
+            immediate: drop the objects in the queue (their tasks count as done), so that gets are refused at once.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         self._queue.shut_down(drop=immediate)
 
     def join_thread(self) -> None:
-        """Nothing: there is no thread."""
+        """Do nothing: there is no thread."""
 
     def cancel_join_thread(self) -> None:
-        """Nothing: there is no thread."""
+        """Do nothing: there is no thread."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while ``get`` would not wait; now and then, when more was put than a pipe
-        holds, also when it would.
+        """Return a descriptor that is readable while ``get`` would not wait.
 
-        Where other processes get from the queue, too, it may be silent about what a get here took and left for the next one:
-        after an exception, and after ``get_many``, ask ``empty()`` before you wait for it.
+        After more objects were put than a pipe holds, it is sometimes readable though ``get`` would wait.
+        If other processes also get from the queue, it may not tell of an object that a get of this process took and left for
+        the next one. So call ``empty()`` before you wait for the descriptor after an exception or after ``get_many``.
         """
         return self._queue.fileno()
 
     def statistics(self) -> QueueStatistics:
-        """Return a snapshot of what this process did with the queue, and of the arena that it lies in."""
+        """Return a snapshot of this process's use of the queue, and of the queue's arena."""
         found, lender, narrows = statistics_of(self._queue), self._codec.lender, self._codec.narrowing
         found = dataclasses.replace(found, shared_by_torch=self._codec.shared_by_torch)
         if lender is not None:
@@ -419,12 +431,12 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     @property
     def is_shut(self) -> bool:
-        """Return whether it was shut down, by any process."""
+        """Return whether any process has shut down the queue."""
         return bool(self._queue.words[self._queue.record.shut])
 
     @property
     def _reader(self) -> Reader:
-        """The reader, as users of multiprocessing's queues reach for it: ``connection.wait([queue._reader])``."""
+        """The reader, under the name that users of multiprocessing's queues know: ``connection.wait([queue._reader])``."""
         return Reader(self)
 
     @property
@@ -437,7 +449,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
     @property
     def closed(self) -> bool:
-        """Return whether it was closed in this process."""
+        """Return whether this process has closed the queue."""
         return self._closed
 
     def __getstate__(self) -> Any:
@@ -452,35 +464,41 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # to those who ask; it has
 
 
 class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
-    """multiprocessing.JoinableQueue: a Queue that knows which of its objects are not dealt with yet.
+    """multiprocessing.JoinableQueue: a Queue that counts the objects whose tasks are not done yet.
 
-    What a process had taken and not done when it ended counts as done: nobody will do it, and ``join`` must not wait for the
-    dead. But not once some process has called ``task_done`` more often than it took objects: then it does so for others, who
-    may have ended, and ``join`` waits for all that was put, as multiprocessing's does.
+    When a process ends, the tasks that it took and did not finish count as done: no other process will finish them, and
+    ``join`` must not wait for the dead. This rule ends once any process has called ``task_done`` more often than it took
+    objects. Such a process finishes tasks for others, which may have ended. From then on ``join`` waits for all objects
+    that were put, as multiprocessing's does.
     """
 
     _has_tasks = True
 
     def task_done(self) -> None:
-        """An object that was taken has been dealt with. For consumers, once for each ``get``, also after ``close``.
+        """Report that the task of one taken object is done. Consumers call it once for each ``get``, even after ``close``.
 
         Raises:
-            ValueError: called more often than objects were put.
+            ValueError: more calls than objects were put.
         """
         self._queue.attachment.attach()
         self._queue.tasks.done()
 
     def join(self) -> None:
-        """Wait until every object that was put has been dealt with, was dropped by a shutdown, or is lost: with a consumer that
-        died, or by an exception of a signal's handler inside ``get``. An object of which ``get`` raised an error, and that was
-        dropped, counts as taken: it waits for ``task_done``, as multiprocessing has it. It may be called after ``close``."""
+        """Wait until the task of every object that was put is done. It may be called after ``close``.
+
+        A task counts as done if a shutdown dropped the object, or if the object is lost: with a consumer that died, or by an
+        exception of a signal's handler inside ``get``. An object that ``get`` dropped with an error counts as taken:
+        ``join`` waits for its ``task_done``, as multiprocessing's does.
+        """
         self._queue.attachment.attach()
         self._queue.tasks.wait(self._queue.tidy)
 
 
 def _may_change(apart: Apart | None, metadata: bytes) -> bool:
-    """Return whether taking the next object apart may change what this one's message is made of: both have leaves that code
-    of the user's gave, which may have one buffer for all (``__reduce__``, or ``to`` of a registered type)."""
+    """Return whether taking the next object apart may change the memory of this object's message.
+
+    It may if user code supplied the leaves (``__reduce__``, or ``to`` of a registered type): such code may reuse one buffer.
+    """
     flat = None if apart is None else apart[0]
     return bool(metadata[0] & PICKLED) or (flat is not None and None in flat.nodes)
 
@@ -492,8 +510,8 @@ def _seconds(block: bool, timeout: float | None) -> float | None:
 
 
 def _timeout(timeout: float) -> float:
-    """Seconds; what is negative is 0, as multiprocessing has it."""
+    """Return the seconds to wait. Negative ones count as 0, as in multiprocessing."""
     try:
         return check_timeout(max(timeout, 0))
-    except TypeError:  # of max: it says nothing of timeouts
+    except TypeError:  # max's own text does not mention the timeout
         return check_timeout(timeout)
