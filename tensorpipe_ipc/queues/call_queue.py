@@ -1,13 +1,14 @@
-"""CallQueue: how calls get from a ProcessPoolExecutor to its workers, if its ``mp_context`` is one of ours.
+"""CallQueue: it carries calls from a ProcessPoolExecutor to its workers, if its ``mp_context`` is one of this package's.
 
-Results come through ``ctx.SimpleQueue()``. But for calls, the executor makes a queue class of its own, over a pipe with a
-feeder thread, and asks no context for it. What it does ask its context for is each worker: ``ctx.Process(target=...,
-args=(calls, results, ...))``, before it sends a call. There its queue is changed into one that puts and gets through shared
-memory (``adopt``). That is all that is done to it; another executor's is left alone, and nothing is registered globally. Where
-Python's executor has other parts than those known here, it keeps its own queue of calls, and a warning says so.
+Results cross ``ctx.SimpleQueue()``. For calls, the executor makes a queue of its own class, over a pipe with a feeder thread,
+without asking its context. But it asks its context for each worker before it sends a call: ``ctx.Process(target=...,
+args=(calls, results, ...))``. There ``adopt`` changes the executor's queue into one that puts and gets through shared memory.
+Nothing else of the executor changes, other contexts' executors are untouched, and nothing is registered globally. If Python's
+executor lacks a part that is used here, it keeps its own queue of calls, and a warning says so.
 
-One thread of the executor sends calls and reads results. Stock leaves the copying of calls to another; here that one does it
-itself. So that results come meanwhile, and do not fill the memory that calls need, ``full`` says when they are to be read.
+One thread of the executor sends calls and reads results. Python's own queue leaves the copying of calls to its feeder thread;
+here the executor's thread copies them itself. Results must be read meanwhile, and must not fill the memory that calls need.
+So ``full`` stops the thread from sending while results are to be read first.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = ["CallQueue", "adopt"]
 
-PATIENCE = 10.0  # seconds for which a call waits for memory that no results of this executor's can give back
-UNREAD = 32  # results, when they are read first. One by one, calls without tensors would take a fifth longer
+PATIENCE = 10.0  # seconds that a call waits for memory, when no results of this executor remain that could free it
+UNREAD = 32  # results: from here on they are read first. Read one by one, calls without tensors are a fifth slower
 
 
-_PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # of concurrent.futures, private
+_PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # private parts of concurrent.futures
 _MISSING = [name for name in _PARTS if not hasattr(process, name)]
 if not hasattr(getattr(process, "_SafeQueue", None), "_on_queue_feeder_error"):
     _MISSING.append("_SafeQueue._on_queue_feeder_error")
@@ -43,11 +44,11 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
     _results: Queue
     _maxsize: int
     _sent = 0
-    _has_no_memory: Any = None  # the call that found none: it is sent again when a result has been read
+    _has_no_memory: Any = None  # the call that found no memory: it is sent again after a result is read
     _reads_results = False
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Put a call. What cannot be sent, or finds no memory, becomes the outcome of its future."""
+        """Put a call. If it cannot be sent, or finds no memory, its future gets the error."""
         if obj is None:
             self._calls.put(None, block, timeout)
         else:
@@ -58,7 +59,7 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
             self._calls.put(_Call(item), patience > 0, patience)
         except Full as full:
             if self._sent > self._results._queue.done(GET)[0]:
-                self._has_no_memory = item  # to wait for memory could be to wait for results to be read
+                self._has_no_memory = item  # do not wait: only this thread reads the results that may hold the memory
             elif not patience:
                 self._send(item, PATIENCE)
             else:
@@ -75,7 +76,7 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
         return get_from_parent(functools.partial(self._calls.get, True), timeout)
 
     def qsize(self) -> int:
-        """Return how many calls wait."""
+        """Return the number of calls that wait."""
         return self._calls.qsize()
 
     def empty(self) -> bool:
@@ -83,9 +84,9 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
         return self._calls.empty()
 
     def full(self) -> bool:
-        """Return whether no call may be put now: as many wait as may, one waits for memory, or results are to be read first.
+        """Return whether no call may be put now: the queue is full, a call waits for memory, or results are to be read first.
 
-        The executor asks before it puts one, and again when it has read a result.
+        The executor asks before it puts a call, and again after it has read a result.
         """
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
@@ -95,7 +96,7 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
         return self._reads_results or self._has_no_memory is not None or self._calls._queue.waiting() >= self._maxsize
 
     def close(self) -> None:
-        """Put no more."""
+        """Stop using the queue in this process."""
         self._has_no_memory = None
         self._calls.close()
         super().close()
@@ -109,8 +110,10 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
 
 
 class _Call:
-    """A call on its way. The one function of all calls of an ``Executor.map`` is pickled once, and read once by each worker:
-    3 % of a call's time, with 4 MB as without tensors."""
+    """A call in transit. All calls of an ``Executor.map`` share a function: it is pickled once, and each worker loads it once.
+
+    That saves 3 % of a call's time, with 4 MB as without tensors.
+    """
 
     def __init__(self, item: Any) -> None:
         self._item = item
@@ -127,8 +130,11 @@ def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _names(function: Any) -> bytes | None:
-    """Return the pickle of a function, or of what ``Executor.map`` makes of one: names. None where there may be state in it,
-    which another call could find changed. (So it may be in what is built in: ``{}.get`` is of the same type as ``abs``.)"""
+    """Return the pickle of a function, or of the partial that ``Executor.map`` makes of one: it holds names only.
+
+    Return None if the function may hold state, which another call could find changed. A built-in function may:
+    ``{}.get`` is of the same type as ``abs``.
+    """
     if type(function) is functools.partial:
         of_map = function.func is process._process_chunk and not function.keywords
         if not of_map or any(type(each) is not FunctionType for each in function.args):
@@ -140,7 +146,7 @@ _named = functools.lru_cache(maxsize=8)(pickling.load)
 
 
 def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
-    """See to the queue of calls, if a process with this target and these arguments is to be an executor's worker."""
+    """Change the queue of calls, if a process with this target and these arguments is to be an executor's worker."""
     if _MISSING:
         if getattr(target, "__module__", "") == process.__name__:
             warnings.warn(
@@ -155,6 +161,6 @@ def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
         inside = getattr(results, "_queue", None)
         if isinstance(inside, Queue):
             same_memory = SimpleNamespace(tensorpipe_attachment=lambda: inside._queue.attachment)
-            calls._calls = Queue(ctx=same_memory)  # of no bound: the executor asks whether it is full before it puts
+            calls._calls = Queue(ctx=same_memory)  # without a bound: the executor calls full() before it puts
             calls._results = inside
             calls.__class__ = CallQueue

@@ -1,12 +1,11 @@
-"""collate: torch's default_collate, which stacks all tensors of a batch straight into one block of shared memory.
+"""collate: torch's default_collate, changed to stack all tensors of a batch straight into one block of shared memory.
 
-A message goes by reference if its large tensors lie in one block (``handover.py``). So nothing is stacked before it is known
-what the whole batch takes: the batch is walked first, and where stacks are to stand, empty tensors are put; then these get
-their memory, and are filled.
+A message goes by reference if its large tensors lie in one block (``handover.py``). So the size of the whole batch must be
+known before the first stack. A first pass walks the batch and puts an empty tensor in the place of each stack. Then these
+tensors get their memory, and are filled.
 
-Code other than torch's own for plain containers and tensors may look at its arguments: a user's function in
-``collate_fn_map``, a user's mapping or sequence type, a tensor subclass. For such code everything is stacked at once, into
-separate memory, which is copied when it is put.
+User code may read its arguments before they are filled: a function in ``collate_fn_map``, a mapping or sequence type, a
+tensor subclass. For such code the samples are stacked immediately, into separate memory, which the put copies.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def collate(batch: Any, attachment: Callable[[], Attachment], collate_fn_map: Co
 
     Args:
         batch: the samples.
-        attachment: gives the one of the memory to stack into; asked in a worker of a DataLoader only.
-        collate_fn_map: what torch's ``collate`` takes; None: torch's own.
+        attachment: returns the attachment to the memory to stack into. It is called in a DataLoader's worker only.
+        collate_fn_map: as for torch's ``collate``; None: torch's own map.
 
     Raises:
-        TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
+        TypeError, RuntimeError: torch cannot stack the samples.
     """
     if torchs is None:
         if collate_fn_map is not None:
@@ -58,19 +57,19 @@ class _Plan:
     """The leaves to stack, and their places in the batch.
 
     Attributes:
-        stacks: the tensors of each stack, its spec, and the tensor that will be the stack.
+        stacks: for each stack, the tensors to stack, the stack's spec, and the tensor that will hold it.
     """
 
     def __init__(self, functions: CollateMap) -> None:
         self.stacks: list[tuple[list[torch.Tensor], TensorSpec, torch.Tensor]] = []
         self._functions = functions
-        # For what may look at its tensors.
+        # For user code, which may read its tensors before they are filled.
         self._at_once = {
             kind: _stacked if function is torchs.collate_tensor_fn else function for kind, function in functions.items()
         }
 
     def collated(self, batch: Any) -> Any:
-        """torch's, but for what its docstring's second half says."""
+        """Return a batch as torch collates it, with empty tensors in the places of the stacks that ``fill`` makes later."""
         elem = batch[0]
         kind = type(elem)
         function = self._function_for(elem)
@@ -85,7 +84,7 @@ class _Plan:
         if kind is not list and kind is not tuple:
             return kind(*(self.collated(samples) for samples in zip(*batch, strict=False)))
         if any(len(each) != len(elem) for each in batch):
-            return torchs.collate(batch, collate_fn_map=self._at_once)  # says what is wrong
+            return torchs.collate(batch, collate_fn_map=self._at_once)  # it raises the error
         return [self.collated(samples) for samples in zip(*batch, strict=False)]  # torch makes a tuple a list, too
 
     def _function_for(self, elem: Any) -> Callable[..., Any] | None:
@@ -101,7 +100,7 @@ class _Plan:
         return stack
 
     def fill(self, attachment: Attachment) -> None:
-        """Give the stacks their memory, and stack."""
+        """Give the stacks their memory, and fill them."""
         specs = [spec for _, spec, _ in self.stacks]
         if sum(spec.nbytes for spec in specs) < LEASE_FROM or not _placed(specs, self.stacks, attachment):
             for _, spec, stack in self.stacks:
@@ -111,9 +110,9 @@ class _Plan:
 
 
 def _placed(specs: list[TensorSpec], stacks: list[Any], attachment: Attachment) -> bool:
-    """Put the stacks into one block, that the next put of them hands over. Whether there was room.
+    """Place the stacks in one block, which the worker's next put hands over. Return whether there was room.
 
-    There is none where the worker keeps a part of an earlier batch: each part keeps all of its block.
+    There is no room if the worker keeps a part of an earlier batch: each part keeps its whole block.
     """
     leases: Leases = attachment.leases
     if leases.offered:
@@ -121,19 +120,19 @@ def _placed(specs: list[TensorSpec], stacks: list[Any], attachment: Attachment) 
     try:
         places = made(specs, leases, attachment.allocate, offered=True)
     except SharedMemoryError:
-        return False  # put waits for room, and says who holds it
+        return False  # the put waits for room, and its error names the processes that hold memory
     for place, (_, _, stack) in zip(places, stacks, strict=True):
         stack.set_(place)
     return True
 
 
 def _is_plain(kind: type) -> bool:
-    """Return whether a container is built without a look at its content."""
+    """Return whether a container's constructor does not read the content."""
     return kind in (dict, list, tuple) or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))
 
 
 def _can_be_stacked(tensors: Any) -> bool:
-    """Return whether tensors are plain and alike. Of others torch knows what is wrong, or how they are stacked all the same."""
+    """Return whether tensors are plain and alike. Others go to torch, which stacks them or raises the error."""
     first = tensors[0]
     if first.layout is not torch.strided or first.device.type != "cpu" or first.is_nested or first.is_quantized:
         return False
@@ -147,7 +146,7 @@ def _can_be_stacked(tensors: Any) -> bool:
 
 
 def _stacked(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """torch's for tensors of a worker, but not into torch's shared memory, from where it would be copied."""
+    """Stack tensors as torch does in a worker, but not into torch's shared memory, from which the put would copy them."""
     if not _can_be_stacked(batch):
         return torchs.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     stack = _empty(batch[0].dtype).resize_(len(batch), *batch[0].shape)

@@ -1,8 +1,8 @@
-"""get_context(): multiprocessing's contexts, with our queues, which share one piece of memory.
+"""get_context(): multiprocessing's contexts, with this package's queues. All queues of one context share one arena.
 
-Everything else of a context is multiprocessing's own: events, locks, managers, and pools, which send through our
-SimpleQueue. Processes are, too, but that an executor's queue of calls is adopted where its workers are made, and that a
-DataLoader's workers stack batches in our memory.
+Everything else of a context is multiprocessing's own: events, locks, managers, and pools, which send through this package's
+SimpleQueue. Processes are multiprocessing's own with two additions. Where an executor makes its workers, its queue of calls
+is adopted (``call_queue``). A DataLoader's workers stack batches in the context's arena (``worker_memory``).
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ __all__ = [
 
 
 class _WithOurQueues(context.BaseContext):
-    """The common part of our contexts. Their memory is made at the first use, and lasts as long as they do, or longer."""
+    """The common part of the contexts. A context makes its arena at the first use, and keeps it as long as it lives.
+
+    The arena may last longer.
+    """
 
     def tensorpipe_attachment(self) -> Attachment:
         """Return this process's attachment to the memory that all queues of this context share.
 
         Raises:
-            SharedMemoryError: it could not be made.
+            SharedMemoryError: the memory could not be made.
         """
         found = self.__dict__.get("_attachment")
-        if found is None:  # two threads may make one each, but both take the same
+        if found is None:  # two threads may make one each, but both return the one that setdefault kept
             found = self.__dict__.setdefault("_attachment", Attachment(Arena(Segment.create())))
             found.lasts = True
         return found  # type: ignore[no-any-return]
@@ -67,7 +70,7 @@ class _WithOurQueues(context.BaseContext):
         spin: float = 0.0,
         cuda_ipc: bool = False,
     ) -> Queue:
-        """See ``tensorpipe_ipc.Queue``."""
+        """Make a queue in the context's memory. See ``tensorpipe_ipc.Queue``."""
         return Queue(maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc)
 
     def JoinableQueue(
@@ -79,21 +82,23 @@ class _WithOurQueues(context.BaseContext):
         spin: float = 0.0,
         cuda_ipc: bool = False,
     ) -> JoinableQueue:
-        """See ``tensorpipe_ipc.JoinableQueue``."""
+        """Make a joinable queue in the context's memory. See ``tensorpipe_ipc.JoinableQueue``."""
         return JoinableQueue(
             maxsize, ctx=self, serializer=serializer, wire_dtype=wire_dtype, spin=spin, cuda_ipc=cuda_ipc
         )
 
     def SimpleQueue(self, *, serializer: str = "raw", wire_dtype: torch.dtype | None = None) -> SimpleQueue:
-        """See ``tensorpipe_ipc.SimpleQueue``."""
+        """Make a simple queue in the context's memory. See ``tensorpipe_ipc.SimpleQueue``."""
         return SimpleQueue(ctx=self, serializer=serializer, wire_dtype=wire_dtype)
 
     def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a tensor in the context's memory, not initialised: any queue of the context sends it without a copy
-        (``put(x, move=True)``). Its memory is free again when the last alias of it is gone.
+        """Return a tensor in the context's memory, not initialised.
+
+        Any queue of the context sends it without a copy (``put(x, move=True)``). Its memory is free again when the last
+        alias of it is gone.
 
         Raises:
-            SharedMemoryError: there is no room. The text says who holds what.
+            SharedMemoryError: no room. The text names the processes that hold memory.
         """
         spec = TensorSpec(shape_of(shape), dtype)
         attachment = self.tensorpipe_attachment()
@@ -101,25 +106,25 @@ class _WithOurQueues(context.BaseContext):
         return tensor
 
     def trim(self) -> int:
-        """Give back all memory of the context that nobody needs now, whichever process has it. How many bytes that were."""
+        """Give back the context's idle memory, in all processes. Return the number of bytes given back."""
         return self.tensorpipe_attachment().trim()
 
     def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
-        """For a DataLoader: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
+        """Return a batch of samples: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
 
-        It makes what ``torch.utils.data.default_collate`` makes. In a worker, the tensors of a batch are stacked straight
-        into one block of the context's memory, which the result queue sends by reference: so they are written once, by the
-        worker, and read there. Outside a worker (``num_workers=0``) it *is* default_collate. May be called by a collate
-        function of one's own, for the part of a sample that can be stacked.
+        The result equals that of ``torch.utils.data.default_collate``. In a worker, the tensors of a batch are stacked
+        straight into one block of the context's memory, and the result queue sends the block by reference. So the worker
+        writes them once, and the consumer reads them in the same place. Outside a worker (``num_workers=0``) this function
+        only calls torch's. A user's own collate function may call it for the part of a sample that can be stacked.
 
-        The batch belongs to the worker's next put of it. Whoever else keeps it, or a part, has it copied instead.
+        The worker's next put gives the batch away. If other code still keeps the batch or a part of it, the put copies it.
 
         Args:
             batch: the samples.
-            collate_fn_map: what torch's ``collate`` takes, instead of torch's own. What such a function makes is copied.
+            collate_fn_map: as for torch's ``collate``; None: torch's own map. What such functions return is copied.
 
         Raises:
-            TypeError, RuntimeError: what torch raises for samples that cannot be stacked.
+            TypeError, RuntimeError: torch cannot stack the samples.
         """
         return collate(batch, self.tensorpipe_attachment, collate_fn_map)
 
@@ -130,35 +135,37 @@ class _WithOurQueues(context.BaseContext):
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
     ) -> Any:
-        """multiprocessing.pool.Pool, which sends tensors through the context's memory, to its workers and back."""
-        from tensorpipe_ipc.queues.pool import Pool  # when it is asked for, as multiprocessing does
+        """Make a multiprocessing.pool.Pool that sends tensors through the context's memory, to its workers and back."""
+        from tensorpipe_ipc.queues.pool import Pool  # imported at the first use only, as in multiprocessing
 
         return Pool(processes, initializer, initargs, maxtasksperchild, context=self)
 
     def get_context(self, method: str | None = None) -> Any:
-        """This one, or ``tensorpipe_ipc.get_context(method)``."""
+        """Return this context, or ``tensorpipe_ipc.get_context(method)`` if ``method`` is another start method."""
         return self if method in (None, self.get_start_method()) else get_context(method)
 
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self  # as multiprocessing's can be copied, and with them a DataLoader that has one
+        return self  # multiprocessing's contexts can be copied, and with them a DataLoader that has one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.get_start_method(), self.tensorpipe_attachment())
 
 
 class _Adopting(BaseProcess):
-    """A process of multiprocessing's, which looks whose worker it is to be. It arrives in the child as what it is a kind of,
-    so that a child that uses none of this package does not import it."""
+    """A process of multiprocessing's that prepares itself if it is to be an executor's or a DataLoader's worker.
+
+    It is pickled as its base class, so that a child which uses nothing of this package does not import it.
+    """
 
     _target: Any
     _args: tuple[Any, ...]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if "concurrent.futures.process" in sys.modules:  # imported with the first executor, and not by us
+        if "concurrent.futures.process" in sys.modules:  # the first executor imports it; this package does not
             from tensorpipe_ipc.queues.call_queue import adopt
 
             adopt(self._target, self._args)
@@ -172,34 +179,34 @@ class _Adopting(BaseProcess):
 
 
 class ForkProcess(_Adopting, context.ForkProcess):
-    """A forked one."""
+    """A forked process."""
 
 
 class SpawnProcess(_Adopting, context.SpawnProcess):
-    """One started anew."""
+    """A process that starts a new interpreter."""
 
 
 class ForkServerProcess(_Adopting, context.ForkServerProcess):
-    """One forked by a server that was started anew."""
+    """A process that a fork server forks."""
 
 
 _PROCESSES = (ForkProcess, SpawnProcess, ForkServerProcess)
 
 
 class ForkContext(_WithOurQueues, context.ForkContext):
-    """Its children are forked."""
+    """A context that forks its children."""
 
     Process = ForkProcess
 
 
 class SpawnContext(_WithOurQueues, context.SpawnContext):
-    """Its children are started anew."""
+    """A context that starts its children as new interpreters."""
 
     Process = SpawnProcess
 
 
 class ForkServerContext(_WithOurQueues, context.ForkServerContext):
-    """Its children are forked by a server that was started anew."""
+    """A context whose fork server forks its children."""
 
     Process = ForkServerProcess
 
@@ -213,14 +220,15 @@ _contexts: weakref.WeakValueDictionary[str, _WithOurQueues] = weakref.WeakValueD
 
 
 def get_context(method: str | None = None) -> Any:
-    """multiprocessing's context of a start method, with our queues. The same one each time, while somebody has it.
+    """Return multiprocessing's context of a start method, with this package's queues.
+
+    Each call returns the same context, as long as the program keeps a reference to it.
 
     Args:
-        method: fork, spawn or forkserver; None: the one that was set with ``multiprocessing.set_start_method``, or is the
-            default.
+        method: fork, spawn or forkserver; None: the method of ``multiprocessing.set_start_method``, or else the default.
 
     Raises:
-        ValueError: there is no such method.
+        ValueError: an unknown method.
     """
     if method is None:
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]

@@ -1,10 +1,10 @@
-"""A worker's wait for its parent, which may be killed meanwhile: then nothing comes any more, and the worker ends, too.
+"""A worker's wait for tasks from its parent. If the parent is killed, no task will arrive, and the worker ends, too.
 
-multiprocessing gives each child a pipe whose other end its parent holds. (So do siblings that were forked later; they end
-first, and then it is closed.) While the worker waits, the kernel is to send it SIGTERM when that pipe is closed. That costs
-three short system calls where the worker would sleep anyhow. A wait with a timeout would wake all workers for each task,
-two thirds of what a small task costs; and a thread would be one. A worker that ignores or
-blocks SIGTERM, or handles it, wakes up once in a second and looks.
+multiprocessing gives each child a pipe whose other end its parent holds. (Siblings that were forked later hold that end, too;
+they end first, and then the pipe is closed.) While the worker waits, the kernel sends it SIGTERM when that pipe is closed.
+That costs three short system calls, at a time when the worker would sleep anyway. Two other ways are worse. A wait with a
+timeout would wake all workers for each task, which is two thirds of the cost of a small task. A watching thread would be one
+more thread in each worker. A worker that ignores, blocks or handles SIGTERM wakes once a second and checks the pipe.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LOOK = 1.0  # seconds
 
 
 def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = None) -> Any:
-    """Return what ``get(timeout)`` returns. If this process's parent dies meanwhile, or is dead, end this process.
+    """Return the result of ``get(timeout)``. If this process's parent is dead or dies meanwhile, end this process.
 
-    A process that has no parent of multiprocessing's waits for nobody.
+    In a process that multiprocessing did not start, only call ``get``.
 
     Args:
-        get: waits so many seconds, and raises queue.Empty then.
-        timeout: None: for ever.
+        get: a function that waits at most its argument's seconds, and then raises queue.Empty.
+        timeout: seconds to wait; None: for ever.
     """
     watch = _watch(os.getpid())
     if watch is None:
@@ -54,11 +54,11 @@ def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = 
 
 
 class _Watch:
-    """The descriptor that tells of the parent's end, which is to tell this process, and does so within the body."""
+    """The pipe that is closed when the parent ends. Inside the ``with`` body, the kernel sends SIGTERM when that happens."""
 
     def __init__(self, sentinel: int, pid: int) -> None:
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(sentinel, 10, signal.SIGTERM)  # F_SETSIG, which some builds of fcntl do not name
+        fcntl.fcntl(sentinel, 10, signal.SIGTERM)  # F_SETSIG: some builds of fcntl lack the name
         self._sentinel, self._flags = sentinel, fcntl.fcntl(sentinel, fcntl.F_GETFL) & ~os.O_ASYNC
         self._poll = select.poll()
         self._poll.register(sentinel, select.POLLIN)

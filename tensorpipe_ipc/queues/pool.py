@@ -1,4 +1,4 @@
-"""Pool: multiprocessing's own, over our SimpleQueue, which a context gives it."""
+"""Pool: multiprocessing's own Pool, over this package's SimpleQueue, which a context supplies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tensorpipe_ipc.queues.simple_queue import SimpleQueue
 
 __all__ = ["Pool"]
 
-WAITING = 128  # tasks, at the most, beside what tells each worker that no more will come
+WAITING = 128  # tasks, at most, besides the one mark for each worker that says that no more tasks will come
 
 
 class Pool(multiprocessing.pool.Pool):
-    """Its thread that looks after the workers is woken by their ends, and when all calls are done; not by each result."""
+    """A Pool whose worker-handling thread wakes when a worker ends and when all calls are done, and not for each result."""
 
     _change_notifier: Any
     _ctx: Any
@@ -24,7 +24,10 @@ class Pool(multiprocessing.pool.Pool):
         super().__init__(processes, *args, **kwargs)
 
     def _setup_queues(self) -> None:
-        """Tasks are taken from ``imap``'s iterable as workers take them. Stock's bound is that of a pipe, 64 KiB of pickles."""
+        """Make the queues. The bound on tasks lets ``imap`` read its iterable only as fast as workers take tasks.
+
+        The bound of multiprocessing's own Pool is its pipe: 64 KiB of pickles.
+        """
         self._inqueue = SimpleQueue(maxsize=self._room, ctx=self._ctx)
         self._outqueue = self._ctx.SimpleQueue()
         self._quick_put, self._quick_get = self._inqueue._writer.send, self._outqueue._reader.recv

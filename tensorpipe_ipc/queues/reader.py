@@ -1,7 +1,7 @@
-"""Reader and Writer: a queue, seen as the connections that others expect inside it.
+"""Reader and Writer: a queue under the interface of the two connections inside multiprocessing's queues.
 
-multiprocessing's queues read from a ``_reader``, and programs reach for it: Pool and ProcessPoolExecutor do, and whoever waits
-for several queues at once, by ``multiprocessing.connection.wait([queue._reader])``.
+multiprocessing's queues read from a ``_reader``, and others use it directly: Pool, ProcessPoolExecutor, and programs that
+wait for several queues at once by ``multiprocessing.connection.wait([queue._reader])``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Queue(Protocol):
 
 
 class Reader:
-    """A queue's end to read from. Those of one queue are equal, so that one is found in what ``connection.wait`` returns."""
+    """The connection to read from. All readers of one queue are equal: a caller can look for one in the result of ``wait``."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
@@ -39,17 +39,17 @@ class Reader:
         return hash(id(self._queue))
 
     def fileno(self) -> int:
-        """For ``connection.wait``, which says that it is ready while ``get`` would not wait."""
+        """Return the queue's descriptor, for ``connection.wait``. It is readable while ``get`` would not wait."""
         return self._queue.fileno()
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether ``recv`` would not wait: there is an object, or the queue was shut down.
+        """Return whether ``recv`` would not wait: the queue holds an object, or was shut down.
 
         Args:
-            timeout: seconds to wait for that; None: for ever.
+            timeout: seconds to wait for either; None: for ever.
 
         Raises:
-            OSError: the queue is closed here, and its ``empty`` raises that, too.
+            OSError: the queue is closed in this process, and its ``empty`` raises OSError.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._queue.empty() and not self._queue.is_shut:
@@ -59,31 +59,31 @@ class Reader:
             if connection.wait([self], left) and self._queue.empty():  # type: ignore[list-item]
                 time.sleep(
                     _PAUSE if left is None else min(_PAUSE, left)
-                )  # what only wakes others, until a get takes it
+                )  # a doorbell keeps the descriptor readable until a get takes it
         return True
 
     def recv(self) -> Any:
-        """Wait for an object, and take it."""
+        """Wait for an object and take it."""
         return self._queue.get()
 
     @property
     def closed(self) -> bool:
-        """Return whether the queue was closed in this process."""
+        """Return whether this process has closed the queue."""
         return self._queue.closed
 
     def close(self) -> None:
-        """Nothing: what this process does not use costs it nothing."""
+        """Do nothing: a queue that this process does not use costs it nothing."""
 
 
 class Writer:
-    """A queue's end to write to, as programs use a connection's."""
+    """The connection to write to."""
 
     def __init__(self, queue: _Queue) -> None:
         self._queue = queue
 
     @property
     def closed(self) -> bool:
-        """Return whether the queue was closed in this process."""
+        """Return whether this process has closed the queue."""
         return self._queue.closed
 
     def send(self, obj: Any) -> None:
@@ -91,4 +91,4 @@ class Writer:
         self._queue.put(obj)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing, as ``Reader.close``."""

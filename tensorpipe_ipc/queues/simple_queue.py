@@ -1,7 +1,8 @@
-"""SimpleQueue: multiprocessing's contract over shared memory, and what Pool and ProcessPoolExecutor reach for inside it.
+"""SimpleQueue: multiprocessing's contract over shared memory, with the private parts that Pool and ProcessPoolExecutor use.
 
 They use a SimpleQueue's pipe and lock: ``_reader.recv()``, ``_reader.poll()``, ``_writer.send()``, ``_rlock``, and
-``connection.wait([queue._reader])``. Here the two ends are thin objects over the queue, and there is no lock to take.
+``connection.wait([queue._reader])``. Here the reader and the writer are thin objects over the queue, and ``_rlock`` locks
+nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +22,35 @@ from tensorpipe_ipc.queues.tensor_queue import Queue
 __all__ = ["SimpleQueue"]
 
 
-class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state it has nothing
+class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstance alone: it uses none of its state
     """multiprocessing.SimpleQueue's methods: put, get, empty, close; and ``fileno``."""
 
     def __init__(
         self, *, maxsize: int = 0, ctx: Any = None, serializer: str = "raw", wire_dtype: torch.dtype | None = None
     ) -> None:
-        """A new, empty queue. See ``Queue``. Without a ``maxsize`` it has no bound; multiprocessing's is a pipe's 64 KiB."""
+        """Make a new, empty queue. See ``Queue`` for the arguments.
+
+        Without a ``maxsize`` it has no bound; multiprocessing's own is bound by its pipe's 64 KiB.
+        """
         self._closed = self._writer_closed = self._is_drained = False
         self._queue = Queue(maxsize, ctx=ctx, serializer=serializer, wire_dtype=wire_dtype)
 
     def put(self, obj: Any) -> None:
-        """See ``Queue.put``. On a closed one it raises OSError, as multiprocessing has it; so does ``get``."""
+        """Put an object. See ``Queue.put``.
+
+        Raises:
+            OSError: the queue is closed in this process, as in multiprocessing.
+        """
         self._raise_if_closed()
         self._queue.put(obj)
 
     def get(self) -> Any:
-        """See ``Queue.get``.
+        """Take an object. See ``Queue.get``.
 
-        A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits.
+        A process that closed ``_writer``, as Pool's workers do, ends if its parent dies while it waits here.
+
+        Raises:
+            OSError: the queue is closed in this process, as in multiprocessing.
         """
         self._raise_if_closed()
         if self._is_drained:
@@ -49,15 +60,15 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         if not self._writer_closed:
             return self._queue.get()
         if not self._queue.empty():
-            with contextlib.suppress(Empty):  # another worker may be faster
+            with contextlib.suppress(Empty):  # another worker may take the object first
                 return self._queue.get(False)
         return get_from_parent(functools.partial(self._queue.get, True))
 
     def empty(self) -> bool:
-        """Return whether nothing is in it, at this moment.
+        """Return whether the queue is empty at this moment.
 
         Raises:
-            OSError: the queue is closed here.
+            OSError: the queue is closed in this process.
         """
         self._raise_if_closed()
         return self._queue.empty()
@@ -71,7 +82,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
         return self._queue.fileno()
 
     def close(self) -> None:
-        """Use it no more in this process."""
+        """Stop using the queue in this process."""
         self._closed = True
         self._queue.close()
 
@@ -84,12 +95,12 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
 
     @property
     def closed(self) -> bool:
-        """Return whether it was closed here."""
+        """Return whether this process has closed the queue."""
         return self._closed
 
     @property
     def is_shut(self) -> bool:
-        """Return whether it was shut down. It cannot be."""
+        """Return False: a SimpleQueue cannot be shut down."""
         return False
 
     @property
@@ -106,22 +117,25 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # of its state
 
 
 class _ReadLock:
-    """Pool takes it when it ends, so that what it sees is still there when it drops it. Here workers may be faster."""
+    """The lock that Pool takes when it ends, so that no worker takes the tasks that Pool is about to drop.
+
+    Here it locks nothing: workers may still take tasks. So from then on this process's ``get`` does not wait.
+    """
 
     def __init__(self, queue: SimpleQueue) -> None:
         self._queue = queue
 
     def acquire(self) -> bool:
-        """From now on, this process does not wait for what it gets: None stands for nothing."""
+        """Make this process's later gets return None at once when the queue is empty."""
         self._queue._is_drained = True
         return True
 
 
 class _Writer(Writer):
-    """The end that Pool's workers close, as they only read."""
+    """The writer, which Pool's workers close because they only read."""
 
     _queue: SimpleQueue
 
     def close(self) -> None:
-        """This process only reads: it wants to be told when nobody is left to write."""
+        """Note that this process only reads: its ``get`` must end the process when its parent, the writer, is dead."""
         self._queue._writer_closed = True

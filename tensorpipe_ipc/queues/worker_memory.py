@@ -1,12 +1,13 @@
 """Memory for the batches that torch's own collate functions make in a DataLoader's worker.
 
-torch's ``default_collate``, and those of libraries that follow it, ask ``torch.UntypedStorage._new_shared`` for memory to
-stack a batch in: in /dev/shm, from where it would be sent by a handle that needs the worker alive. In a worker of a loader
-that has one of our contexts, that memory lies in the context's arena, and the batch goes by reference.
+torch's ``default_collate``, and the collate functions of libraries that follow it, call ``torch.UntypedStorage._new_shared``
+for memory to stack a batch in. torch allocates it in /dev/shm, and sends it by a handle that needs the worker alive. In a
+worker of a loader with a context of this package, that memory lies in the context's arena, and the batch goes by reference.
 
-A message goes by reference if its large tensors lie in one block (``handover.py``), and each is asked for by itself. So a
-batch gets one block that is as large as the batch before it. What does not fit gets a block of its own. A block lasts as long
-as any part of it. So where the worker keeps a part of an earlier batch, the next ones get memory of their own, and are copied.
+A message goes by reference if its large tensors lie in one block (``handover.py``), but torch requests each tensor's memory
+separately. So a batch gets one block as large as the batch before it. A storage that does not fit gets a block of its own.
+A block lasts as long as any part of it. So if the worker keeps a part of an earlier batch, the next batches get private
+memory, and are copied.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ __all__ = ["is_loaders_worker", "work"]
 
 
 def is_loaders_worker(target: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a process with this target is to be the worker of a DataLoader: torch's, or torchdata's."""
+    """Return whether a process with this target is to be a worker of a DataLoader, torch's or torchdata's."""
     return getattr(target, "__name__", None) == "_worker_loop" and any(isinstance(each, Queue) for each in arguments)
 
 
 def work(target: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a loader's worker, with batches in the memory that its queues share."""
+    """Run a loader's worker, with its batches in the memory that its queues share."""
     queues = [each for each in arguments if isinstance(each, Queue)]
     for each in queues:
         each.takes_offers = True
@@ -66,25 +67,23 @@ class _BatchMemory:
     def __init__(self, queues: list[Queue]) -> None:
         """
         Args:
-            queues: of the worker. A put to any of them ends a batch.
+            queues: the worker's queues. A put to any of them ends a batch.
         """
         self._queues = [each._queue for each in queues]
-        self._thread = threading.get_ident()  # others would take the same place
-        self._put = (-1, 0)  # messages and bytes, before this batch
+        self._thread = threading.get_ident()  # the only user of the block: two threads could take the same place
+        self._put = (-1, 0)  # messages and bytes put before this batch
         self._asked = self._before = 0
-        self._keeps = False  # whether a part of an earlier batch is still here
+        self._keeps = False  # whether the worker keeps a part of an earlier batch
         self._block: _Block | None = None
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage of so many bytes: in shared memory, where there is room and the batch is large enough to stay
-        there."""
+        """Return a storage of ``nbytes``: in shared memory, if there is room and the batch is large enough for a lease."""
         if threading.get_ident() != self._thread:
             return _private(nbytes)
         done = [queue.done(PUT) for queue in self._queues]
         put = sum(count for count, _ in done), sum(nbytes for _, nbytes in done)
-        if (
-            put[0] != self._put[0]
-        ):  # what was made and not put, as by loops within a sample, is none of the next batch's size
+        if put[0] != self._put[0]:  # a new batch begins
+            # Memory requested and not put, as by loops within a sample, does not count for the next batch's size.
             self._before, self._asked = min(self._asked, put[1] - self._put[1]), 0
             self._put, self._block, self._keeps = put, None, bool(self._queues[0].leases.offered)
         self._asked += -(-nbytes // ALIGN) * ALIGN
@@ -101,7 +100,7 @@ class _BatchMemory:
         try:
             (whole,) = made([spec], leases, attachment.allocate, offered=True)
         except SharedMemoryError:
-            return None  # put waits for room, and says who holds it
+            return None  # the put waits for room, and its error names the processes that hold memory
         held = leases.find(whole.data_ptr())
         assert held is not None
         self._block = _Block(held)
@@ -113,20 +112,20 @@ def _private(nbytes: int) -> torch.UntypedStorage:
 
 
 class _Block:
-    """A block that a batch's storages lie in, one behind the other. It is theirs, and gone with the last of them."""
+    """A block that holds a batch's storages, one after another. They own it: it is released with the last of them."""
 
     def __init__(self, held: Held) -> None:
-        self._held = held  # which has no reference to the array
+        self._held = held  # it does not reference the array, so it does not keep the block
         self._end, self._nbytes = 0, held.nbytes
 
     def take(self, nbytes: int) -> torch.UntypedStorage | None:
-        """Return the next bytes of it; None where they do not fit, or the block is another's by now."""
+        """Return the block's next ``nbytes``; None if they do not fit, or if the block has been released or reused."""
         start, anchor = self._end, self._held.anchor
         array = anchor()
         if array is None or start + nbytes > self._nbytes or anchor.leases.live.get(anchor.word) is not anchor:
             return None
         self._end = -(-(start + nbytes) // ALIGN) * ALIGN
-        # Each has a buffer of its own, so that it can be seen whether it has aliases.
+        # Each storage has a buffer of its own: the buffer's references show whether the storage has aliases.
         part: Any = memoryview(array)[start : start + nbytes]
         with torch.inference_mode(False):
             tensor = torch.frombuffer(part, dtype=torch.uint8)
