@@ -1,9 +1,9 @@
-"""Codec: any object, to a message of a queue's and back.
+"""Codec: it turns any object into a queue's message, and back.
 
-A tree's message lies in one block (``wire.in_block``). What is no tree is pickled (``pickling``): then the tree is the list
-of its leaves, and the pickle stands where the values would; a long one is the first of the leaves. If it has no leaves, the
-pickle is the message. What goes by reference lies in its block already; where, its metadata say in the place of the values
-(``handover.py``).
+A tree's message lies in one block (``wire.in_block``). An object that is not a tree is pickled (``pickling``): then the
+message's tree is the list of its leaves, and the pickle stands in the place of the values. A long pickle is the first leaf
+instead. If the object has no leaves, the pickle is the message. An object that goes by reference lies in its block already:
+its metadata give the places of its leaves instead of the values (``handover.py``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Apart", "Codec", "Payload"]
 
-_BRIEF = 1 << 12  # bytes of a pickle: as a leaf it costs as much as another tensor, and no two schemas are the same
+_BRIEF = (
+    1 << 12
+)  # bytes of a pickle: a longer one is a leaf. A leaf costs as much as a tensor, and makes each schema a new one
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 _NOT_PUT = (Full, ShutDown, SharedMemoryError)
 
@@ -60,15 +62,15 @@ class Payload(Protocol):
     nbytes: int
 
     def write_into(self, place: memoryview) -> None:
-        """Write all of it."""
+        """Write all bytes into ``place``."""
 
 
 class _Referring:
     """The payload of a message that refers to torch's shared memory.
 
     Attributes:
-        handles: of that memory.
-        was_read: whether all of it was written: only then may the message have been put.
+        handles: torch's handles of that memory.
+        was_read: whether the payload was written in full: only then may the message have been put.
     """
 
     __slots__ = ("_payload", "handles", "nbytes", "was_read")
@@ -77,18 +79,18 @@ class _Referring:
         self.handles, self.nbytes, self._payload, self.was_read = handles, payload.nbytes, payload, False
 
     def write_into(self, place: memoryview) -> None:
-        """See Payload."""
+        """Write all bytes into ``place``, and note it."""
         self._payload.write_into(place)
         self.was_read = True
 
 
 class Codec:
-    """The way of a queue's objects to bytes, and back.
+    """Encodes a queue's objects to bytes, and decodes them.
 
     Attributes:
-        shared_by_torch: storages that were sent by torch's own handle.
-        narrowing: what narrows floats, None without a wire dtype.
-        lender: who keeps GPU tensors on their GPU, None without ``cuda_ipc``.
+        shared_by_torch: the number of storages sent by torch's own handle.
+        narrowing: the serializer that narrows floats; None without a wire dtype.
+        lender: the sender that keeps GPU tensors on their GPU; None without ``cuda_ipc``.
     """
 
     def __init__(
@@ -107,14 +109,14 @@ class Codec:
         return _again, (self._queue, self._serializer.name, wire_dtype, self.lender is not None)
 
     def take_apart(self, obj: Any) -> Apart:
-        """Take an object apart: into a tree, where that keeps all that pickle keeps of it, or into a pickle.
+        """Take an object apart: into a tree, if a tree keeps all that pickle keeps of it, or else into a pickle.
 
         Each object in it is reduced once at most.
 
         Raises:
-            Exception: whatever the object raises when it is pickled.
+            Exception: any error that the object raises when it is pickled.
         """
-        if not self._last_had_no_leaves and may_be_tree(obj):  # a queue's objects are much alike
+        if not self._last_had_no_leaves and may_be_tree(obj):  # a queue's objects are alike
             flat = _flat(obj)
             if flat is not None:
                 apart, shared = _memory_of(flat.leaves)
@@ -126,21 +128,21 @@ class Codec:
             flat = _flat(obj) if may_be_tree(obj) else None
             if flat is None or flat.has_one_twice() or any(map(is_shared_by_torch, flat.leaves)):
                 raise
-            return flat, None, False  # of types that are registered, but have no name to be pickled by
+            return flat, None, False  # it has registered types that pickle cannot find by name
 
     def encode(self, obj: Any, apart: Apart | None = None) -> tuple[Payload, bytes]:
         """Return the payload to write into a block for an object, and its metadata.
 
         Args:
-            apart: the object taken apart, where somebody has done that.
+            apart: the result of ``take_apart``, if the caller has called it already.
 
         Raises:
-            UnsupportedLeaf: a tensor with autograd history, say.
-            Exception: whatever the object raises when it is pickled.
+            UnsupportedLeaf: for example, a tensor has autograd history.
+            Exception: any error that the object raises when it is pickled.
         """
         if apart is not None:
             flat, pickled, have_own = apart
-        elif type(obj) is torch.Tensor and not is_shared_by_torch(obj):  # the most common object of all
+        elif type(obj) is torch.Tensor and not is_shared_by_torch(obj):  # the most common object
             flat, pickled, have_own = None, None, True
         else:
             flat, pickled, have_own = self.take_apart(obj)
@@ -165,7 +167,7 @@ class Codec:
             payload, metadata = self._in_one_block(_with_pickle(data, leaves, encoder), PICKLED)
         except UnsupportedLeaf as error:
             pickling.take_back(handles)
-            # Its path is not the caller's, and its reason may be one of the pickle's making.
+            # The error's path is one in the list of leaves, and its reason may concern the pickle: give the caller's own.
             refused = _refusal(obj, encoder)
             if refused is not None and (refused.reason == error.reason or _flat(obj) is not None):
                 raise refused from None
@@ -180,24 +182,28 @@ class Codec:
         return _Referring(payload, handles)
 
     def take_back(self, payload: Payload, error: BaseException) -> None:
-        """See to it that nothing stays open for a message that was not put.
+        """Use up the handles of a message that was not put, so that no descriptor stays open for it.
 
         Args:
-            error: what ended the put. Any but ours is a signal handler's, and the message may have been put once it was read.
+            error: the error that ended the put. If a signal's handler raised it, and the payload was written in full, the
+                message may have been put: then the handles stay.
         """
         if type(payload) is _Referring and (isinstance(error, _NOT_PUT) or not payload.was_read):
             self.shared_by_torch -= len(payload.handles)
             pickling.take_back(payload.handles)
 
     def handed_over(self, obj: Any, apart: Apart, *, offered: bool) -> tuple[Handover, bytes] | None:
-        """Return the block that an object can go by reference with, and its metadata; None if it cannot, or was not to
-        (``offered``: only a block that was offered for that)."""
+        """Return the block by which an object can go by reference, and its metadata; None if it must be copied.
+
+        Args:
+            offered: accept only a block that was offered for that.
+        """
         flat, pickled, _ = apart
         if flat is None:
             assert pickled is not None
             flat = None if pickled[2] else _flat(list(pickled[1]))
             if flat is None:
-                return None  # the usual way says what is wrong, or takes back handles that are not sent
+                return None  # ``encode`` raises the error, or takes back handles that are not sent
         handover = handover_of(flat, self._queue.leases, offered=offered)
         if handover is None or sum(leaf.nbytes for leaf in flat.leaves) < LEASE_FROM:
             return None
@@ -209,10 +215,10 @@ class Codec:
         return None if said is None else (handover, metadata_of(flags, message.schema, said))
 
     def decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
-        """Return the function that makes an object of a message, for one get.
+        """Return the function that one get uses to decode a message.
 
         Raises:
-            ValueError: ``device`` names none, or goes with ``as_numpy``.
+            ValueError: ``device`` names no device, or both ``device`` and ``as_numpy`` are given.
         """
         if restore and not as_numpy and device is None:
             return self.decode
@@ -222,9 +228,9 @@ class Codec:
         """Return the object of a message.
 
         Raises:
-            ProtocolError: the bytes are no message.
-            UnsupportedLeaf: ``as_numpy``, and a tensor is of a dtype or a layout that NumPy lacks.
-            Exception: whatever the object raises when it is made again.
+            ProtocolError: the bytes are not a message.
+            UnsupportedLeaf: ``as_numpy``, and NumPy lacks a tensor's dtype or layout.
+            Exception: any error that the object raises when it is rebuilt.
         """
         if metadata == _A_PICKLE:
             return pickling.load(payload, (), _as_wanted(arrival))
@@ -246,7 +252,7 @@ class Codec:
         elif how & BY_REFERENCE:
             tree = schema.tree(values, frames, self._serializer, ALIAS, arrival)
         else:
-            # Each payload's buffer must count, see ``handover.py``; but those of ``decode_in`` are arrays, which do.
+            # Each payload's buffer must count its references, see ``handover.py``. The arrays of ``decode_in`` do.
             many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
             region: Any = memoryview(payload) if many else Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
             tree = schema.tree_in(values, region, self._serializer, arrival)
@@ -270,7 +276,7 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[bool, bool]:
 
 
 def _flat(obj: Any) -> Flat | None:
-    """Return a tree taken apart; None if it is none."""
+    """Return an object's flat tree; None if the object is not a tree."""
     try:
         return flatten(obj)
     except UnsupportedLeaf:
@@ -278,7 +284,7 @@ def _flat(obj: Any) -> Flat | None:
 
 
 def _refusal(obj: Any, encoder: Encoder) -> UnsupportedLeaf | None:
-    """Return the error for an object that is sent as a tree, and cannot be."""
+    """Return the error that sending an object as a tree raises; None if there is no error."""
     try:
         encode(obj, encoder)
     except UnsupportedLeaf as error:
@@ -287,7 +293,7 @@ def _refusal(obj: Any, encoder: Encoder) -> UnsupportedLeaf | None:
 
 
 def _as_wanted(arrival: DecodeOptions) -> Callable[[Any], Any] | None:
-    """Return the function that makes a tensor of one in torch's shared memory; None: it stays there."""
+    """Return the function that converts a tensor in torch's shared memory for the get; None: it stays as it is."""
     if not arrival.as_numpy and arrival.unstage is None:
         return None
     return functools.partial(_made, arrival)

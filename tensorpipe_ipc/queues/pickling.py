@@ -1,13 +1,13 @@
-"""Any picklable object, with its tensors out of the pickle: for queues, whose ends are one family of processes.
+"""Pickles of any objects, with the tensors outside the pickle.
 
-Endpoints never come here. The pickler is multiprocessing's own (so that locks, connections and whatever else knows how to
-travel to a relative still do), with three things changed:
+Only queues use it, because their processes are one family: endpoints never unpickle. It uses multiprocessing's own reducers,
+so that locks, connections and other objects that may go to a related process still can. Three things differ:
 
-* A tensor, array or storage is not pickled, nor moved into torch's shared memory. It leaves its place, and travels beside
-  the pickle as a leaf of the message.
-* What the program itself put into torch's shared memory stays shared: torch's own reducers write a *handle* of it.
-  Once its bytes are asked for, a handle is used up. One that is not sent must be taken back (``take_back``).
-* torch's reducer writes a quantized tensor that nobody can read. It is written as ``torch.save`` does.
+* A tensor, array or storage is neither pickled nor moved into torch's shared memory. It crosses beside the pickle, as a leaf
+  of the message.
+* Memory that the program itself shared through torch stays shared: torch's own reducers write a *handle* of it.
+  Rebuilding its storage uses a handle up. A handle that is not sent must be taken back (``take_back``).
+* torch's reducer writes a quantized tensor in a form that cannot be read. It is written as ``torch.save`` does instead.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from tensorpipe_ipc.wire.metas import OPAQUE
 
 __all__ = ["Handle", "Pickled", "dump", "dump_without_leaves", "is_shared_by_torch", "load", "take_back"]
 
-Handle = tuple[Callable[..., Any], tuple[Any, ...]]  # what torch rebuilds a shared storage with
-# An object's pickle; the leaves whose places are in it, in their order; handles of the shared storages that it refers to.
+Handle = tuple[Callable[..., Any], tuple[Any, ...]]  # torch's function to rebuild a shared storage, and its arguments
+# An object's pickle; its leaves, in the order of their places in the pickle; the handles of the shared storages in it.
 Pickled = tuple[bytes, Sequence[Any], Sequence[Handle]]
 
 
 class _Reducers(dict[Any, Any]):
-    """The reducers of objects, by type: the table that ForkingPickler has, but for tensors, arrays and storages.
+    """The reducers by type: ForkingPickler's table, with other ones for tensors, arrays and storages.
 
-    A table, and not ``reducer_override``, which is asked about every object: 1.3 us less for a small tuple.
+    It is a table, because ``reducer_override`` would be called for every object: 1.3 us more for a small tuple.
     """
 
-    leaves: Any = ()  # of most objects there are none, and these take no time
+    leaves: Any = ()  # most objects have no leaves: the empty tuples cost no time
     handles: Any = ()
 
     def __missing__(self, kind: Any) -> Any:
@@ -66,7 +66,7 @@ class _Reducers(dict[Any, Any]):
         storage = obj if kind is UntypedStorage else obj._untyped_storage
         if _is_shared(storage):
             return self._share(storage) if storage is obj else _registered[kind](obj)
-        # Not obj.device: torch warns of that, whoever asks.
+        # Not obj.device: torch warns when it is read.
         return self._leave(obj) if storage is obj or storage.device.type == "cpu" else _registered[kind](obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -95,11 +95,11 @@ class _Reducers(dict[Any, Any]):
 
 _KINDS: frozenset[Any] = frozenset((torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *storage_classes))
 _registered: Any = reducers
-_PLACE = pickle.PickleBuffer(bytearray(1))  # what is pickled out of band, as the standard has it: there stands a leaf
+_PLACE = pickle.PickleBuffer(bytearray(1))  # the mark of a leaf's place, pickled out of band (PEP 574)
 
 
 def _is_data(buffer: pickle.PickleBuffer) -> bool:
-    """Return whether a buffer goes into the pickle: any object's own does."""
+    """Return whether a buffer goes into the pickle: each one except the mark of a leaf's place does."""
     return buffer is not _PLACE
 
 
@@ -115,9 +115,9 @@ def _from_file(data: bytes) -> torch.Tensor:
 
 
 def is_shared_by_torch(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in torch's shared memory, and torch's handle of it says all about it.
+    """Return whether a tensor lies in torch's shared memory, and torch's handle describes it in full.
 
-    Not so a tensor on a GPU, on a mapped file, with history, or conjugated.
+    It does not describe a tensor on a GPU or on a mapped file, or one that is conjugated or has autograd history.
     """
     try:
         storage = tensor.untyped_storage()
@@ -137,22 +137,22 @@ def _is_shared(storage: UntypedStorage) -> bool:
     if not storage.is_shared() or storage.device.type != "cpu":
         return False
     try:
-        return int(shared_descriptor(storage)) >= 0  # else torch has mapped a file
+        return int(shared_descriptor(storage)) >= 0  # without a descriptor, torch has mapped a file
     except RuntimeError:
-        return True  # shared by name, "file_system"
+        return True  # shared by name: torch's "file_system" strategy
 
 
 def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
     """Return a storage of torch's shared memory.
 
     Raises:
-        PeerLost: who sent it is gone, or the handle was used before.
+        PeerLost: the sending process is gone, or the handle was used before.
     """
     try:
         return rebuild(*arguments)
     except (OSError, EOFError, RuntimeError) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # of this process
+            raise  # this process itself lacks descriptors or memory
         raise PeerLost(
             f"process {process} sent a tensor that lies in torch's shared memory, and its handle is gone "
             f"({type(error).__name__}: {error}): the process ended first, or an earlier get of it failed. "
@@ -161,15 +161,15 @@ def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
 
 
 class _Sent:
-    """The descriptors that wait, in this process, to be asked for: when it ends in order, it gives them a moment.
+    """The descriptors that receivers have not fetched yet. When this process ends in order, it waits for them briefly.
 
-    Else a pool whose worker ends with its task (``maxtasksperchild``) could not take that worker's last result.
+    Otherwise a pool could not take the last result of a worker that ends with its task (``maxtasksperchild``).
     """
 
     MOMENT = 1.0  # seconds
 
     def __init__(self) -> None:
-        self._keys: set[Any] = set()  # of multiprocessing's resource_sharer
+        self._keys: set[Any] = set()  # keys of multiprocessing's resource_sharer
         self._process = 0
 
     def add(self, handle: Handle) -> None:
@@ -181,7 +181,7 @@ class _Sent:
             if key in waiting:
                 send, close = waiting[key]
                 self._keys.add(key)
-                # The sharer's thread forgets a key before it sends, and closes when it has sent.
+                # The sharer's thread removes a key before it sends the descriptor, and closes the descriptor afterwards.
                 waiting[key] = send, functools.partial(self._close, self._keys, key, close)
 
     @staticmethod
@@ -208,22 +208,22 @@ def _rebuild_shared(rebuild: Any, arguments: Any) -> Any:
 
 
 def take_back(handles: Iterable[Handle]) -> None:
-    """Use up handles that nobody will receive, so that no descriptor stays open for them."""
+    """Use up handles that no process will receive, so that no descriptor stays open for them."""
     for rebuild, arguments in handles:
         try:
             rebuild(*arguments)
         except (OSError, EOFError, RuntimeError):
-            pass  # it was used
+            pass  # it was used before
 
 
 # ---- both ways ----
 
 
 def dump(obj: Any) -> Pickled:
-    """An object's pickle, and what is not in it. Each object in it is reduced once.
+    """Return an object's pickle, and its leaves and handles. Each object in it is reduced once.
 
     Raises:
-        Exception: whatever the object raises when it is pickled.
+        Exception: any error that the object raises when it is pickled.
     """
     file, reducers = io.BytesIO(), _Reducers()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=_is_data)
@@ -237,10 +237,10 @@ def dump(obj: Any) -> Pickled:
 
 
 def dump_without_leaves(obj: Any) -> bytes | None:
-    """Return an object's pickle; None if there are tensors, arrays or storages in it.
+    """Return an object's pickle; None if it contains tensors, arrays or storages.
 
     Raises:
-        Exception: whatever the object raises when it is pickled.
+        Exception: any error that the object raises when it is pickled.
     """
     data, leaves, handles = dump(obj)
     take_back(handles)
@@ -251,16 +251,16 @@ def load(data: Any, leaves: Sequence[Any] = (), made: Callable[[Any], Any] | Non
     """Return the object of a pickle and its leaves.
 
     Args:
-        made: what becomes of tensors in torch's shared memory; None: they are as they were sent.
+        made: the function that converts each tensor in torch's shared memory; None: they stay as they were sent.
 
     Raises:
-        PeerLost: it refers to shared memory of a process that is gone.
-        Exception: whatever the object raises when it is made again.
+        PeerLost: the object refers to shared memory of a process that is gone.
+        Exception: any error that the object raises when it is rebuilt.
     """
-    # Of the get in which an object that is being made, or a finalizer, gets another.
+    # An object's constructor or a finalizer may call get inside this get: restore this get's function afterwards.
     before = getattr(_wanted, "made", None)
     if made is before:
-        return pickle.loads(data, buffers=leaves)  # noqa: S301 - of a relative of this process
+        return pickle.loads(data, buffers=leaves)  # noqa: S301 - a related process wrote it
     _wanted.made = made
     try:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - as above
