@@ -19,14 +19,14 @@ __all__ = ["set_apart", "set_together"]
 
 
 def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int = -1) -> bool:
-    """Make runs of bytes of a segment this process's own. All pages that they touch are, so nothing else may lie there.
+    """Make runs of a segment's bytes private to this process. Whole pages become private: nothing else may lie on them.
 
     Args:
-        runs: where in the segment each begins, and its bytes.
-        descriptor: of the segment, to map them by: what is locked through it stays so as long as they are mapped. -1: any.
+        runs: the offset and the number of bytes of each run.
+        descriptor: the segment's descriptor to map by; -1: any. A lock taken through it lasts as long as the mapping.
 
     Returns:
-        Whether any was mapped, and all were.
+        Whether there were any pages, and all of them were mapped.
     """
     pages = _pages(runs)
     base, refused = segment.octets.ctypes.data, ""
@@ -48,11 +48,11 @@ def set_apart(segment: Segment, runs: Iterable[tuple[int, int]], descriptor: int
 
 
 def set_together(segment: Segment, start: int, nbytes: int, identity: tuple[int, int]) -> None:
-    """Make a run of bytes that was set apart the segment's again. No tensor of this process may lie on its pages.
+    """Map a run of bytes that was set apart shared again. No tensor of this process may lie on its pages.
 
     Args:
-        identity: of the segment's file. A process that has closed its descriptor keeps the pages as they are: their number
-            may be another file's by now.
+        identity: the identity of the segment's file. If this process has closed its descriptor, the number may belong to
+            another file: then the pages stay private.
     """
     with contextlib.suppress(OSError):
         if identity_of(segment.descriptor) == identity:
@@ -61,7 +61,7 @@ def set_together(segment: Segment, start: int, nbytes: int, identity: tuple[int,
 
 
 def _pages(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the whole pages that runs touch, joined where they follow each other."""
+    """Return the whole pages that runs touch, with adjacent pages joined."""
     found: list[tuple[int, int]] = []
     for start, nbytes in sorted(runs):
         first, stop = start & -mmap.PAGESIZE, -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -23,24 +23,24 @@ __all__ = ["join", "quick", "slow"]
 
 _NUMBERS = {"x86_64": 324, "amd64": 324, "aarch64": 283, "arm64": 283, "riscv64": 283, "ppc64le": 365, "s390x": 356}
 _GLOBAL, _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 0, 1 << 1, 1 << 2  # MEMBARRIER_CMD_...
-_PAUSE = 0.02  # seconds; a store leaves its processor within microseconds
+_PAUSE = 0.02  # seconds: a store leaves its processor within microseconds
 
 
 def join() -> bool:
-    """Have quick barriers reach this process. Whether they do: a kernel before 4.16 or a sandbox may refuse."""
+    """Let quick barriers reach this process. Return whether they do: a kernel before 4.16, or a sandbox, may refuse."""
     return _call(_REGISTER_GLOBAL_EXPEDITED) == 0
 
 
 def quick() -> bool:
-    """Return when every store that any thread of a process that has joined began before is seen by all.
+    """Wait until all threads see every store that threads of joined processes began before the call.
 
-    False: the kernel refuses, and nothing is known.
+    Return False if the kernel refuses: then nothing is guaranteed.
     """
     return _call(_GLOBAL_EXPEDITED) == 0
 
 
 def slow() -> None:
-    """Return when every store that any thread began before is seen by all."""
+    """Wait until all threads see every store that any thread began before the call."""
     if _call(_GLOBAL) != 0:
         time.sleep(_PAUSE)
 

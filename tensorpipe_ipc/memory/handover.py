@@ -57,7 +57,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     """Return the block that a tree's large leaves lie in, if it can go by reference as far as its tensors say; else None.
 
     Args:
-        offered: only a block that was offered for it.
+        offered: accept only a block that was offered for that.
     """
     strided = [leaf for leaf in flat.leaves if leaf.layout is torch.strided and leaf.device.type == "cpu"]
     large = max(strided, key=lambda leaf: leaf.nbytes, default=None)
@@ -74,7 +74,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
 
 
 def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
-    """Return whether all are tensors of the caller's, and not arrays, storages or parameters shown as tensors."""
+    """Return whether all leaves are the caller's own tensors, not arrays, storages or parameters shown as tensors."""
     ids = {id(leaf) for leaf in ours}
     operations = [piece[0] for piece in flat.spec if Op.TENSOR <= piece[0] <= Op.TYPED]
     return all(
@@ -90,20 +90,21 @@ def _empty(owners: Iterable[torch.Tensor]) -> None:
 
 
 def _are_sole_still(leaves: list[torch.Tensor], array: weakref.ref[Any]) -> bool:
-    """The same as ``_sole_owners``, of what is about to be handed over: the handover knows the array and the bases."""
+    """Return whether the leaves are still the sole owners. The handover itself refers to the array and the bases by now."""
     return _sole_owners(leaves, array, callers=1) is not None
 
 
 def _sole_owners(
     leaves: Iterable[torch.Tensor], lies_on: Callable[[], Any], *, callers: int = 0
 ) -> list[torch.Tensor] | None:
-    """Return all tensors that lie on an array, if they are these leaves, or what the leaves are views of. Else None.
+    """Return all tensors on an array, if they are only these leaves and the bases of those that are views; else None.
 
     Args:
-        known: how many references to the array, and to each base, are the caller's own.
+        lies_on: returns the array.
+        callers: the number of the caller's own references to the array, and to each base.
     """
     owners = {id(leaf): leaf for leaf in leaves}
-    uses = dict.fromkeys(owners, 1)  # of each TensorImpl: its Python object; and its views
+    uses = dict.fromkeys(owners, 1)  # the expected use count of each TensorImpl: its Python object, and its views
     bases = {id(base): base for base in (leaf._base for leaf in owners.values()) if base is not None}
     for leaf in owners.values():
         if leaf._base is not None:
@@ -117,7 +118,7 @@ def _sole_owners(
     lying = Counter(each.untyped_storage()._cdata for each in together)
     if any(torch._C._storage_Use_Count(address) != lying[address] + 1 for address in storages):
         return None
-    del together  # or it would be counted
+    del together  # or its references would be counted
     of_base, of_storage, of_object = _references_of_the_unknown()
     if any(count != of_base + callers for count in _references(bases)):
         return None
@@ -130,7 +131,7 @@ def _sole_owners(
 
 @functools.cache
 def _references_of_the_unknown() -> tuple[int, int, int]:
-    """Python's references to a base, a storage and any object that nobody but a dict of ``_sole_owners`` knows."""
+    """Return Python's reference counts of a base, a storage and any object, if only one dict refers to each."""
     view = torch.empty(2)[1:]
     unknown: list[dict[int, Any]] = [{0: view._base}, {0: view.untyped_storage()}, {0: object()}]
     of_base, of_storage, of_object = (_references(each)[0] for each in unknown)
@@ -160,10 +161,10 @@ _ALIASES: list[Callable[[torch.Tensor], Any]] = [
 
 @functools.cache
 def _counts() -> bool:
-    """Return whether this torch counts as is taken for granted: each kind of alias is seen, and none where there is none."""
+    """Return whether this torch's counts can be used: they show each kind of alias, and none where no alias exists."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's about typed storages
+            warnings.simplefilter("ignore")  # torch warns about typed storages
             return all(map(_is_seen, _ALIASES))
     except (AttributeError, TypeError, RuntimeError):
         return False
@@ -184,18 +185,18 @@ def _tensor_and_array() -> tuple[torch.Tensor, Callable[[], Any]]:
     return torch.frombuffer(memoryview(array)[:32], dtype=torch.float32), weakref.ref(array)  # type: ignore[arg-type, unused-ignore]
 
 
-# ---- who else has the tree ----
+# ---- other references to the tree ----
 
 _WITHOUT_TENSORS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 def is_sole_reference(pair: Any) -> bool:
-    """Return whether nobody has a name for any container or tensor of a tuple.
+    """Return whether a tuple holds the only references to its containers and tensors.
 
-    The tuple itself may have one, and each of its members: the variable that a DataLoader's worker made it of. False, too,
-    where something in it is of an unknown kind, and may have tensors.
+    The tuple itself and each of its members may have one more: the variables of the DataLoader's worker that made the tuple.
+    Return False also if the tuple contains an object of an unknown kind, which may hold tensors.
     """
-    held: dict[int, int] = {}  # references that the tree itself has
+    held: dict[int, int] = {}  # references from within the tree
     known: dict[int, Any] = {}
     if type(pair) is not tuple or not all(_found(each, held, known) for each in pair):
         return False
@@ -206,7 +207,7 @@ def is_sole_reference(pair: Any) -> bool:
 
 
 def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
-    """Note a node, and what it contains. Whether all is of known kinds."""
+    """Note a node and its content. Return whether all of it is of known kinds."""
     if type(node) is torch.Tensor or isinstance(node, (dict, list, tuple)):
         held[id(node)] = held.get(id(node), 0) + 1
         if id(node) in known:
@@ -222,7 +223,7 @@ def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
 
 
 def placed(message: EncodedMessage, handover: Handover) -> bytes | None:
-    """Return what the message says instead of its values, if its large frames lie in the block; else None.
+    """Return the bytes that replace the message's values, if its large frames lie in the block; else None.
 
     ::
 
@@ -238,7 +239,7 @@ def placed(message: EncodedMessage, handover: Handover) -> bytes | None:
 
 
 def _packed(small: list[Any], handover: Handover) -> tuple[bytes, list[int]]:
-    """Return the frame of the small payloads, and its place: in the block where they lie there as they would in a frame."""
+    """Return the frame of the small payloads, and its place. The place is in the block if they lie there as in a frame."""
     pieces, end, first = list[bytes](), 0, _place(small[0], handover)
     as_in_a_frame = first != INLINE
     for payload in small:
@@ -261,12 +262,12 @@ def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple
     """Return the values and the frames of a message that ``placed`` wrote.
 
     Args:
-        said: what it returned.
-        sizes: of the frames.
-        payload: of the block.
+        said: the bytes that ``placed`` returned.
+        sizes: the sizes of the frames.
+        payload: the block's payload.
 
     Raises:
-        ProtocolError: it did not write that, or not of these.
+        ProtocolError: ``placed`` did not write these bytes for frames of these sizes.
     """
     start = _LENGTH.size + (_LENGTH.unpack_from(said)[0] if len(said) >= _LENGTH.size else 0)
     end = start + 8 * len(sizes)
@@ -287,7 +288,7 @@ def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple
 
 
 class Frame:
-    """A part of a payload. Each slice of it has a buffer of its own, and so counts as one reference to the array."""
+    """A part of a payload. Each slice has a buffer of its own, and so counts as one reference to the array."""
 
     __slots__ = ("_array", "_place", "_size")
 

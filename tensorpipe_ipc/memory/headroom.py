@@ -23,17 +23,17 @@ __all__ = ["addresses_left", "headroom"]
 
 _ROOT = "/sys/fs/cgroup"
 _PROC = "/proc"
-# what is set as "no limit" in version 1: a number near 2 ** 63
+# cgroup version 1 writes "no limit" as a number near 2 ** 63
 _UNLIMITED = 1 << 60
-# of memory.stat; in version 1 with "total_" before them, as these alone are of the whole subtree there
+# Fields of memory.stat. In version 1 only the fields with the prefix "total_" include the subtree.
 _CACHE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 def headroom() -> int:
-    """Return bytes that may still be used: the least of what the machine has and what each cgroup above us leaves."""
+    """Return how many bytes may still be used: the least that the machine, or any cgroup of this process, has left."""
     room = min(_available(), _committable())
     for limit, usage in _files(os.getpid()):
-        with contextlib.suppress(OSError, ValueError):  # "max", or a file that this kernel does not have
+        with contextlib.suppress(OSError, ValueError):  # the value "max", or a file that this kernel lacks
             most = _number(limit)
             if most < _UNLIMITED and (left := most - _number(usage)) < room:
                 room = min(room, left + _cache(os.path.dirname(usage)))
@@ -41,7 +41,7 @@ def headroom() -> int:
 
 
 def addresses_left() -> int | None:
-    """Return bytes of addresses that this process may still take (``ulimit -v``, RLIMIT_AS); None: it has no such limit."""
+    """Return how many bytes of addresses this process may still map (``ulimit -v``, RLIMIT_AS); None: no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -72,13 +72,13 @@ def _of_machine(name: str) -> int:
     raise ValueError(f"no {name} in /proc/meminfo")
 
 
-@functools.lru_cache(maxsize=1)  # a process is rarely moved to another cgroup; a child asks with another id
+@functools.lru_cache(maxsize=1)  # a process rarely changes its cgroup; a child has another id
 def _files(_process: int) -> tuple[tuple[str, str], ...]:
     return tuple(_limits())
 
 
 def _limits() -> Iterator[tuple[str, str]]:
-    """Names of the files with limit and usage, of our cgroup and every one above it."""
+    """Yield the names of the files with limit and usage, for this process's cgroup and each one above it."""
     with contextlib.suppress(OSError), open(f"{_PROC}/self/cgroup", encoding="utf-8") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -98,7 +98,7 @@ def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[s
 
 
 def _cache(folder: str) -> int:
-    """Return bytes of a cgroup's usage that the kernel can take back."""
+    """Return how many bytes of a cgroup's usage the kernel can take back."""
     with contextlib.suppress(OSError, ValueError), open(f"{folder}/memory.stat", encoding="utf-8") as lines:
         found = dict(line.split() for line in lines)
         return sum(int(found.get(f"total_{name}", found.get(name, 0))) for name in _CACHE)

@@ -1,4 +1,4 @@
-"""Loan: tensors that are made where they will be read, filled by the caller, and sent when the block is left."""
+"""Loan: tensors in the memory where the consumer reads them. The caller fills them, and leaving ``with`` sends them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["Lender", "Loan"]
 
 
 class Lender(Protocol):
-    """An end that has a place for tensors, and sends them."""
+    """A queue or an end that makes tensors in its memory, and sends them."""
 
     def lend(self, specs: list[TensorSpec], timeout: float | None) -> list[torch.Tensor]:
-        """Tensors, not initialised."""
+        """Return tensors, not initialised."""
 
     def put(self, obj: Any, /, *, timeout: float | None = None, move: bool = False) -> None:
-        """Send a tree of them."""
+        """Send a tree of such tensors."""
 
 
 class Loan:
-    """A loan of tensors: to be used with ``with``, once."""
+    """A loan of tensors: a context manager that is used once."""
 
     def __init__(self, lender: Lender, tensors: Any, dtype: torch.dtype, timeout: float | None) -> None:
         """
         Args:
             tensors: a shape; or a tree of ``TensorSpec`` and plain values in dicts, lists and tuples.
-            dtype: with a shape.
+            dtype: the dtype for a shape.
             timeout: seconds to wait for memory on entering, and for room on leaving; None: for ever.
         """
         shape = shape_of(tensors)
@@ -42,9 +42,9 @@ class Loan:
         """Return the tensors, not initialised.
 
         Raises:
-            Full: there was no memory in time; nor, at an endpoint, anybody to read them.
-            SharedMemoryError: there can never be so much.
-            Closed: the queue, or the end, is closed here.
+            Full: no memory within ``timeout``, or, at an endpoint, no consumer.
+            SharedMemoryError: the tensors are larger than the memory can ever be.
+            Closed: the queue or the end is closed in this process.
         """
         self._tree = build(self._specs, iter(self._lender.lend(specs_of(self._specs), self._timeout)))
         return self._tree
@@ -52,10 +52,10 @@ class Loan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Put them, unless there was an exception.
+        """Put the tensors, unless the body raised an exception.
 
         Raises:
-            Full: there was no room in time. The tensors stay as they are.
+            Full: no room within ``timeout``. The caller keeps the tensors unchanged.
         """
         tree, self._tree = self._tree, None
         if kind is None:

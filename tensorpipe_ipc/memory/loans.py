@@ -36,13 +36,13 @@ def is_size(value: Any) -> bool:
 
 
 def shape_of(given: Any) -> Any:
-    """Return a shape, of which a single size is one, too; and anything else as it is."""
+    """Return the shape for a single size; return any other value unchanged."""
     return (given,) if is_size(given) else given
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape and dtype that a tensor is to have."""
+    """The shape and dtype of a tensor to make."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -62,7 +62,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's items."""
+        """The number of bytes of the tensor's items."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -102,11 +102,12 @@ def made(
     *,
     offered: bool = False,
 ) -> list[torch.Tensor]:
-    """Make the tensors, in one block that is HELD as long as one of them lasts.
+    """Make the tensors in one block, which is HELD as long as one of them lasts.
 
     Args:
-        allocate: has a taker take a block for so many bytes, and returns it; 0: the tensors get memory of the process's own.
-        offered: the next put of them may hand the block over without being told.
+        allocate: a function that lets a taker take a block for a number of bytes, and returns the block. If it returns 0,
+            the tensors get the process's own memory.
+        offered: the next put of them may hand the block over without ``move``.
     """
     places, nbytes = _places(specs)
     array = None
@@ -130,10 +131,10 @@ def _places(specs: list[TensorSpec]) -> tuple[list[int], int]:
 
 
 def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # its memory is taken from it when it is sent, wherever that may be
+    with torch.inference_mode(False):  # sending takes the tensor's memory from it, perhaps outside inference mode
         if array is None or not spec.nbytes:
             return torch.empty(spec.shape, dtype=spec.dtype)
-        # Each has a storage of its own, and none is a view of another tensor: so it can be seen whether it has aliases.
+        # Each tensor has a storage of its own, and is not a view of another: so its references show whether it has aliases.
         storage = torch.frombuffer(memoryview(array)[place : place + spec.nbytes], dtype=torch.uint8).untyped_storage()  # type: ignore[arg-type, unused-ignore]
         return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, _strides(spec.shape))
 

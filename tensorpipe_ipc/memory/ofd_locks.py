@@ -1,8 +1,8 @@
 """Locks on bytes of a file that belong to an open file description: Linux's OFD locks (fcntl(2)).
 
-The kernel drops one when the last descriptor of its description is closed, at once after SIGKILL, exit or exec, and nothing
-else does: other descriptors of the same file may be opened and closed at will, which a POSIX lock does not survive.
-Nobody here waits for one.
+The kernel drops such a lock when the last descriptor of its description is closed: at once after SIGKILL, exit or exec.
+Opening and closing other descriptors of the same file leaves it alone, while a POSIX lock would be lost.
+No function here waits for a lock.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock where off_t has 64 bits, with 
 
 
 def lock(descriptor: int, start: int, length: int) -> bool:
-    """Have some bytes alone. Whether nobody else has any of them."""
+    """Lock bytes exclusively, without waiting. Return whether that succeeded: no other description has a lock on them."""
     return _lock(descriptor, fcntl.F_WRLCK, start, length)
 
 
 def read_lock(descriptor: int, byte: int) -> bool:
-    """Have an open file description of a segment share a byte's lock. Whether nobody has it alone; does not wait."""
+    """Lock a byte shared, without waiting. Return whether that succeeded: no other description has it exclusively."""
     return _lock(descriptor, fcntl.F_RDLCK, byte, 1)
 
 
 def unlock(descriptor: int, start: int, length: int) -> None:
-    """Let go of bytes."""
+    """Unlock bytes."""
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, start, length, 0))
 
 
 def is_locked(descriptor: int, start: int, length: int = 1) -> bool:
-    """Return whether any of some bytes is locked through another open file description than this, which may be read-only."""
+    """Return whether another open file description has a lock on any of the bytes. This one may be read-only."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, request)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

@@ -45,9 +45,8 @@ from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Apart", "Codec", "Payload"]
 
-_BRIEF = (
-    1 << 12
-)  # bytes of a pickle: a longer one is a leaf. A leaf costs as much as a tensor, and makes each schema a new one
+# Bytes of a pickle: only a longer one is a leaf. A leaf costs as much as another tensor, and makes each schema a new one.
+_BRIEF = 1 << 12
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
 _NOT_PUT = (Full, ShutDown, SharedMemoryError)
 
