@@ -28,14 +28,23 @@ from typing import Any
 
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.memory.arena import HEADER, METADATA, NBYTES, SMALLEST, UNIT, Arena
+from tensorpipe_ipc.memory.arena import (
+    FORWARDED,
+    HEADER,
+    METADATA,
+    METADATA_AT,
+    NBYTES,
+    PAYLOAD_AT,
+    SMALLEST,
+    UNIT,
+    Arena,
+)
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.shared_queue.attachment import Attachment, attachment_of
 from tensorpipe_ipc.shared_queue.get_end import LEASE_FROM, Decode
-from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowPresenceLock
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe

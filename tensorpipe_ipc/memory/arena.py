@@ -4,7 +4,7 @@
 
     a block     0         8        16        24                   64                      …  2 ** kind
                 ├─ state ─┼─ credit ┼─ nbytes ┼─ metadata's length ─┼─ metadata ─ (64) ─ payload ─┤
-                                                << 32 | queue; …; word 6: bytes that have pages
+                                                << 32 | queue; two places; word 6: bytes that have pages
 
     its state        63 ─────────── 32 31 ──────── 16 15 ── 4 3 ─ 0
                      │ generation     │ incarnation  │ row    │ step │
@@ -97,6 +97,8 @@ SMALLEST = 9
 SMALL = 448  # bytes of metadata and payload in the smallest block
 HEADER = 64  # a cache line, and the alignment of every payload
 CREDIT, NBYTES, METADATA = 1, 2, 3  # words of a block's header, after its state
+METADATA_AT, PAYLOAD_AT = 4, 5  # where the two lie, counted from the block's begin, if the length says FORWARDED
+FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header
 WRITTEN = 6  # the one that says how many bytes of the block have pages; of blocks that are larger than a page
 
 FREE, WRITING, QUEUED, HELD, KEPT = range(5)

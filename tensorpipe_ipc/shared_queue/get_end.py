@@ -18,12 +18,15 @@ from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryEr
 from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
+    FORWARDED,
     GENERATION_AT,
     HEADER,
     HOLDER,
     IDLE,
     METADATA,
+    METADATA_AT,
     NBYTES,
+    PAYLOAD_AT,
     QUEUED,
     SMALLEST,
 )
@@ -31,7 +34,7 @@ from tensorpipe_ipc.memory.leases import LEAST, Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, Aside, QueueEnd
+from tensorpipe_ipc.shared_queue.queue_end import Aside, QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import LAST_DOORBELL, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt

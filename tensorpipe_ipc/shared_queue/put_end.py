@@ -20,12 +20,15 @@ import torch
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
+    FORWARDED,
     GENERATION_AT,
     GENERATIONS,
     HEADER,
     HOLDER,
     METADATA,
+    METADATA_AT,
     NBYTES,
+    PAYLOAD_AT,
     QUICK,
     SMALLEST,
     WRITTEN,
@@ -36,7 +39,7 @@ from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT, QueueEnd
+from tensorpipe_ipc.shared_queue.queue_end import QueueEnd
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt

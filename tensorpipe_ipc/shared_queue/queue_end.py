@@ -34,10 +34,7 @@ from tensorpipe_ipc.shared_queue.tasks import Tasks
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, SHUT, TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import QueueHandle
 
-__all__ = ["FORWARDED", "METADATA_AT", "PAYLOAD_AT", "Aside", "QueueEnd"]
-
-FORWARDED = 1 << 31  # in the metadata's length: it lies not behind the header, but where these words of the header say
-METADATA_AT, PAYLOAD_AT = 4, 5  # counted from the block's begin
+__all__ = ["Aside", "QueueEnd"]
 
 
 class _Turn:

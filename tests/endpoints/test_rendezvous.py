@@ -25,11 +25,10 @@ from tensorpipe_ipc.cli.doctor import attached
 from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks, segment
-from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
+from tensorpipe_ipc.memory.arena import FORWARDED, METADATA_AT, PAYLOAD_AT, SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.shared_queue.get_end import Message
-from tensorpipe_ipc.shared_queue.queue_end import FORWARDED, METADATA_AT, PAYLOAD_AT
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY
 from tensorpipe_ipc.wire.header import Hello, Kind, SharedMemoryTerms
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, PICKLED, metadata_of
