@@ -226,8 +226,8 @@ class Receiver(Participant):
         """Let go of a peer's queue, if the two have one. Again: nothing."""
         self._only = None
         if peer.queue is not None:
-            self.lost += peer.queue.lost  # first: ``lost_so_far`` asks those that are shared
-            peer.queue.lost = 0
+            self.lost += peer.queue.gets.lost  # first: ``lost_so_far`` asks those that are shared
+            peer.queue.gets.lost = 0
             fd = peer.queue.tickets.fileno()
             self._sharing.pop(fd, None)
             self.socket.unwatch(fd)
@@ -250,7 +250,7 @@ class Receiver(Participant):
 
     def holds_back(self) -> bool:
         """Return whether an interrupted get left a message that no descriptor tells of."""
-        return any(peer.queue is not None and peer.queue.holds_back for peer in self._sharing.values())
+        return any(peer.queue is not None and peer.queue.gets.holds_back for peer in self._sharing.values())
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
@@ -301,7 +301,7 @@ class Receiver(Participant):
         ready, sharing = self._ready, self._sharing
         self._only = None
         self._drained = began = time.monotonic()
-        ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.holds_back)
+        ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.gets.holds_back)
         listens, incoming = began >= self._listens_from, False
         found = [] if listens else self.socket.wait_any(0)
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
@@ -365,7 +365,7 @@ class Receiver(Participant):
     def lost_so_far(self) -> int:
         """Messages that were lost: ``lost``, and by exceptions that came inside a get of a queue, or behind it."""
         queues = [peer.queue for peer in self._sharing.values()]
-        return self.lost + self.in_hand + sum(queue.lost for queue in queues if queue is not None)
+        return self.lost + self.in_hand + sum(queue.gets.lost for queue in queues if queue is not None)
 
     def count_in_hand(self) -> None:
         """Count the message as lost that an exception of a signal's handler took out of the last get's hand, if it did."""
@@ -375,7 +375,7 @@ class Receiver(Participant):
 
     def _take(self, peer: ProducerPeer, queue: Any, decode: Decode, lease_from: int) -> Any:
         try:
-            if queue.holds_back:
+            if queue.gets.holds_back:
                 peer.waiting = 0  # it may take what is there, too
                 return queue.get(0, decode, lease_from)
             if peer.waiting <= 0:
@@ -403,7 +403,7 @@ class Receiver(Participant):
             self._unshare(peer)
 
     def _forget_if_drained(self, peer: ProducerPeer) -> None:
-        if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.holds_back:
+        if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.gets.holds_back:
             self._unshare(peer)
 
     # -- frames

@@ -28,23 +28,13 @@ from typing import Any
 
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.memory.arena import (
-    FORWARDED,
-    HEADER,
-    METADATA,
-    METADATA_AT,
-    NBYTES,
-    PAYLOAD_AT,
-    SMALLEST,
-    UNIT,
-    Arena,
-)
+from tensorpipe_ipc.memory.arena import HEADER, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.shared_queue.attachment import Attachment, attachment_of
-from tensorpipe_ipc.shared_queue.get_end import LEASE_FROM, Decode
+from tensorpipe_ipc.shared_queue.get_end import GetEnd
 from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowPresenceLock
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
@@ -57,17 +47,60 @@ _STAT = 1 << 12  # bytes; more than /proc/PID/stat has
 _SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binders, and has 128 TiB
 
 
+class _CheckedGets(GetEnd):
+    """Get what another end wrote, which may be a stranger: all of it is looked at before it is used."""
+
+    def word_of(self, ticket: int) -> int:
+        """See GetEnd.
+
+        Raises:
+            ProtocolError: a ticket that names no block.
+        """
+        self._room_of(ticket >> 32 << SMALLEST - 3)
+        return super().word_of(ticket)
+
+    def _room_of(self, word: int) -> int:
+        """Return how many bytes the block has whose state is at ``word``.
+
+        Raises:
+            ProtocolError: there is no block.
+        """
+        unit = word * 8 // UNIT
+        extent = self.words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
+        room = 1 << (extent >> 16 & 0x3F)
+        if not extent or word << 3 & min(room, UNIT) - 1:
+            raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
+        return room
+
+    def places(self, word: int) -> tuple[int, int, int, int]:
+        """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
+
+        Raises:
+            ProtocolError: lengths that go beyond the block.
+        """
+        room, places = self._room_of(word), super().places(word)
+        metadata_at, length, payload_at, nbytes = places
+        end = max(metadata_at + length, payload_at + nbytes)
+        if end > room or nbytes > self.arena.capacity or min(metadata_at, payload_at) < HEADER:
+            raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
+        return places
+
+
 class PairQueue(SharedMemoryQueue):
-    """A queue between two ends, which may be strangers: what the other wrote is looked at before it is used.
+    """A queue between two ends that do not trust each other. A forked child's copy of it is of no use, and is closed there.
 
     Attributes:
         offer: how it was made known.
     """
 
-    kept_by = RowPresenceLock
+    kept_by, gets_by = RowPresenceLock, _CheckedGets
+    waits_in_read = False  # but for several descriptors at a time
     offer: QueueOffer
-    _is_claimed = False  # by an end of this process
-    _waits_in_read = False  # but for several descriptors at a time
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._is_claimed = False  # by an end of this process
+        self.rows.after_fork(self.close)
 
     def claim(self, maxsize: int) -> bool:
         """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
@@ -91,7 +124,6 @@ class PairQueue(SharedMemoryQueue):
                     assert self.credits is not None
                     os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
                     self.record.narrow(maxsize)
-                    self.maxsize = maxsize
                 done = True
         finally:
             if not done:
@@ -101,7 +133,7 @@ class PairQueue(SharedMemoryQueue):
 
     def accept(self) -> None:
         """Go by what the connector that took it has left of it."""
-        self.maxsize = min(self.maxsize, QueueRecord(self.arena, self.number).maxsize)
+        self.record.maxsize = min(self.maxsize, QueueRecord(self.arena, self.number).maxsize)
 
     @property
     def claimant(self) -> int:
@@ -115,50 +147,6 @@ class PairQueue(SharedMemoryQueue):
     def is_deserted(self) -> bool:
         """Return whether the connector that took it has let go of it, or is dead."""
         return self.claimant > 0 and not self._is_claimed and not self.rows.is_locked(self.record.block + 1)
-
-    def _word_of(self, ticket: int) -> int:
-        """See GetEnd.
-
-        Raises:
-            ProtocolError: a ticket that names no block.
-        """
-        self._room_of(ticket >> 32 << SMALLEST - 3)
-        return super()._word_of(ticket)
-
-    def _room_of(self, word: int) -> int:
-        """Return how many bytes the block has whose state is at ``word``.
-
-        Raises:
-            ProtocolError: there is no block.
-        """
-        unit = word * 8 // UNIT
-        extent = self.words[ROWS_END // 8 + unit] if unit < self.arena.segment.size // UNIT else 0
-        room = 1 << (extent >> 16 & 0x3F)
-        if not extent or word << 3 & min(room, UNIT) - 1:
-            raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
-        return room
-
-    def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
-        """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
-
-        Raises:
-            ProtocolError: lengths that go beyond the block.
-        """
-        words, block, room = self.words, word << 3, self._room_of(word)
-        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
-        metadata_at, payload_at = HEADER, HEADER + (length + 63 & -64)
-        if length >= FORWARDED:
-            metadata_at, payload_at, length = words[word + METADATA_AT], words[word + PAYLOAD_AT], length - FORWARDED
-        end = max(metadata_at + length, payload_at + nbytes)
-        if end > room or nbytes > self.arena.capacity or min(metadata_at, payload_at) < HEADER:
-            raise ProtocolError(f"{length} bytes of metadata and {nbytes} of payload in a block of {room}")
-        metadata = self.memory[block + metadata_at : block + metadata_at + length]
-        return self._read(block, metadata, block + payload_at, nbytes, decode, lease_from)
-
-    def _renew(self) -> None:
-        """In a forked child, whose copy of the end is of no use: it must not keep the queue, either."""
-        super()._renew()
-        self.close()
 
 
 def objection(ours: Hello, theirs: Hello) -> str:

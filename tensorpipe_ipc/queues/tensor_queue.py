@@ -94,7 +94,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         attachment = getattr(ctx, "tensorpipe_attachment", default_attachment)()
         self._queue = SharedMemoryQueue.create(attachment, max(0, maxsize), tasks=self._has_tasks)
         self._codec = Codec(self._queue, named, narrows, cuda_ipc=cuda_ipc)
-        self._queue.spin = self._spin = spin
+        self._queue.gets.spin = self._spin = spin
         self._undeliverable: list[Exception] = []
         self.takes_offers = False
 
@@ -389,7 +389,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         A thread that waits in ``get`` goes on waiting, as with multiprocessing's queue: ``shutdown`` wakes it.
         """
         self._closed = True
-        self._queue.give_up()
+        self._queue.gets.give_up()
 
     def shutdown(self, immediate: bool = False) -> None:
         """Refuse further puts in every process, and gets once the queue is empty. Wake the threads that wait.
@@ -458,7 +458,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
 
     def __setstate__(self, state: Any) -> None:
         self._queue, self._codec, self._spin = state
-        self._queue.spin = self._spin
+        self._queue.gets.spin = self._spin
         self._undeliverable = []
         self._closed = self._used = self.takes_offers = False
 

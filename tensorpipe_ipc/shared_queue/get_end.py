@@ -1,7 +1,7 @@
 """The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in recovery.py.
 
 An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
-aside for the next get. After that it is lost, and counted, as if the process had died there: see queue_end.py.
+aside for the next get. After that it is lost, and counted, as if the process had died there: see open_queue.py.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tensorpipe_ipc.memory.leases import LEAST, Octets
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.queue_end import Aside, QueueEnd
+from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
-from tensorpipe_ipc.shared_queue.token_pipe import LAST_DOORBELL, Buffers
+from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
@@ -69,8 +69,8 @@ def lease_from(copy: Any) -> int:
     return _BY_WISH[copy]
 
 
-class GetEnd(QueueEnd):
-    """A consumer's side of a queue.
+class GetEnd:
+    """A consumer's side of a queue. A subclass may look more closely at what it reads: ``word_of`` and ``places``.
 
     Attributes:
         spin: seconds for which a get looks for a message before it sleeps.
@@ -78,23 +78,26 @@ class GetEnd(QueueEnd):
         lost: messages that this process lost, as an exception came when their blocks had been let go.
     """
 
-    spin, _spins = 0.0, 0
-    _is_polled = False
+    def __init__(self, queue: OpenQueue) -> None:
+        self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
+        self.leases, self.words, self.memory, self._octets = queue.leases, queue.words, queue.memory, queue.octets
+        self.tickets, self.credits, self.record = queue.tickets, queue.credits, queue.record
+        self._watch, self._has_tasks, self._tickets_fd = self.record.watch, self.record.has_tasks, queue.tickets.fd
+        # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
+        self._read_end = queue.tickets.read_end if queue.tickets.read_end >= 0 else queue.tickets.fd
+        self.spin, self._spins, self._is_polled = 0.0, 0, False
+        self.rows.after_fork(self._forget)
+        self._forget()
 
     def _forget(self) -> None:
-        super()._forget()
-        self._getting: list[Operation] = []  # spare ones
-        self._aside: list[Aside] = []  # tickets that were taken, and are to be served before others
+        self._singles, self._batches = list[Operation](), list[Operation]()  # spare ones
+        self._spare = {1: self._singles, BATCH: self._batches}
         self.undecodable = self.lost = 0
 
     @property
     def holds_back(self) -> bool:
         """Return whether an interrupted get left something that the next one serves. The descriptor does not tell of it."""
-        return bool(self._aside or self._left)
-
-    def qsize(self) -> int:
-        """Return how many messages wait, those among them that an interrupted get of this process had taken."""
-        return super().qsize() + len(self._aside)
+        return bool(self._queue.aside or self._queue.unfinished)
 
     def get(self, timeout: float | None = None, decode: Decode = Message, lease_from: int = LEASE_FROM) -> Any:
         """Take the next message.
@@ -112,12 +115,12 @@ class GetEnd(QueueEnd):
             SharedMemoryError: LEASE was asked for, and this process has as much under lease as it may. The message is
                 the next that this process gets.
         """
-        deadline = timeout and monotonic() + timeout
+        queue, deadline = self._queue, timeout and monotonic() + timeout
         try:
             while True:
                 try:
-                    if self._aside or self._left:
-                        self._take_up()
+                    if queue.aside or queue.unfinished:
+                        queue.take_up()
                         if self.words[self.record.dropped]:
                             self._drop_aside()
                         message = self._get_aside(decode, lease_from)
@@ -161,12 +164,13 @@ class GetEnd(QueueEnd):
         Args:
             deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
         """
+        queue = self._queue
         try:
-            operation = self._getting[-1]
-            del self._getting[-1]
+            operation = self._singles[-1]
+            del self._singles[-1]
         except IndexError:
-            operation = self._operation(GET)
-        process = self._process
+            operation = queue.operation(GET)
+        process = queue.process
         try:
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
@@ -184,12 +188,12 @@ class GetEnd(QueueEnd):
                 raise _Again
             if words[self._watch]:
                 self._tell_of_more()
-            word = self._word_of(ticket)
+            word = self.word_of(ticket)
             if self.credits is not None:
                 words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give(operation.given_buffers)  # G3
-            message = self._open(word, decode, lease_from)  # G4
-            if process != self._process:
+            message = self.open(word, decode, lease_from)  # G4
+            if process != queue.process:
                 return message  # of a fork within; the steps that remain are the parent's
             nbytes = words[word + NBYTES]
             if self._has_tasks:
@@ -203,14 +207,14 @@ class GetEnd(QueueEnd):
             words[operation.counters] = counted
             counted = operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters + 1] = counted
-            self._getting += (operation,)
+            self._singles += (operation,)
             return message
         except BaseException as error:
-            if process != self._process:
+            if process != queue.process:
                 raise
             operation.cause = error
-            self._left.append(operation)
-            self._take_up()
+            queue.unfinished.append((self._finish, operation))
+            queue.take_up()
             raise
 
     def get_many(
@@ -240,10 +244,11 @@ class GetEnd(QueueEnd):
             raise
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
-        operation, messages = self._batch(GET), list[Any]()
+        queue, messages = self._queue, list[Any]()
+        operation = queue.batch(GET, self._batches)
         if operation is None:
             return [self._get(deadline, decode, lease_from)]
-        process = self._process
+        process = queue.process
         try:
             words, given = self.words, operation.given
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
@@ -257,7 +262,7 @@ class GetEnd(QueueEnd):
                 raise _Again
             if words[self._watch]:
                 self._tell_of_more()
-            blocks = [self._word_of(words[operation.ticket + i]) for i in found]
+            blocks = [self.word_of(words[operation.ticket + i]) for i in found]
             if self.credits is not None:
                 for i, word in zip(found, blocks, strict=True):
                     words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
@@ -266,12 +271,12 @@ class GetEnd(QueueEnd):
                 self.credits.give(many)  # G3
             for word in blocks:
                 try:
-                    messages.append(self._open(word, decode, lease_from))  # G4
+                    messages.append(self.open(word, decode, lease_from))  # G4
                 except Exception as error:
                     if not messages or is_a_signals(error, error.__traceback__):
                         raise
                     break  # those before it are returned, and it is the next get's
-            if process != self._process:
+            if process != queue.process:
                 return messages  # as in _get
             done = blocks[: len(messages)]
             nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
@@ -287,18 +292,27 @@ class GetEnd(QueueEnd):
             operation.nbytes = operation.nbytes + nbytes & _WORD
             words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
             operation.waiting = waiting
-            self._aside += left
+            queue.aside += left
             if not waiting:
-                spare = self._batches[GET]
-                spare += (operation,)
+                self._batches += (operation,)
             return messages
         except BaseException as error:
-            if process != self._process:
+            if process != queue.process:
                 raise
             operation.cause = error
-            self._left.append(operation)
-            self._take_up()
+            queue.unfinished.append((self._finish, operation))
+            queue.take_up()
             raise
+
+    def _hear(self, doorbell: int) -> None:
+        """Do what a doorbell says, which was taken. (``DOORBELL`` says: look at the log.) One of a shutdown goes back: it may
+        be what another would have been woken by."""
+        words, record = self.words, self.record
+        if doorbell == DOORBELL:
+            return
+        if not (words[record.shut] and (doorbell == SHUT or words[record.dropped])):
+            self.attachment.shutdown.begin(self._queue.handle, drop=doorbell == DROP)
+        self.tickets.ring_doorbell(doorbell)
 
     def _tickets_in(self, operation: Operation, count: int) -> list[int]:
         """Return which of an operation's first words have tickets in them, once the doorbells among them are heard."""
@@ -345,7 +359,7 @@ class GetEnd(QueueEnd):
         """After a taking, where the log was used: see to it that others, and ``fileno``, hear of what is left."""
         tickets = self.tickets
         if tickets.spills and tickets.tell_of_more():
-            if self._aside:
+            if self._queue.aside:
                 tickets.ring_doorbell()
             else:
                 self.record.unwatch(lambda: not tickets.spilled())
@@ -400,19 +414,19 @@ class GetEnd(QueueEnd):
         while decode is _drop or not words[self.record.dropped]:
             # The pipe may have been full when the doorbells were to be given. First: who takes the last ticket may be killed
             # then.
-            if words[self.record.shut] != TOLD and self.attachment.shutdown.wake(self._handle):
+            if words[self.record.shut] != TOLD and self.attachment.shutdown.wake(self._queue.handle):
                 words[self.record.shut] = TOLD
             taken = tickets.take_past_doorbells(buffers, put_back)
             if taken:
                 return taken
             if last_look:
                 break
-            self.attachment.shutdown.settle_puts(self._handle, self.attachment.recover_dead, deadline)
+            self.attachment.shutdown.settle_puts(self._queue.handle, self.attachment.recover_dead, deadline)
             last_look = True
-        self.attachment.shutdown.wake(self._handle, again=True)
+        self.attachment.shutdown.wake(self._queue.handle, again=True)
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
-    def _word_of(self, ticket: int) -> int:
+    def word_of(self, ticket: int) -> int:
         """Return the index of the state of the block that a ticket names.
 
         Raises:
@@ -424,23 +438,27 @@ class GetEnd(QueueEnd):
             raise ProtocolError(f"ticket {ticket:#x} names a block whose state is {state:#x}")
         return word
 
-    def _open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+    def places(self, word: int) -> tuple[int, int, int, int]:
+        """Return where in a block its metadata begins, the metadata's length, where its payload begins, and the payload's."""
+        words = self.words
+        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
+        if length < FORWARDED:
+            return HEADER, length, HEADER + (length + 63 & -64), nbytes
+        return words[word + METADATA_AT], length - FORWARDED, words[word + PAYLOAD_AT], nbytes
+
+    def open(self, word: int, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
+        """Return what ``decode`` makes of the message in the block whose state is at ``word``.
+
+        Raises:
+            SharedMemoryError: LEASE was asked for, and there is none.
+        """
         if decode is _drop:  # what nobody reads is not copied
             return None
-        words, block = self.words, word << 3
-        nbytes, length = words[word + NBYTES], words[word + METADATA] >> 32
-        start = block + HEADER
-        if length < FORWARDED:
-            metadata = self.memory[start : start + length]
-            start += length + 63 & -64
-        else:
-            at, start = block + words[word + METADATA_AT], block + words[word + PAYLOAD_AT]
-            metadata = self.memory[at : at + length - FORWARDED]
-        return self._read(block, metadata, start, nbytes, decode, lease_from)
-
-    def _read(self, block: int, metadata: bytes, start: int, nbytes: int, decode: Decode, lease_from: int) -> Any:
+        block = word << 3
+        at, length, start, nbytes = self.places(word)
+        metadata, start = self.memory[block + at : block + at + length], block + start
         if nbytes < LEASE_FROM and nbytes < lease_from:
-            return decode(metadata, bytearray(self._view[start : start + nbytes]))
+            return decode(metadata, bytearray(self._octets[start : start + nbytes]))
         array = self._lease(block, start, nbytes, must=lease_from == LEASE) if nbytes >= lease_from else None
         if array is None and lease_from == LEASE:
             raise _NoLease(
@@ -474,7 +492,7 @@ class GetEnd(QueueEnd):
         if self.leases.early:
             self.leases.early.pop(word, None)
 
-    def _finish_get(self, operation: Operation) -> bool:
+    def _finish(self, operation: Operation) -> bool:
         """See to the tickets that an exception left in an operation. False: what it gave cannot be judged now.
 
         A ticket whose block was not let go is served again, before all others. Else its message is lost, and counted.
@@ -491,11 +509,11 @@ class GetEnd(QueueEnd):
         count, is_early = len(left), operation.before > 0
         operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
         if is_early:
-            self._aside += left
+            self._queue.aside += left
         else:
-            self._aside[:0] = left
+            self._queue.aside[:0] = left
         if not count:
-            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare = self._spare[operation.size]
             spare += (operation,)
         return True
 
@@ -506,7 +524,7 @@ class GetEnd(QueueEnd):
         except InDoubt:
             return False
         if comes_again:
-            self._aside[:0] = (aside,)
+            self._queue.aside[:0] = (aside,)
         else:
             self._is_over(aside.operation)
         aside.cause = None  # with no call since then
@@ -516,7 +534,7 @@ class GetEnd(QueueEnd):
         """One ticket less waits in an operation. No call is in here, and what comes before it has none after its last store."""
         operation.waiting -= 1
         if not operation.waiting:
-            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare = self._spare[operation.size]
             spare += (operation,)
 
     def _comes_again(self, aside: Aside) -> bool:
@@ -544,24 +562,25 @@ class GetEnd(QueueEnd):
         """Count a message as lost whose block was let go, and as done."""
         words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
         record, done = Record(operation.purpose, 1, *words), self._done()
-        self.attachment.recovery.finish_get(self._handle, self.rows.index, record)
+        self.attachment.recovery.finish_get(self._queue.handle, self.rows.index, record)
         self.lost += 1  # with no call since the ticket went
         if done:
             self.words[done] += 2  # nobody has it: join is not to wait for it
 
     def give_up(self) -> None:
         """This process gets no more: what exceptions left to be got again is lost, and counted, as if it had died."""
-        self._take_up()
-        while self._aside:
-            aside = self._aside[0]
-            del self._aside[0]
+        queue = self._queue
+        queue.take_up()
+        while queue.aside:
+            aside = queue.aside[0]
+            del queue.aside[0]
             try:
                 self._drop_lost(aside.operation, aside.index)
             except InDoubt:  # its place may be given back when this process has died
                 continue
             except BaseException as error:
                 aside.cause = error
-                self._left.append(aside)  # the next call goes on with it
+                queue.unfinished.append((self._finish_aside, aside))  # the next call goes on with it
                 raise
             self._is_over(aside.operation)
 
@@ -592,11 +611,9 @@ class GetEnd(QueueEnd):
 
     def _get_aside(self, decode: Decode, lease_from: int) -> Any:
         """Serve what exceptions left, and tickets that came too early once they are due; else ``_NOTHING``."""
-        while self._aside:
-            try:
-                aside = self._aside[0]
-            except IndexError:  # another thread serves it
-                break
+        queue = self._queue
+        while queue.aside:
+            aside = queue.aside[0]  # with no call since it was asked whether there is one
             if aside.before > 0:
                 aside.before -= 1
                 try:
@@ -604,20 +621,20 @@ class GetEnd(QueueEnd):
                 except (Empty, ShutDown):
                     aside.before = 0
                     continue
-            if len(self._aside) > 1:
+            if len(queue.aside) > 1:
                 self._ring_doorbell_if_polled()
-            if not self._aside or self._aside[0] is not aside:
+            if not queue.aside or queue.aside[0] is not aside:
                 continue
-            del self._aside[0]  # with no call since it was looked at
-            process = self._process
+            del queue.aside[0]  # with no call since it was looked at
+            process = queue.process
             try:
                 return self._serve(aside, decode, lease_from)
             except BaseException as error:
-                if process != self._process:
+                if process != queue.process:
                     raise
                 aside.cause = error
-                self._left.append(aside)
-                self._take_up()
+                queue.unfinished.append((self._finish_aside, aside))
+                queue.take_up()
                 raise
         return _NOTHING
 
@@ -627,14 +644,14 @@ class GetEnd(QueueEnd):
         Raises:
             SharedMemoryError: whether its place was given back cannot be judged now.
         """
-        operation, i, process = aside.operation, aside.index, self._process
-        word = self._word_of(self.words[operation.ticket + i])
+        operation, i, process = aside.operation, aside.index, self._queue.process
+        word = self.word_of(self.words[operation.ticket + i])
         try:
             self._give_credit(operation, i, word)  # G2, G3
         except InDoubt:
             raise SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with") from None
-        message = self._open(word, decode, lease_from)  # G4
-        if process != self._process:
+        message = self.open(word, decode, lease_from)  # G4
+        if process != self._queue.process:
             return message  # as in _get
         words, nbytes = self.words, self.words[word + NBYTES]
         self._complete(operation, i, word)
@@ -643,7 +660,7 @@ class GetEnd(QueueEnd):
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         operation.waiting -= 1
         if not operation.waiting:
-            spare = self._getting if operation.size == 1 else self._batches[GET]
+            spare = self._spare[operation.size]
             spare += (operation,)
         return message
 
@@ -652,7 +669,7 @@ class GetEnd(QueueEnd):
         if self.credits is not None:
             words, given = self.words, operation.given + index
             words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
-            self.attachment.recovery.give_credit(self._handle, given)
+            self.attachment.recovery.give_credit(self._queue.handle, given)
 
     def _complete(self, operation: Operation, index: int, word: int) -> None:
         """G5 to G7. No call comes after G6.
@@ -674,7 +691,7 @@ class GetEnd(QueueEnd):
         """Get what is left, of a queue that was shut down, for nobody."""
         words, done = self.words, self._done()
         while True:
-            self._take_up()
+            self._queue.take_up()
             self._drop_aside()  # also what came too early
             try:
                 self._get(0, _drop)
@@ -697,7 +714,7 @@ class GetEnd(QueueEnd):
 
     def _done(self) -> int:
         """Return the word that counts the tasks which this process has done; 0: nothing is counted."""
-        return self.tasks.tally() if self._has_tasks else 0
+        return self._queue.tasks.tally() if self._has_tasks else 0
 
 
 def _may_pass(error: BaseException) -> bool:

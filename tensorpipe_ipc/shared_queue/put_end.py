@@ -1,7 +1,7 @@
 """The end that puts: credit -> block filled -> QUEUED -> ticket. Its steps, P1 to P8, are numbered in recovery.py.
 
 An exception (a signal handler's, at any point) leaves the operation as death would, and the process finishes it itself,
-as the recovering process would: ``_finish_put``.
+as the recovering process would: ``_finish``. See open_queue.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
-from tensorpipe_ipc.memory.row import MICROSECONDS, PUT, WAITS, Operation, Record
+from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.shared_queue import tasks
-from tensorpipe_ipc.shared_queue.queue_end import QueueEnd
+from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
@@ -71,16 +71,25 @@ class Copy:
         place[:] = self._place
 
 
-class PutEnd(QueueEnd):
+class PutEnd:
     """A producer's side of a queue.
 
     Attributes:
         waits, seconds_waited: of this process's puts, for room.
     """
 
+    def __init__(self, queue: OpenQueue) -> None:
+        self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
+        self.words, self.memory, self._octets = queue.words, queue.memory, queue.octets
+        self.tickets, self.credits, self.record = queue.tickets, queue.credits, queue.record
+        self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
+        self._tag, self._tickets_fd = queue.number & 0xFFFFFFFF, queue.tickets.fd
+        self.rows.after_fork(self._forget)
+        self._forget()
+
     def _forget(self) -> None:
-        super()._forget()
-        self._putting: list[Operation] = []  # spare ones
+        self._singles, self._batches = list[Operation](), list[Operation]()  # spare ones
+        self._spare = {1: self._singles, BATCH: self._batches}
         self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
         self._backlog: deque[int] = deque()  # own tickets in the spill log
         self.waits, self.seconds_waited = 0, 0.0
@@ -98,19 +107,21 @@ class PutEnd(QueueEnd):
             SharedMemoryError: the message is larger than the arena's capacity, or the machine has no memory for it.
             ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
-        if self._left:
-            self._take_up()
+        queue = self._queue
+        if queue.unfinished:
+            queue.take_up()
         try:
-            operation = self._putting[-1]
-            del self._putting[-1]
+            operation = self._singles[-1]
+            del self._singles[-1]
         except IndexError:
-            operation = self._operation(PUT)
-        process = self._process
+            operation = queue.operation(PUT)
+        process = queue.process
         try:
             words, credit = self.words, 0
             deadline = None if timeout is None else monotonic() + timeout
             if self.credits is not None:
-                credit = self._take_credit(operation, deadline)  # P1, P2
+                self._take_credits(operation, 1, deadline)  # P1, P2
+                credit = words[operation.credit]
             nbytes = payload.nbytes
             room = (len(metadata) + 63 & -64) + nbytes
             kind = size_class_of(room)
@@ -120,21 +131,21 @@ class PutEnd(QueueEnd):
             generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
             operation.block = 0  # from here on the word says what is to be done
-            self._queue(operation, word, generation)
+            self._send(operation, word, generation)
         except BaseException as error:
-            if process != self._process:
+            if process != queue.process:
                 raise  # of a fork within; what it was about is the parent's to do
             operation.cause = error
-            self._left.append(operation)
-            self._take_up()
+            queue.unfinished.append((self._finish, operation))
+            queue.take_up()
             raise
         counted = operation.messages = operation.messages + 1
         words[operation.counters] = counted
         counted = operation.nbytes = operation.nbytes + nbytes
         words[operation.counters + 1] = counted
-        self._putting.append(operation)
+        self._singles.append(operation)
 
-    def _queue(self, operation: Operation, word: int, generation: int) -> None:
+    def _send(self, operation: Operation, word: int, generation: int) -> None:
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
         words = self.words
         if words[self._watch]:
@@ -159,7 +170,7 @@ class PutEnd(QueueEnd):
         start = block + HEADER
         self.memory[start : start + length] = metadata
         start += length + 63 & -64
-        payload.write_into(self._view[start : start + nbytes])
+        payload.write_into(self._octets[start : start + nbytes])
 
     def put_many(self, messages: Sequence[tuple[Payload, bytes]], timeout: float | None = None) -> int:
         """Put as many as have room, with one system call for all of their tickets. They stay in order.
@@ -176,14 +187,15 @@ class PutEnd(QueueEnd):
         """
         if not messages:
             return 0
-        operation = None if self._has_tasks else self._batch(PUT)
+        queue = self._queue
+        operation = None if self._has_tasks else queue.batch(PUT, self._batches)
         if operation is None:  # only single operations count tasks
             self.put(*messages[0], timeout)
             return 1
-        if self._left:
-            self._take_up()
+        if queue.unfinished:
+            queue.take_up()
         deadline = None if timeout is None else monotonic() + timeout
-        words, count, process = self.words, len(messages), self._process
+        words, count, process = self.words, len(messages), queue.process
         try:
             if self.credits is not None:
                 count = self._take_credits(operation, count, deadline)  # P1, P2
@@ -220,16 +232,16 @@ class PutEnd(QueueEnd):
                 self._give_unused(operation, len(tickets), count)
             count = len(tickets)
         except BaseException as error:
-            if process != self._process:
+            if process != queue.process:
                 raise  # as in put
             operation.cause = error
-            self._left.append(operation)
-            self._take_up()
+            queue.unfinished.append((self._finish, operation))
+            queue.take_up()
             raise
         operation.messages += count
         operation.nbytes += nbytes
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-        self._batches[PUT].append(operation)
+        self._batches.append(operation)
         return count
 
     def put_held(self, handover: Handover, metadata: bytes, timeout: float | None = None) -> bool:
@@ -247,46 +259,48 @@ class PutEnd(QueueEnd):
         Raises:
             Full: there was no room in time. The text says who holds what.
         """
-        if self._left:
-            self._take_up()
+        queue = self._queue
+        if queue.unfinished:
+            queue.take_up()
         at = _room(handover, len(metadata))
         if not at or self.words[handover.word] != handover.held:
             return False
         try:
-            operation = self._putting[-1]
-            del self._putting[-1]
+            operation = self._singles[-1]
+            del self._singles[-1]
         except IndexError:
-            operation = self._operation(PUT)
-        is_seen_to, process = False, self._process
+            operation = queue.operation(PUT)
+        is_seen_to, process = False, queue.process
         try:
             words, credit = self.words, 0
             if words[self._watch]:
                 self._refuse_if_shut()
             deadline = None if timeout is None else monotonic() + timeout
             if self.credits is not None:
-                credit = self._take_credit(operation, deadline)  # P1, P2
+                self._take_credits(operation, 1, deadline)  # P1, P2
+                credit = words[operation.credit]
             with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
                 try:
                     self._hand_over(operation, handover, metadata, at, credit)
                 except BaseException as error:  # seen to before anybody forks
                     is_seen_to = True
-                    if process == self._process:
+                    if process == queue.process:
                         operation.cause = error
-                        self._left.append(operation)
-                        self._take_up()
+                        queue.unfinished.append((self._finish, operation))
+                        queue.take_up()
                     raise
         except BaseException as error:
-            if not is_seen_to and process == self._process:
+            if not is_seen_to and process == queue.process:
                 operation.cause = error
-                self._left.append(operation)
-                self._take_up()
+                queue.unfinished.append((self._finish, operation))
+                queue.take_up()
             if isinstance(error, _MayNotLeave):
                 return False
             raise
         operation.messages += 1
         operation.nbytes += handover.nbytes
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
-        self._putting.append(operation)
+        self._singles.append(operation)
         return True
 
     def _hand_over(self, operation: Operation, handover: Handover, metadata: bytes, at: int, credit: int) -> None:
@@ -307,7 +321,7 @@ class PutEnd(QueueEnd):
         self.memory[at : at + length] = metadata
         generation = ((handover.held >> GENERATION_AT) + 1) % GENERATIONS
         words[operation.ticket] = word >> SMALLEST - 3 << 32 | generation  # P4
-        self._queue(operation, word, generation)
+        self._send(operation, word, generation)
         self._settle_handover(operation)
 
     def _settle_handover(self, operation: Operation) -> None:
@@ -334,11 +348,7 @@ class PutEnd(QueueEnd):
 
     def _refuse_if_shut(self) -> None:
         if self.words[self.record.shut]:
-            raise ShutDown(f"the queue was shut down: nothing more can be put (maxsize {self.maxsize})")
-
-    def _take_credit(self, operation: Operation, deadline: float | None) -> int:
-        self._take_credits(operation, 1, deadline)
-        return self.words[operation.credit]
+            raise ShutDown(f"the queue was shut down: nothing more can be put (maxsize {self.record.maxsize})")
 
     def _take_credits(self, operation: Operation, most: int, deadline: float | None) -> int:
         """Wait for one, and take as many more as are there. They stand in the operation's first words."""
@@ -377,38 +387,32 @@ class PutEnd(QueueEnd):
             raise Full(self._why_full("has no free place"))
         return count
 
-    def _block(
-        self, kind: int, nbytes: int, deadline: float | None, taker: Operation | None = None, *, waits: bool = True
-    ) -> int:
+    def _block(self, kind: int, nbytes: int, deadline: float | None, taker: Operation, *, waits: bool = True) -> int:
         arena = self.arena
-        if taker is not None:
-            # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
-            free = arena.free[kind]
-            if kind > QUICK or not free:
-                arena.mind_idle(self.attachment.recover_dead)
-                arena.reclaim_freed(kind)
-            try:
-                block = free[-1]
-                del free[-1]
-            except IndexError:
-                pass
-            else:
-                words, word, hazard = self.words, block >> 3, taker.hazard
-                words[hazard] = block
-                if words[arena.table + (block >> 20)] == arena.own[kind] and (
-                    kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
-                ):
-                    words[word] = words[word] & ~HOLDER | arena.writing
-                    taker.block = block
-                    words[hazard] = 0
-                    arena.recent[kind].append(block)
-                    return block
+        # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
+        free = arena.free[kind]
+        if kind > QUICK or not free:
+            arena.mind_idle(self.attachment.recover_dead)
+            arena.reclaim_freed(kind)
+        if free:
+            block = free[-1]
+            del free[-1]
+            words, word, hazard = self.words, block >> 3, taker.hazard
+            words[hazard] = block
+            if words[arena.table + (block >> 20)] == arena.own[kind] and (
+                kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
+            ):
+                words[word] = words[word] & ~HOLDER | arena.writing
+                taker.block = block
                 words[hazard] = 0
-                free.append(block)
+                arena.recent[kind].append(block)
+                return block
+            words[hazard] = 0
+            free.append(block)
         return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
     def _wait_for_block(
-        self, nbytes: int, deadline: float | None, taker: Operation | Taker | None, *, force: bool = True
+        self, nbytes: int, deadline: float | None, taker: Operation | Taker, *, force: bool = True
     ) -> int:
         """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
         arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
@@ -428,11 +432,11 @@ class PutEnd(QueueEnd):
                 self.attachment.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
-                if not block and force and not self.qsize():
+                if not block and force and not self._queue.qsize():
                     block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                 if block:
                     return block
-                if not self.qsize():
+                if not self._queue.qsize():
                     if not was_in_use and not self.arena.is_in_use():
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
@@ -448,7 +452,7 @@ class PutEnd(QueueEnd):
 
     def _tell_waits(self) -> None:
         """For onlookers: how often and how long this process waited to put here, beside any one of its operations."""
-        for operation in self._operations[:1]:
+        for operation in self._queue.operations[:1]:
             self.words[operation.counters + WAITS] = self.waits
             self.words[operation.counters + MICROSECONDS] = int(self.seconds_waited * 1e6)
 
@@ -457,10 +461,9 @@ class PutEnd(QueueEnd):
         backlog = self._backlog
         # There may be a million. What is left is looked at by later puts, which spill until then: that is never wrong.
         for _ in range(_LOOKS):
-            try:
-                first = backlog[0]
-            except IndexError:
+            if not backlog:
                 break
+            first = backlog[0]
             if self._waits(first):
                 backlog.rotate(-1)  # it may wait for long, with a process that is stopped; the next is looked at next
                 break
@@ -486,18 +489,17 @@ class PutEnd(QueueEnd):
     def _idle(self) -> None:
         self._refuse_if_shut()
         self.attachment.recover_dead_in_turn()
-        self.leases.settle(at_once=False)
+        self.attachment.leases.settle(at_once=False)
         self.arena.mind_idle()
-        self._take_up()
+        self._queue.take_up()
 
     def _why_full(self, what: str) -> str:
-        waiting = f"the queue (maxsize {self.maxsize}, {self.qsize()} waiting)"
+        waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
         return f"{waiting} {what}; {self.attachment.describe_holders()}"
 
-    def _finish_put(self, operation: Operation) -> bool:
+    def _finish(self, operation: Operation) -> bool:
         """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
-        spare = self._putting if operation.size == 1 else self._batches[PUT]
-        words, blocks = self.words, operation.blocks
+        words, blocks, spare = self.words, operation.blocks, self._spare[operation.size]
         named = {ticket >> 32 for ticket in words[operation.ticket : operation.ticket + operation.size]}
         if operation.block:
             blocks += (operation.block,)
@@ -506,8 +508,14 @@ class PutEnd(QueueEnd):
             if blocks[-1] >> SMALLEST not in named:
                 words[blocks[-1] >> 3] &= ~HOLDER  # it counts as in flight: the next reclaim finds it free
             del blocks[-1]
+        record = Record(
+            operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
+        )
+        is_held = operation.ticket in self._handovers
         try:
-            self._give_back(operation)
+            for each in record.each():  # credits and tickets, as far as they were not given
+                self.attachment.recovery.finish_put(self._queue.handle, self.rows.index, each, frees=not is_held)
+            self._settle_handover(operation)
         except InDoubt:
             return False
         operation.cause = None
@@ -525,16 +533,6 @@ class PutEnd(QueueEnd):
             words[credit + i] = 0
         for i in range(start, stop):
             words[given + i] = 0
-
-    def _give_back(self, operation: Operation) -> None:
-        """Credits and tickets that stand in an operation, as far as they were not given."""
-        record = Record(
-            operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
-        )
-        is_held = operation.ticket in self._handovers
-        for each in record.each():
-            self.attachment.recovery.finish_put(self._handle, self.rows.index, each, frees=not is_held)
-        self._settle_handover(operation)
 
 
 class _MayNotLeave(Exception):

@@ -82,8 +82,8 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
         bytes_put=put[1],
         messages_got=got[0],
         bytes_got=got[1],
-        waits=queue.waits,
-        seconds_waited=queue.seconds_waited,
+        waits=queue.puts.waits,
+        seconds_waited=queue.puts.seconds_waited,
         in_flight=queue.qsize(),
         leases=len(live),
         bytes_leased=sum(anchor.nbytes for anchor in live),
@@ -93,5 +93,5 @@ def statistics_of(queue: SharedMemoryQueue) -> QueueStatistics:
         resident=arena.segment.resident(),
         capacity=arena.capacity,
         lost=queue.attachment.recovery.lost(),
-        undecodable=queue.undecodable,
+        undecodable=queue.gets.undecodable,
     )

@@ -23,28 +23,60 @@ from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
 
-from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
+from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import Copy, Payload, PutEnd
-from tensorpipe_ipc.shared_queue.queue_end import Aside
 from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
+from tensorpipe_ipc.shared_queue.tasks import Tasks
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Copy", "Decode", "Message", "Payload", "SharedMemoryQueue", "lease_from"]
 
 
-class SharedMemoryQueue(PutEnd, GetEnd):
+class SharedMemoryQueue:
     """Both ends of one queue, for any number of processes and threads. Inherited by fork, pickled while spawning.
 
     Attributes:
         kept_by: what says that a process has the queue.
+        gets_by: what gets from it.
+        waits_in_read: whether get without a timeout waits in a plain blocking read.
+        puts, gets: its ends, and what this process counts at each. Their methods are the queue's, too.
+        attachment, arena, rows, leases, words, number, record, tickets, credits: see OpenQueue.
     """
 
     kept_by: type[PresenceLock] = PresenceLock
+    gets_by: type[GetEnd] = GetEnd
+    waits_in_read = True
 
-    _waits_in_read = True  # whether get without a timeout waits in a plain blocking read
+    def __init__(
+        self,
+        attachment: Attachment,
+        number: int,
+        tickets: TokenPipe,
+        credits: TokenPipe | None,
+        presence_lock: PresenceLock,
+    ) -> None:
+        self._queue = queue = OpenQueue(attachment, number, tickets, credits, presence_lock)
+        self.attachment, self.arena, self.rows = attachment, queue.arena, queue.rows
+        self.leases, self.words, self.record = queue.leases, queue.words, queue.record
+        self.number, self.tickets, self.credits = number, tickets, credits
+        self.puts, self.gets = puts, gets = PutEnd(queue), self.gets_by(queue)
+        # The ends' own methods, which saves a call. One of them alone does not keep the queue open: this object does.
+        self.put, self.put_many, self.put_held, self.block_for = puts.put, puts.put_many, puts.put_held, puts.block_for
+        self.get, self.get_many, self.fileno = gets.get, gets.get_many, gets.fileno
+        self.qsize, self.waiting = queue.qsize, queue.waiting
+
+    @property
+    def maxsize(self) -> int:
+        """Return how many messages may be in the queue; 0: any number."""
+        return self.record.maxsize
+
+    @property
+    def tasks(self) -> Tasks:
+        """Return which of its messages are not dealt with, if it can be joined."""
+        return self._queue.tasks
 
     @classmethod
     def create(cls, attachment: Attachment, maxsize: int = 0, *, tasks: bool = False) -> SharedMemoryQueue:
@@ -62,7 +94,7 @@ class SharedMemoryQueue(PutEnd, GetEnd):
         attachment.recover_dead()
         attachment.destroy_left_queues()
         record, presence_lock = QueueRecord.create(attachment.arena, maxsize, tasks, cls.kept_by)
-        tickets = TokenPipe.create(maxsize or None, blocking=cls._waits_in_read)
+        tickets = TokenPipe.create(maxsize or None, blocking=cls.waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
         queue = cls(attachment, record.number, tickets, credits, presence_lock)
         queue._issue_credits()
@@ -84,47 +116,27 @@ class SharedMemoryQueue(PutEnd, GetEnd):
             drop: drop what waits, so that gets are refused at once.
         """
         self.attachment.attach()
-        self.attachment.shutdown.begin(self._handle, drop=drop)
-        self.attachment.shutdown.settle_puts(self._handle, self.attachment.recover_dead)
+        self.attachment.shutdown.begin(self._queue.handle, drop=drop)
+        self.attachment.shutdown.settle_puts(self._queue.handle, self.attachment.recover_dead)
         if drop:
-            self.drop_all()
+            self.gets.drop_all()
 
     def tidy(self) -> None:
         """Finish what the dead began, a shutdown that was to drop what waits included."""
         self.attachment.recover_dead()
         if self.words[self.record.dropped]:
-            self.drop_all()
+            self.gets.drop_all()
 
     def done(self, direction: int) -> tuple[int, int]:
         """Messages and bytes of payload that this process has put, or got."""
-        operations = [each for each in self._operations if self.words[each.purpose] & 0xFF == direction]
+        operations = [each for each in self._queue.operations if self.words[each.purpose] & 0xFF == direction]
         return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
-
-    def _finish(self, left: Operation | Aside) -> bool:
-        """See QueueEnd."""
-        if isinstance(left, Aside):
-            return self._finish_aside(left)
-        is_put = self.words[left.purpose] & 0xFF == PUT
-        return self._finish_put(left) if is_put else self._finish_get(left)
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
-        if self.attachment.queues.get(self.number) is not self._handle:
-            return
-        self.give_up()
-        del self.attachment.queues[self.number]
-        self.tickets.close()
-        if self.credits is not None:
-            self.credits.close()
-        self._presence_lock.close()
-        kept = []
-        for operation in (*self._operations, *self.tasks.operations):
-            run = self.words[operation.credit : operation.credit + (4 if operation.size == 1 else 3 * operation.size)]
-            if any(run):
-                kept.append(operation)
-            else:
-                self.rows.retire(operation)
-        self.attachment.leave(self.number, kept)
+        if self.attachment.queues.get(self.number) is self._queue.handle:
+            self.gets.give_up()
+            self._queue.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_finalizing():  # else modules are half gone, and the kernel takes all back in a moment
@@ -133,4 +145,4 @@ class SharedMemoryQueue(PutEnd, GetEnd):
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return SharedMemoryQueue, (self.attachment, self.number, self.tickets, self.credits, self._presence_lock)
+        return SharedMemoryQueue, (self.attachment, self.number, self.tickets, self.credits, self._queue.presence_lock)

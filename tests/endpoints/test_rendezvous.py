@@ -703,31 +703,31 @@ def test_places_in_a_block_have_two_sides(
     """The other end says where metadata and payload lie, and may say anything."""
     queue.put(Bytes(bytes(100)), b"m")
     (ticket,) = queue.tickets.snapshot() or ()
-    word = queue._word_of(ticket)
+    word = queue.gets.word_of(ticket)
     at, length, payload_at, nbytes = places
     queue.words[word + 2], queue.words[word + 3] = nbytes, (FORWARDED | length) << 32
     queue.words[word + METADATA_AT], queue.words[word + PAYLOAD_AT] = at, payload_at
     if fits:
-        message = queue._open(word, Message)
+        message = queue.gets.open(word, Message)
         assert (len(message.metadata), len(message.payload)) == (length, nbytes)
     else:
         with pytest.raises(ProtocolError, match="in a block of 512"):
-            queue._open(word, Message)
+            queue.gets.open(word, Message)
 
 
 def test_no_payload_is_larger_than_the_arena_may_be(queue: rendezvous.PairQueue) -> None:
     """A forged block size makes no consumer ask for that much memory. A payload above the capacity is an error."""
     queue.put(Bytes(bytes(600_000)), b"m")
     (ticket,) = queue.tickets.snapshot() or ()
-    word = queue._word_of(ticket)
+    word = queue.gets.word_of(ticket)
     unit = ROWS_END // 8 + (word << 3) // UNIT
     queue.words[unit] |= 62 << 16
     queue.arena.words[segment.CAPACITY] = 4096
     queue.words[word + 2] = 4096
-    assert len(queue._open(word, Message).payload) == 4096
+    assert len(queue.gets.open(word, Message).payload) == 4096
     queue.words[word + 2] = 4097
     with pytest.raises(ProtocolError, match="4097 of payload in a block of"):
-        queue._open(word, Message)
+        queue.gets.open(word, Message)
 
 
 def test_tickets_have_two_sides(queue: rendezvous.PairQueue) -> None:
@@ -736,13 +736,13 @@ def test_tickets_have_two_sides(queue: rendezvous.PairQueue) -> None:
         queue.put(Bytes(bytes(nbytes)), b"m")
     small, large, another = queue.tickets.snapshot() or ()
     for ticket in (small, large, another):
-        assert queue._word_of(ticket) << 3 == ticket >> 32 << SMALLEST
+        assert queue.gets.word_of(ticket) << 3 == ticket >> 32 << SMALLEST
     assert any((ticket >> 32 << SMALLEST) // UNIT % 4 for ticket in (large, another))
     table, last = ROWS_END // 8, queue.arena.segment.size // UNIT
     queue.words[table + last] = queue.words[table + (small >> 32 << SMALLEST) // UNIT]
     for wrong in (large + (1 << 32), large + (UNIT >> SMALLEST << 32), last * UNIT >> SMALLEST << 32):
         with pytest.raises(ProtocolError, match="where there is no block"):
-            queue._word_of(wrong)
+            queue.gets.word_of(wrong)
 
 
 def test_lengths_beyond_the_block() -> None:
@@ -757,7 +757,7 @@ def test_lengths_beyond_the_block() -> None:
             queue.words[word + 4], queue.words[word + 5] = (1 << 30, 64) if value == forwarded else (64, 1 << 30)
             before, queue.words[word + index] = queue.words[word + index], value
             with pytest.raises(ProtocolError, match="in a block of"):
-                queue._open(queue._word_of(ticket), Message)
+                queue.gets.open(queue.gets.word_of(ticket), Message)
             queue.words[word + index] = before
         assert consumer.get(PATIENCE) == "will be spoilt"
         del queue

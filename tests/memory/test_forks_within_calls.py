@@ -14,7 +14,7 @@ import pytest
 import torch
 from arenas import left_in
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
-from inside import shared_queue_of
+from inside import open_queue_of, shared_queue_of
 
 import tensorpipe_ipc as tp
 
@@ -223,9 +223,9 @@ def left_by_a_child(ctx: Any, there: Any, call: Callable[[], Any], point: int) -
     except BaseException as error:
         if os.getpid() == parent:
             raise
-        shared_queue_of(there)._take_up()
+        open_queue_of(shared_queue_of(there)).take_up()
         use_memory(ctx)
-        os._exit(not isinstance(error, (Through, AssertionError)) or shared_queue_of(there).holds_back)
+        os._exit(not isinstance(error, (Through, AssertionError)) or shared_queue_of(there).gets.holds_back)
     assert [reap(pid) for pid in pids] in ([], [0])
     (got,) = result
     if got is None:

@@ -6,13 +6,12 @@ import pytest
 import torch
 from arenas import blocks_in_use, drained
 from crash_points import dies_at
-from inside import shared_queue_of
+from inside import keep_spare, shared_queue_of
 from wholeness import stride
 
 from tensorpipe_ipc.memory import handover
 from tensorpipe_ipc.memory.loans import TensorSpec
 from tensorpipe_ipc.memory.row import PUT
-from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 pytestmark = [pytest.mark.kills, pytest.mark.limit(300)]
 
@@ -24,17 +23,17 @@ def warm(there):
     """So that the steps are the same each time: a row, and an operation."""
     assert handover._counts()
     shared_queue_of(there).attachment.attach()
-    shared_queue_of(there)._putting.append(shared_queue_of(there)._operation(PUT))
+    keep_spare(shared_queue_of(there), PUT)
 
 
 def put_held(there, tree):
     """The shared stores of a moving put, as something to be called."""
-    calls = []
-    shared_queue_of(there).put_held = lambda *arguments: calls.append(arguments) or True
+    queue, calls = shared_queue_of(there), []
+    queue.put_held = lambda *arguments: calls.append(arguments) or True
     there.put(tree, move=True)
-    del shared_queue_of(there).put_held
+    queue.put_held = queue.puts.put_held
     assert calls, "it was copied"
-    return lambda: SharedMemoryQueue.put_held(shared_queue_of(there), *calls[0])
+    return lambda: queue.put_held(*calls[0])
 
 
 def check_whole(ctx, *queues):

@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
-from inside import shared_queue_of
+from inside import open_queue_of, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
-from tensorpipe_ipc.shared_queue.queue_end import QueueEnd
+from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 
 LIMIT = 20
 
@@ -207,7 +207,7 @@ def test_get_many_leaves_nothing_behind_that_it_took(shut: bool) -> None:
     if shut:
         there.shutdown()
     assert there.get_many(10, LIMIT) == list(range(6))
-    assert not shared_queue_of(there).holds_back
+    assert not shared_queue_of(there).gets.holds_back
 
 
 def test_an_object_that_cannot_be_sent_is_not_sent_and_those_after_it_neither() -> None:
@@ -355,7 +355,7 @@ def test_more_threads_than_a_process_can_batch_for_work_one_by_one(call: str) ->
     for thread in threads:
         thread.start()
     until = time.monotonic() + LIMIT
-    while len(shared_queue_of(there)._operations) < 70:
+    while len(open_queue_of(shared_queue_of(there)).operations) < 70:
         assert time.monotonic() < until
         time.sleep(0.001)
     if call == "put_many":
@@ -997,9 +997,9 @@ def test_a_batch_that_was_put_aside_is_served_by_threads_while_others_take_more(
 def test_an_exception_that_another_thread_handles_says_nothing_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that comes again does so, whichever thread sees to it, and whatever that one is about."""
     there, reached, go_on = Queue(), threading.Event(), threading.Event()
-    take_up = QueueEnd._take_up
+    take_up = OpenQueue.take_up
 
-    def late(self: QueueEnd) -> None:
+    def late(self: OpenQueue) -> None:
         if threading.current_thread() is other:
             reached.set()
             assert go_on.wait(LIMIT)
@@ -1011,7 +1011,7 @@ def test_an_exception_that_another_thread_handles_says_nothing_of_a_message(monk
 
     there.put(torch.zeros(3, dtype=torch.bfloat16))
     other = threading.Thread(target=asks_for_numpy)
-    monkeypatch.setattr(QueueEnd, "_take_up", late)
+    monkeypatch.setattr(OpenQueue, "take_up", late)
     other.start()
     assert reached.wait(LIMIT)
     try:

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
-from inside import shared_queue_of
+from inside import drop_one, instead_of_hearing, instead_of_refusing, shared_queue_of
 from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
-from tensorpipe_ipc.shared_queue.get_end import _drop as drop
 from tensorpipe_ipc.shared_queue.token_pipe import SHUT
 
 LIMIT = 20  # seconds
@@ -82,7 +81,7 @@ def test_all_who_wait_are_told_though_those_woken_first_are_killed_or_stopped(
     there = Queue()
 
     def struck() -> None:
-        shared_queue_of(there)._hear = lambda doorbell: os.kill(os.getpid(), end)  # type: ignore[method-assign]
+        instead_of_hearing(shared_queue_of(there), lambda _: os.kill(os.getpid(), end))
         GETS[wait](there)
 
     lucky = [lambda: refused(there, GETS[wait])] * 6
@@ -130,7 +129,7 @@ def test_a_shutdown_whose_only_bell_went_down_with_its_taker_is_finished_by_who_
     there.get()
 
     def struck() -> None:
-        shared_queue_of(there)._hear = lambda doorbell: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        instead_of_hearing(shared_queue_of(there), lambda _: os.kill(os.getpid(), signal.SIGKILL))
         there.get()
 
     with waiters(there, [struck]) as pids:
@@ -209,9 +208,8 @@ def test_a_put_that_is_stopped_before_its_last_look_is_refused_after_the_shutdow
     inner = shared_queue_of(there)
 
     def put() -> None:
-        refuse = inner._refuse_if_shut
-        inner.words[inner._watch] = 1  # so that it looks
-        inner._refuse_if_shut = lambda: (os.kill(os.getpid(), signal.SIGSTOP), refuse())[1]  # type: ignore[method-assign]
+        inner.words[inner.record.watch] = 1  # so that it looks
+        instead_of_refusing(inner, lambda refuse: (os.kill(os.getpid(), signal.SIGSTOP), refuse()))
         refused(there, lambda there: there.put(1))
 
     with waiters_of(put) as pid:
@@ -392,15 +390,15 @@ def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() 
     tickets.turn = None  # which whoever is stopped may have
     look = tickets._head
 
-    def drop_one() -> None:
-        shared_queue_of(there)._get(0, drop)
+    def another_drops() -> None:
+        drop_one(shared_queue_of(there))
         shared_queue_of(there).tasks.done()
 
     def another_takes_it() -> bytes:
         found = look()
         if found and tickets.unread() and tickets.waiting() == tickets.spilled():  # but doorbells are in the pipe
             del tickets._head  # type: ignore[method-assign]
-            assert reap(in_child(drop_one)) == 0
+            assert reap(in_child(another_drops)) == 0
         return found
 
     tickets._head = another_takes_it  # type: ignore[method-assign]

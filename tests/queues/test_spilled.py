@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import in_child, reap
-from inside import shared_queue_of
+from inside import backlog_of, shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import Queue
@@ -373,7 +373,7 @@ def test_what_one_process_took_and_keeps_does_not_pile_up_with_who_puts() -> Non
         for number in range(1000):
             there.put(number)
             assert there.get(timeout=LIMIT) == number
-        assert len(shared_queue_of(there)._backlog) < 10
+        assert backlog_of(shared_queue_of(there)) < 10
     finally:
         os.kill(child, signal.SIGKILL)
         reap(child)

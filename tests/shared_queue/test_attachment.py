@@ -2,6 +2,7 @@
 
 import pytest
 from crash_points import dies_at
+from inside import keep_spare
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Full
@@ -57,7 +58,7 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment
     def first():
         """So that the steps are the same each time: a row, an operation, and a free block that was used or was not."""
         attachment.attach()
-        queue._putting.append(queue._operation(PUT))
+        keep_spare(queue, PUT)
         arena, kind = attachment.arena, size_class_of(size + 64)
         arena.discard(arena.allocate(size + 64))
         arena.reclaim()
@@ -123,8 +124,8 @@ class Half:
     def first(self):
         """So that the steps are the same each time: a row, an operation and a free block."""
         self.attachment.attach()
-        self.queue._putting.append(self.queue._operation(PUT))
-        self.queue._getting.append(self.queue._operation(GET))
+        keep_spare(self.queue, PUT)
+        keep_spare(self.queue, GET)
         arena = self.attachment.arena
         arena.discard(arena.allocate(4))
         arena.reclaim()

@@ -4,10 +4,11 @@ import contextlib
 
 import pytest
 from crash_points import SIGNAL_CHECKS, Interrupt, dies_at, raise_interrupt, run_traced
+from inside import keep_spare
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
-from tensorpipe_ipc.memory.row import GET, PUT
+from tensorpipe_ipc.memory.row import BATCH, GET, PUT
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 STRIDE = stride(3)
@@ -86,7 +87,7 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(attachmen
     def first():
         """So that the steps are the same each time: a row, an operation and free blocks."""
         attachment.attach()
-        queue._batches[PUT].append(queue._batch(PUT))
+        keep_spare(queue, PUT, BATCH)
         arena = attachment.arena
         for block in [arena.allocate(size + 64) for _ in sent]:
             arena.discard(block)
@@ -113,7 +114,7 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(attachment, pa
 
     def first():
         attachment.attach()
-        queue._batches[GET].append(queue._batch(GET))
+        keep_spare(queue, GET, BATCH)
 
     def dies(point):
         put_all(queue, payload, sent)

@@ -23,6 +23,7 @@ from crash_points import (
     interrupted_at,
     reap,
 )
+from inside import finish_get, instead_of_letting_go, open_queue_of
 from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -93,10 +94,10 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
         queue.put(number(payload, i), timeout=0)
     piped = count - queue.tickets.spilled()
     assert numbers(queue, piped) == list(range(piped))  # by others: this one believes the pipe to be full of them
-    operation = queue._operation(GET) if size == 1 else queue._batch(GET)
+    operation = open_queue_of(queue).operation(GET, size)
     assert os.readv(queue.tickets._log, operation.ticket_buffers) == 8 * size
     operation.before = 500
-    queue._finish_get(operation)
+    finish_get(queue, operation)
     assert numbers(queue, count - piped) == list(range(piped, count))
 
 
@@ -224,7 +225,7 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, pay
 
     def take_and_stop():
         queue.credits.fd = os.open("/dev/null", os.O_WRONLY)  # the ticket is taken, its credit is never given
-        queue._let_go = lambda _: (os.write(tell, b"x"), signal.pause())
+        instead_of_letting_go(queue, lambda _: (os.write(tell, b"x"), signal.pause()))
         queue.get()
 
     pid = in_child(take_and_stop)

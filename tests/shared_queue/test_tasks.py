@@ -5,6 +5,7 @@ import os
 
 import pytest
 from crash_points import LIMIT, dies_at, in_child, interrupted_at, reap
+from inside import keep_spare, open_queue_of
 from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
@@ -47,7 +48,7 @@ def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_ther
 
     def first():
         attachment.attach()
-        queue._putting.append(queue._operation(PUT))
+        keep_spare(queue, PUT)
         attachment.arena.discard(attachment.arena.allocate(1))  # so that the steps are the same each time
 
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(b"x")), first), stride=stride(2)):
@@ -67,7 +68,7 @@ def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(attachme
 
     def first():
         attachment.attach()
-        queue._getting.append(queue._operation(GET))
+        keep_spare(queue, GET)
 
     def work():
         queue.get(0)
@@ -176,9 +177,9 @@ def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_
         queue = SharedMemoryQueue.create(attachment, 0, tasks=True)
         queue.put(payload(b"1"))
         queue.put(payload(b"2"))
-        attachment.shutdown.begin(queue._handle, drop=True)
-        raised = interrupted_at(point, queue.drop_all)
-        queue.drop_all()
+        attachment.shutdown.begin(open_queue_of(queue).handle, drop=True)
+        raised = interrupted_at(point, queue.gets.drop_all)
+        queue.gets.drop_all()
         assert queue.tasks.unfinished() == 0, f"an exception at moment {point}"
         queue.close()
         point += 7  # most are in the look for those who wait
