@@ -20,7 +20,6 @@ __all__ = [
     "drop_one",
     "finish_get",
     "instead_of_hearing",
-    "instead_of_letting_go",
     "instead_of_refusing",
     "keep_spare",
     "open_queue_of",
@@ -84,11 +83,6 @@ def backlog_of(queue: SharedMemoryQueue) -> int:
 def instead_of_hearing(queue: SharedMemoryQueue, function: Callable[[int], object]) -> None:
     """Have a get that took a doorbell call a function, and not do what the doorbell says."""
     queue.gets._hear = function  # type: ignore[method-assign,assignment]
-
-
-def instead_of_letting_go(queue: SharedMemoryQueue, function: Callable[[int], object]) -> None:
-    """Have a get call a function at its step G5."""
-    queue.gets._let_go = function  # type: ignore[method-assign,assignment]
 
 
 def instead_of_refusing(queue: SharedMemoryQueue, function: Callable[[Callable[[], None]], object]) -> None:

@@ -35,6 +35,7 @@ from tensorpipe_ipc.owned_fd import OwnedFd, owned
 from tensorpipe_ipc.process import Identity, identity
 from tensorpipe_ipc.shared_queue.attachment import Attachment, attachment_of
 from tensorpipe_ipc.shared_queue.get_end import GetEnd
+from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowPresenceLock
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
@@ -97,8 +98,8 @@ class PairQueue(SharedMemoryQueue):
     waits_in_read = False  # but for several descriptors at a time
     offer: QueueOffer
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, queue: OpenQueue) -> None:
+        super().__init__(queue)
         self._is_claimed = False  # by an end of this process
         self.rows.after_fork(self.close)
 
@@ -239,7 +240,7 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
     if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(attachment.queues)}:
         # To the kernel all ends of this process are one: who let go of it would do so for both.
         raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
-    record, life = QueueRecord.reach(attachment.arena, offer.number)
+    record, presence_lock = QueueRecord.reach(attachment.arena, offer.number)
     if attachment.arena.words[record.pair] != offer.token:
         raise SharedMemoryError(errno.EINVAL, f"queue {offer.number:#x} is not the one that was offered")
     if attachment.arena.words[record.claimed]:  # and who has it may have made it smaller
@@ -249,7 +250,7 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
             errno.EINVAL, f"a queue of maxsize {record.maxsize} was offered, {maxsize} was agreed on"
         )
     pipes = TokenPipe.reach(tickets, blocking=False), TokenPipe.reach(credits, blocking=False)
-    queue = PairQueue(attachment, offer.number, *pipes, life)
+    queue = PairQueue(OpenQueue(attachment, offer.number, *pipes, presence_lock))
     queue.offer = offer
     return queue
 

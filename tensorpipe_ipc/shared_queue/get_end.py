@@ -139,15 +139,12 @@ class GetEnd:
         Of what an exception left to be got again the pipe knows nothing. A doorbell tells of it, from the first call on.
         """
         self._is_polled = True
-        self._tell_of_aside()
-        return self.tickets.fileno()
-
-    def _tell_of_aside(self) -> None:
-        """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
         if self.holds_back:
             self._ring_doorbell_if_polled()
+        return self.tickets.fileno()
 
     def _ring_doorbell_if_polled(self) -> None:
+        """Have the descriptor, if anybody asks it, tell of what the next get of this process finds, but not in the pipe."""
         if self._is_polled and not self.tickets.unread():
             self.words[self.record.spilled] = 1  # the pipe's length is not the number of its messages any more
             self.tickets.ring_doorbell()
@@ -156,7 +153,8 @@ class GetEnd:
         """After an exception, which may have come when a doorbell was taken: have others hear of what is in the log."""
         if self.words[self._watch] and self.tickets.spills:
             self.tickets.tell_of_more()
-        self._tell_of_aside()
+        if self.holds_back:
+            self._ring_doorbell_if_polled()
 
     def _get(self, deadline: float | None, decode: Decode, lease_from: int = LEASE_FROM) -> Any:
         """G1 to G7, in one function, so that one handler sees every exception together with all that is known.
@@ -513,8 +511,7 @@ class GetEnd:
         else:
             self._queue.aside[:0] = left
         if not count:
-            spare = self._spare[operation.size]
-            spare += (operation,)
+            self._spare[operation.size] += (operation,)
         return True
 
     def _finish_aside(self, aside: Aside) -> bool:
@@ -534,8 +531,7 @@ class GetEnd:
         """One ticket less waits in an operation. No call is in here, and what comes before it has none after its last store."""
         operation.waiting -= 1
         if not operation.waiting:
-            spare = self._spare[operation.size]
-            spare += (operation,)
+            self._spare[operation.size] += (operation,)
 
     def _comes_again(self, aside: Aside) -> bool:
         """Return whether a ticket is to be served, or served again. If not, it is done with: lost, or dropped.
@@ -660,8 +656,7 @@ class GetEnd:
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         operation.waiting -= 1
         if not operation.waiting:
-            spare = self._spare[operation.size]
-            spare += (operation,)
+            self._spare[operation.size] += (operation,)
         return message
 
     def _give_credit(self, operation: Operation, index: int, word: int) -> None:

@@ -211,3 +211,6 @@ class OpenQueue:
             else:
                 self.rows.retire(operation)
         self.attachment.leave(self.number, kept)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenQueue, (self.attachment, self.number, self.tickets, self.credits, self.presence_lock)

@@ -50,18 +50,10 @@ class SharedMemoryQueue:
     gets_by: type[GetEnd] = GetEnd
     waits_in_read = True
 
-    def __init__(
-        self,
-        attachment: Attachment,
-        number: int,
-        tickets: TokenPipe,
-        credits: TokenPipe | None,
-        presence_lock: PresenceLock,
-    ) -> None:
-        self._queue = queue = OpenQueue(attachment, number, tickets, credits, presence_lock)
-        self.attachment, self.arena, self.rows = attachment, queue.arena, queue.rows
-        self.leases, self.words, self.record = queue.leases, queue.words, queue.record
-        self.number, self.tickets, self.credits = number, tickets, credits
+    def __init__(self, queue: OpenQueue) -> None:
+        self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
+        self.leases, self.words, self.number, self.record = queue.leases, queue.words, queue.number, queue.record
+        self.tickets, self.credits = queue.tickets, queue.credits
         self.puts, self.gets = puts, gets = PutEnd(queue), self.gets_by(queue)
         # The ends' own methods, which saves a call. One of them alone does not keep the queue open: this object does.
         self.put, self.put_many, self.put_held, self.block_for = puts.put, puts.put_many, puts.put_held, puts.block_for
@@ -96,7 +88,7 @@ class SharedMemoryQueue:
         record, presence_lock = QueueRecord.create(attachment.arena, maxsize, tasks, cls.kept_by)
         tickets = TokenPipe.create(maxsize or None, blocking=cls.waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
-        queue = cls(attachment, record.number, tickets, credits, presence_lock)
+        queue = cls(OpenQueue(attachment, record.number, tickets, credits, presence_lock))
         queue._issue_credits()
         return queue
 
@@ -145,4 +137,4 @@ class SharedMemoryQueue:
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        return SharedMemoryQueue, (self.attachment, self.number, self.tickets, self.credits, self._queue.presence_lock)
+        return SharedMemoryQueue, (self._queue,)

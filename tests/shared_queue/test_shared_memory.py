@@ -23,7 +23,7 @@ from crash_points import (
     interrupted_at,
     reap,
 )
-from inside import finish_get, instead_of_letting_go, open_queue_of
+from inside import finish_get, open_queue_of
 from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -225,8 +225,7 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, pay
 
     def take_and_stop():
         queue.credits.fd = os.open("/dev/null", os.O_WRONLY)  # the ticket is taken, its credit is never given
-        instead_of_letting_go(queue, lambda _: (os.write(tell, b"x"), signal.pause()))
-        queue.get()
+        queue.get(decode=lambda *_: (os.write(tell, b"x"), signal.pause()))
 
     pid = in_child(take_and_stop)
     os.read(told, 1)
