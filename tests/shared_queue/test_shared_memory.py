@@ -8,6 +8,7 @@ import hashlib
 import multiprocessing
 import os
 import random
+import resource
 import select
 import signal
 import sys
@@ -238,6 +239,23 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, pay
     assert attachment.recovery.lost() == 1
     os.close(told)
     os.close(tell)
+
+
+def test_what_a_put_left_for_want_of_a_descriptor_the_next_get_finishes(attachment, payload):
+    """Nobody could say whether its credit was given. It must not stay away until this process puts again."""
+    queue, limits = SharedMemoryQueue.create(attachment, 2), resource.getrlimit(resource.RLIMIT_NOFILE)
+    broken = payload(b"half")
+    broken.write_into = lambda _: {}["a broken payload"]
+    queue.put(payload(b"first"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(KeyError):
+            queue.put(broken, timeout=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bytes(queue.get(0).payload) == b"first"
+    assert reap(in_child(lambda: [queue.put(payload(b"another's"), timeout=0) for _ in range(2)])) == 0
+    assert [bytes(queue.get(0).payload) for _ in range(2)] == [b"another's"] * 2
 
 
 def test_leases_of_a_killed_consumer_come_back(payload):
