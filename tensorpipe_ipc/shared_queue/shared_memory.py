@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from array import array
 from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
@@ -89,17 +90,11 @@ class SharedMemoryQueue:
         tickets = TokenPipe.create(maxsize or None, blocking=cls.waits_in_read)
         credits = TokenPipe.create(maxsize, blocking=False) if maxsize else None
         queue = cls(OpenQueue(attachment, record.number, tickets, credits, presence_lock))
-        queue._issue_credits()
+        if credits is not None:
+            tokens = memoryview(array("Q", range(NEXT_LAP, NEXT_LAP + maxsize))).cast("B")  # lap 1 of each slot
+            for start in range(0, len(tokens), 512):
+                credits.give([tokens[start : start + 512]])
         return queue
-
-    def _issue_credits(self) -> None:
-        if self.credits is not None:
-            tokens = memoryview(bytearray(8 * self.maxsize)).cast("Q")
-            for slot in range(self.maxsize):
-                tokens[slot] = NEXT_LAP | slot
-            octets = tokens.cast("B")
-            for start in range(0, 8 * self.maxsize, 512):
-                self.credits.give([octets[start : start + 512]])
 
     def shut_down(self, *, drop: bool) -> None:
         """Refuse puts from now on, in every process, and gets once nothing is left.
