@@ -421,6 +421,7 @@ class Conversation:
         if isinstance(error, (TensorPipeError, SocketError)) or is_a_signals(error, error.__traceback__):
             if not isinstance(error, ProtocolError):
                 raise error
+        self.socket.waste()
         self.reject(error, peer)
 
     def _hear_again(self) -> None:
@@ -680,11 +681,12 @@ class Conversation:
 
         One whose connection has ended, and for whom nothing is kept, makes room for anybody. So connections that last for a
         moment do not shut others out for as long as one waits for who may come back. Where there is none, any gives way to an
-        end that is in sight: whoever is not this user can hold all places, and keeps none of this user's ends out.
+        end that is in sight: whoever is not this user can hold all places, and keeps none of this user's ends out. So does one
+        that is seen to be gone: anybody can say this folder's mark, and a token that nobody has.
         """
-        out = [peer for peer in self.peers.values() if peer.sight.is_out_of_sight and peer.queue is None]
+        out = [peer for peer in self.peers.values() if not peer.is_seen() and peer.queue is None]
         out.sort(key=lambda peer: (peer.is_kept_for, not peer.away_at, peer.heard))
-        for peer in out[:_ASKED]:
+        for peer in [each for each in out if each.sight.is_out_of_sight][:_ASKED]:
             if not peer.is_kept_for and not self.say(peer.routing, _NOTHING):
                 self.leaves(peer, How.LOST)
                 return True

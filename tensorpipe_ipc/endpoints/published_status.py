@@ -28,6 +28,7 @@ from tensorpipe_ipc.process import Identity, open_files
 __all__ = ["Attached", "PublishedStatus", "StatusPage", "framed", "published_statuses", "read_status"]
 
 _HEAD = struct.Struct("<II")
+_LONGEST = 1 << 23  # bytes: of 1,024 peers, each with all that it may say of itself, in JSON's escapes
 _TRIES = 20  # of reading what is just being written anew
 _LONG = 0.001  # seconds of work for the status of an end with some hundred peers
 _RARELY = 20  # times as long nothing more is published then
@@ -138,7 +139,7 @@ def read_status(file: BinaryIO) -> PublishedStatus | None:
     if len(head) < _HEAD.size:
         return None
     crc, length = _HEAD.unpack(head)
-    text = file.read(min(length, 1 << 20))
+    text = file.read(min(length, _LONGEST))
     if zlib.crc32(text) == crc:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             return _decode(text)

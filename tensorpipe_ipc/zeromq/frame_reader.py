@@ -91,6 +91,10 @@ class FrameReader:
         """The message in hand has been dealt with."""
         self.frames, self.surplus = [], ""
 
+    def waste(self) -> None:
+        """The message in hand is of no use: its frames are as good as dropped."""
+        self._owed += len(self.frames)
+
     def _begin(self, flags: tuple[int]) -> bool:
         """Receive the first frame. Return whether there is a message to go on with."""
         self._receive_frame(flags)

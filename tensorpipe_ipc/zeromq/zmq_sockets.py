@@ -287,6 +287,11 @@ class FrameSocket:
         if self._reader is not None:
             self._reader.received()
 
+    def waste(self) -> None:
+        """The message that ``receive`` returned is of no use. The memory of many such messages is given back."""
+        if self._reader is not None:
+            self._reader.waste()
+
     def prepare_for_bulk(self) -> None:
         """Have the connection that the last message came by set up for large frames, the other way."""
         if self.address.scheme != "inproc" and self._heard is not None and not self.address.is_remote:

@@ -179,8 +179,8 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "found"),
     [
-        pytest.param(lambda text, rest: text + b" " * rest, True, id="a MiB"),
-        pytest.param(lambda text, rest: text + b" " * (rest + 1), False, id="more than a MiB"),
+        pytest.param(lambda text, rest: text + b" " * rest, True, id="8 MiB"),
+        pytest.param(lambda text, rest: text + b" " * (rest + 1), False, id="more than 8 MiB"),
         pytest.param(lambda text, rest: text[:-1], False, id="cut short"),
         pytest.param(lambda text, rest: text.replace(b"consumer", b"consumes"), True, id="other words"),
         pytest.param(lambda text, rest: text.replace(b'"role"', b'"roles"'), False, id="another field"),
@@ -189,13 +189,20 @@ def test_an_owner_that_is_none_of_ours(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_published_status_may_be(more: Any, found: bool) -> None:
-    """A reader passes over anything that is not a published status, as anybody may have written it. It reads at most 1 MiB."""
+    """A reader passes over anything that is not a published status, as anybody may have written it. It reads at most 8 MiB."""
     said = framed(PublishedStatus("ipc:///x", "consumer", True, identity()))[8:]
-    text = more(said, (1 << 20) - len(said))
+    text = more(said, (8 << 20) - len(said))
     data = struct.pack("<II", zlib.crc32(text), len(text)) + text
     assert (read_status(io.BytesIO(data)) is not None) == found
     assert read_status(io.BytesIO(struct.pack("<II", zlib.crc32(text) ^ 1, len(text)) + text)) is None
     assert read_status(io.BytesIO(data[:7])) is None
+
+
+def test_a_published_status_of_a_thousand_strangers_is_read() -> None:
+    """Each may say as much of itself as HELLO takes, in letters that take twice their room in the file."""
+    said = Attached("producer", msgspec.structs.replace(identity(), host='"' * 255), '"' * 600, wanted=False)
+    status = PublishedStatus("tcp://127.0.0.1:1", "consumer", True, identity(), (said,) * 1024)
+    assert read_status(io.BytesIO(framed(status))) == status
 
 
 def test_what_a_published_status_says_moves_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

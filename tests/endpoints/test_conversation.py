@@ -392,6 +392,22 @@ def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> N
             putting()
 
 
+def test_who_names_this_folder_and_no_open_end_gives_way_to_an_end_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any stranger learns the folder's mark by a WELCOME, and may say it with a token that nobody has."""
+    monkeypatch.setattr(conversation, "MOST_PEERS", 1)
+    monkeypatch.setattr(conversation, "REPEAT", 60.0)  # so long one that is gone keeps its place
+    with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as stranger:
+        stranger.say(hello("producer", end=5, folder=conversation_of(consumer).folder))
+        _listen(consumer, lambda: consumer.statistics().peers)
+        with tp.Producer(consumer.endpoint) as producer:
+            putting = in_thread(lambda: producer.put(1, PATIENCE))
+            assert consumer.get(PATIENCE) == 1
+            putting()
+            producer.flush(0)
+            _listen(consumer, lambda: consumer.statistics().rejected)
+            assert "gave way to one in sight" in consumer.statistics().last_rejection
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "crowded"])
 def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers hold all places and stay: an end of this user gets in, and the stranger whose place it has is told."""
