@@ -223,6 +223,7 @@ class Conversation:
         self._in_hand: _InHand | None = None
         self.hears_again = False
         self._is_leaving = False
+        self._early: list[tuple[bytes, Header, list[Any]]] = []  # messages of a binder whose WELCOME was torn
         # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
         self._ended_ends: dict[int, None] = {}
         self._ended_afar: dict[int, None] = {}
@@ -308,15 +309,18 @@ class Conversation:
         if (self.peers or not self.keeps) and self.greeting.is_owed():
             self.greeting.say_if_due()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
-        told = [self.say(self._way_to(peer), pack_goodbye(peer.position, ending)) for peer in there]
+        told = [self._part_from(peer, ending) for peer in there]
         if self.greeting.awaits_welcome():
             told.append(self.say(self.greeting.routing, pack_goodbye(self.owner.hello(None).sequence, ending)))
         self._end_presence(ending)
         return any(told)
 
-    def _way_to(self, peer: Peer) -> bytes:
-        """Return the connection for a last word: a connector may have said HELLO by a new one, and not been answered yet."""
-        return self.greeting.routing if not self.socket.binds and peer is self.binder() else peer.routing
+    def _part_from(self, peer: Peer, ending: Ending) -> bool:
+        """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the
+        next binder hears it, which has nothing to do with how far this end came with the one before."""
+        if self.socket.binds or peer is not self.binder() or self.greeting.routing == peer.routing:
+            return self.say(peer.routing, pack_goodbye(peer.position, ending))
+        return self.say(self.greeting.routing, pack_goodbye(peer.position, ending, peer.hello.end))
 
     def _end_presence(self, ending: Ending) -> None:
         if self.presence is not None:
@@ -411,6 +415,8 @@ class Conversation:
         if self._hangs_up:
             self._judge(message)
         self.socket.received()
+        if not self.greeting.said_at:  # the owner, or this, has news for a binder
+            self.greeting.say_if_due()
 
     def reject_or_raise(self, error: Exception, peer: Peer | None) -> None:
         """Reject the message in hand, which raised this while it was dealt with. The next one comes, whatever it was.
@@ -514,7 +520,7 @@ class Conversation:
         if kind >= Kind.DATA:
             peer = self.peers.get(routing)
             if peer is None:
-                self._hear_unknown(routing, kind)
+                self._hear_unknown(routing, header, frames)
             elif not peer.by_file:  # else it says WELCOME first: this came by the connection with the one before it
                 peer.heard, peer.unread_from = time.monotonic(), 0
                 self._hear_peer(peer, header, frames)
@@ -536,7 +542,8 @@ class Conversation:
             self.events.append(PieceArrived(peer, header, frames))
         else:
             ending = ending_of(header)
-            self.leaves(peer, How.FAILED if ending.failure else How.GOODBYE, ending, header.sequence)
+            position = header.sequence if ending.to in (0, self.end) else None
+            self.leaves(peer, How.FAILED if ending.failure else How.GOODBYE, ending, position)
 
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
         """A message that its sender gave up, as an empty last frame says: its sequence is used up, and that is all."""
@@ -546,7 +553,7 @@ class Conversation:
             if header.kind == Kind.DATA and header.sequence > peer.taken:
                 self.events.append(GivenUp(peer, header))
 
-    def _hear_unknown(self, routing: bytes, kind: int) -> None:
+    def _hear_unknown(self, routing: bytes, header: Header, frames: list[Any]) -> None:
         """Handle a message of an end that has not said HELLO here. It met a binder that died, or no binder at all.
 
         What is left of a connection that a new one has replaced comes in this way, too. So does what is left of one whose end
@@ -554,9 +561,33 @@ class Conversation:
         """
         if self._strangers.is_over(routing) or self.greeting.left_by(routing):
             return
-        self.reject(ProtocolError(f"{Kind.NAMES[kind]} from an end that has not said HELLO"))
+        if not self.socket.binds and self._misses_welcome(routing, header, frames):
+            return
+        self.reject(ProtocolError(f"{Kind.NAMES[header.kind]} from an end that has not said HELLO"))
         if self.socket.binds:
             self._answer(routing, pack_control(Kind.HELLO, self.owner.hello(None)))
+
+    def _misses_welcome(self, routing: bytes, header: Header, frames: list[Any]) -> bool:
+        """Return whether an exception tore the WELCOME of a connector's binder, which goes on with messages.
+
+        They are kept until it says WELCOME again, at most as many as may be in flight. Over tcp the connection is made anew,
+        and all comes again by that.
+        """
+        if (
+            header.kind not in (Kind.DATA, Kind.PIECE)
+            or routing != self.greeting.routing
+            or not self.socket.tears.count
+        ):
+            return False
+        if self.keeps:
+            self.socket.drop(routing)
+            return True
+        if header.kind != Kind.DATA or len(self._early) >= self.window:
+            return False
+        self._early = [each for each in self._early if each[0] == routing] + [(routing, header, frames)]
+        self.greeting.say_again()
+        self.greeting.say_if_due()
+        return True
 
     def _answer_misfit(self, routing: bytes, error: VersionMismatch) -> None:
         """Tell an end of another version so."""
@@ -569,12 +600,13 @@ class Conversation:
         if not self.has_left(hello) and not is_late_answer(self.binder(), hello):
             if self._find_again(routing, hello):
                 return
-            peer = self._admit(routing, hello)
+            early = [(header, frames) for by, header, frames in self._early if by == routing]
+            begins_at = min(hello.sequence, early[0][0].sequence - 1) if early else hello.sequence
+            peer = self._admit(routing, msgspec.structs.replace(hello, sequence=begins_at))
             if peer is not None:
+                self.events.extend(Arrived(peer, header, frames) for header, frames in early)
+                self._early = []
                 self.events.append(Greeted(peer, hello.sequence))
-            elif self.hears_again:
-                return
-        self.greeting.say_if_due()
 
     def _hear_refusal(self, refused: Refusal) -> None:
         self.refusal = Refused(f"{self.endpoint}: {refused.reason}")

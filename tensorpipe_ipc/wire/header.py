@@ -180,16 +180,18 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
-class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of GOODBYE: how an end ended.
 
     Attributes:
         failure: the type and text of the exception that ended it; "" if it ended well.
         origin: the end that raised it, in words, where another one passes it on; "" if it is this one's own.
+        to: the end that the GOODBYE's sequence is about, where another may hear it in its place; 0: the one that hears it.
     """
 
     failure: str = ""
     origin: str = ""
+    to: _AtLeast0 = 0
 
 
 Control = TypeVar("Control", Hello, Refusal, Ending)
@@ -223,9 +225,10 @@ def pack_refusal(reason: str) -> bytes:
     return pack_control(Kind.REFUSED, Refusal(cut(reason, _MAX_REASON)))
 
 
-def pack_goodbye(sequence: int, ending: Ending) -> bytes:
-    """Frame 0's bytes of a GOODBYE."""
-    return pack(Kind.GOODBYE, sequence, _encode(ending) if ending.failure else b"")
+def pack_goodbye(sequence: int, ending: Ending, to: int = 0) -> bytes:
+    """Frame 0's bytes of a GOODBYE. See Ending."""
+    ending = msgspec.structs.replace(ending, to=to) if to else ending
+    return pack(Kind.GOODBYE, sequence, _encode(ending) if ending != Ending() else b"")
 
 
 def ending_of(header: Header) -> Ending:
@@ -318,7 +321,7 @@ def _without_excess(body: Any) -> Any:
     if isinstance(body, Refusal):
         return Refusal(shown(body.reason))
     if isinstance(body, Ending):
-        return failed(body.failure, body.origin)
+        return replace(failed(body.failure, body.origin), to=body.to)
     who, terms = body.identity, body.shared_memory
     if not math.isfinite(who.started):
         raise ProtocolError(f"an end that says it started at {who.started}, which is no time")

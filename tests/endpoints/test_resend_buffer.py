@@ -23,7 +23,7 @@ import zmq
 from children import PATIENCE, in_thread, wait_until
 from inside import conversation_of, side_of, tell
 from proxy import Proxy
-from raw_ends import RawEnd, RawLine, hello, hello_of
+from raw_ends import RawEnd, RawLine, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process
@@ -46,7 +46,18 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
-from tensorpipe_ipc.wire.header import Ending, Hello, Kind, Piece, pack, pack_goodbye, pack_piece, piece_of, unpack
+from tensorpipe_ipc.wire.header import (
+    Ending,
+    Hello,
+    Kind,
+    Piece,
+    ending_of,
+    pack,
+    pack_goodbye,
+    pack_piece,
+    piece_of,
+    unpack,
+)
 from tensorpipe_ipc.wire.layout import ALIGN
 from tensorpipe_ipc.wire.message import encode
 
@@ -230,6 +241,22 @@ def test_an_exception_while_a_torn_message_is_counted_leaves_it_to_be_counted(mo
         assert consumer.statistics().lost == 1
 
 
+@pytest.mark.parametrize("endpoint", ["welcomed", LOOPBACK, "inproc://welcomed"])
+def test_an_exception_takes_the_welcome_out_of_a_connecting_consumers_hand(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The binder has met it, and goes on with messages. None is lost, and the stream does not stand still."""
+    with tp.Producer(endpoint, bind=True, shared_memory="off", maxsize=4) as producer:
+        with tp.Consumer(producer.endpoint, bind=False) as consumer:
+            putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(12)])
+            wait_until(lambda: side_of(consumer).socket.is_connected(0.05))
+            _tear_one_out_of(consumer, monkeypatch)
+            assert [consumer.get(PATIENCE) for _ in range(12)] == [*range(12)]
+            putting()
+            producer.flush(PATIENCE)
+            assert (consumer.statistics().lost, producer.statistics().lost) == (0, 0)
+
+
 def _raise_at_once(*_: object) -> None:
     raise _RaisedError
 
@@ -346,6 +373,61 @@ def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_
                     raw.say(*exchange.sent("after all"))
         assert getting() == "after all"
         assert rounds[0] < rounds[1]
+
+
+def test_the_next_binder_is_told_of_no_losses_of_the_one_before(free_port: int) -> None:
+    """A producer out of sight had messages with a binder that died, and closes before the next binder has answered it.
+
+    Its goodbye says which binder its last message is about: the same one may be back by another connection.
+    """
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Producer(endpoint, linger=0) as producer:
+        with RawEnd(endpoint, bind=True) as raw:
+            putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(3)])
+            raw.hear_of(Kind.HELLO)
+            raw.say(hello("consumer", Kind.WELCOME, end=5, round=1))
+            putting()
+        with RawEnd(endpoint, bind=True) as raw:
+            wait_until(lambda: bool(producer.statistics()) and not raw.is_quiet(0.05))
+            assert hello_of(raw.hear_of(Kind.HELLO)).sequence == 0
+            with pytest.warns(RuntimeWarning, match="3 messages"):
+                producer.close()
+            goodbye = raw.hear_of(Kind.GOODBYE)
+            assert (goodbye.sequence, ending_of(goodbye).to) == (3, 5)
+
+
+def test_a_producer_tells_its_next_binder_from_where_it_counts_before_it_says_goodbye(free_port: int) -> None:
+    """Else that binder takes what the one before it had for messages that did not come."""
+    endpoint = f"tcp://127.0.0.1:{free_port}"
+    with tp.Producer(endpoint, linger=0, peer_timeout=0.1) as producer:
+        with RawEnd(endpoint, bind=True) as raw:
+            putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(3)])
+            raw.hear_of(Kind.HELLO)
+            raw.say(hello("consumer", Kind.WELCOME, end=5, round=1))
+            putting()
+        with RawEnd(endpoint, bind=True) as raw:
+            wait_until(lambda: bool(producer.statistics()) and not raw.is_quiet(0.05))
+            raw.hear_of(Kind.HELLO)
+            raw.say(hello("consumer", Kind.WELCOME, end=6, round=1))
+            wait_until(lambda: producer.statistics().lost == 3)
+            with pytest.warns(RuntimeWarning, match="3 messages"):
+                producer.close()
+            said = raw.hear_of(Kind.HELLO)
+            while hello_of(said).sequence != 3:
+                said = raw.hear_of(Kind.HELLO)
+            assert raw.hear_of(Kind.GOODBYE).sequence == 3
+
+
+@pytest.mark.parametrize(("to", "lost"), [(0, 3), ("us", 3), (5, 0)])
+def test_a_goodbye_that_is_about_another_binder_tells_of_no_losses(to: int | str, lost: int) -> None:
+    """One that is about this one does: what has not come by then never will."""
+    with tp.Consumer(LOOPBACK, peer_timeout=0.1) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", end=7, round=1))
+        wait_in_vain(consumer, lambda: consumer.statistics().peers)
+        raw.say(pack_goodbye(3, Ending(), conversation_of(consumer).end if to == "us" else int(to)))
+        with pytest.raises(tp.PeerLost if lost else tp.EndOfStream):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().lost == lost
 
 
 @pytest.mark.parametrize("endpoint", ["tcp", "ipc"])

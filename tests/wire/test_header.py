@@ -71,6 +71,11 @@ GOLDEN_CONTROL = [
             ]
         ),
     ),
+    (
+        Kind.GOODBYE,
+        Ending(to=7),
+        join([b"TPIC", "06 06 0000 0000000000000000 05000000 00000000", b"\x81\xa2to\x07"]),
+    ),
 ]
 GOLDEN_PLAIN = [
     (Kind.CREDIT, 258, b"", b"", join([b"TPIC", "06 05 0000 0201000000000000 00000000 00000000"])),
