@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the arguments; None: the process's own.
 
     Returns:
         The exit status.

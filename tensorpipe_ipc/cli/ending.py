@@ -1,4 +1,4 @@
-"""The end of commands that start processes: SIGTERM is as good as Ctrl-C."""
+"""The end of commands that start processes: SIGTERM ends them as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ended_by_sigterm"]
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command in order, as Ctrl-C does: children and sockets go first."""
+    """Let SIGTERM end the command in order, as Ctrl-C does: children end and sockets close first."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         del frame

@@ -1,6 +1,6 @@
 """``tensorpipe-ipc keygen``: makes a pair of CURVE keys, as files, for ends that talk between hosts.
 
-``NAME.key`` is for those who are to trust this end; ``NAME.key_secret`` stays where it is. Neither is ever overwritten.
+``NAME.key`` goes to the peers that shall trust this end; ``NAME.key_secret`` stays here. Neither file is ever overwritten.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     benchmark.add_arguments(parser)
     parser.add_argument(
         "--round-trip", action="store_true", help="there and back too: the consumer puts back what it got"

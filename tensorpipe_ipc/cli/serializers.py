@@ -1,6 +1,6 @@
-"""``tensorpipe-ipc serializers``: lists the serializers: what each takes, and where it copies.
+"""``tensorpipe-ipc serializers``: lists the serializers: the tensors that each takes, and where it copies.
 
-Nothing is stated that is not found out: each serializer is handed a tensor of every kind.
+The command tries each serializer with a tensor of every kind, and prints only what it finds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["add_arguments", "copies_to_encode", "dtypes", "layouts", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has none."""
+    """Add nothing: the command has no arguments."""
     del parser
 
 
@@ -29,26 +29,26 @@ def run(arguments: argparse.Namespace) -> int:
     del arguments
     print(f"{'':11} copies to\n{'name':11} {'encode':7} {'decode':7} takes tensors that are")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about prototypes and what it deprecates
+        warnings.simplefilter("ignore")  # torch warns about its prototypes and deprecations
         for name in serializer_names():
             print(_line(serializer_named(name)))
     return 0
 
 
 def copies_to_encode(serializer: Serializer) -> bool:
-    """Return whether a contiguous CPU tensor's payload is other memory than the tensor's."""
+    """Return whether a serializer copies a contiguous CPU tensor to encode it."""
     tensor = torch.zeros(64)
     _, payload = serializer.encode(tensor)
     return not np.shares_memory(np.frombuffer(payload, np.uint8), tensor.numpy())
 
 
 def layouts(serializer: Serializer) -> list[str]:
-    """Return the kinds of tensors that it takes."""
+    """Return the kinds of tensors that a serializer takes."""
     return [kind for kind, tensor in _kinds() if _takes(serializer, tensor)]
 
 
 def dtypes(serializer: Serializer) -> list[torch.dtype]:
-    """Return the dtypes of the table that a serializer takes."""
+    """Return the dtypes that a serializer takes."""
     return [dtype for dtype in BY_TORCH if _takes(serializer, torch.empty(2, dtype=dtype))]
 
 

@@ -1,7 +1,7 @@
-"""``tensorpipe-ipc top``: shows every queue of yours, live: who puts and gets how much, what waits, who holds it.
+"""``tensorpipe-ipc top``: shows your queues, live: each process's puts and gets, waiting messages, holders of memory.
 
-It looks from outside (``shared_queue.survey``): the processes do nothing for it, and need not even be able to. Endpoints are
-shown where they share memory; those that use frames have none to look at.
+It reads shared memory from outside (``shared_queue.survey``): the processes need not answer, so they may be busy or stopped.
+It shows endpoints only if they share memory; endpoints that use frames have no memory to read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Rate(NamedTuple):
-    """The messages of one process and one queue in a second."""
+    """The messages and bytes of one process and one queue in a second."""
 
     put: float
     bytes_put: float
@@ -37,14 +37,14 @@ Key = tuple[int, int, int, int]  # segment, queue, row, incarnation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (1)")
     parser.add_argument("--once", action="store_true", help="show one look, with the rates of one interval, and end")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON, for scripts")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look again and again, until Ctrl-C; or until the terminal is gone, of which SIGHUP does not tell whom ``nohup`` began."""
+    """Show the queues repeatedly, until Ctrl-C or until the terminal is gone. Under ``nohup`` no SIGHUP tells of its end."""
     if arguments.json and not arguments.once:
         raise Failure("--json goes with --once")
     try:
@@ -72,14 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
                 found, now = survey(), time.monotonic()
                 live.update(_view(found, rates(before, found, now - at)), refresh=True)
                 before, at = found, now
-    except OSError:  # the cursor cannot be shown again where nothing is shown
+    except OSError:  # the terminal is gone, and its cursor with it
         if not on_terminal or sys.stdout.isatty():
             raise
     return 128 + signal.SIGHUP
 
 
 def rates(before: list[SegmentView], now: list[SegmentView], seconds: float) -> dict[Key, Rate]:
-    """Return the rate of each process and queue. Those that came in between count from zero."""
+    """Return the rate of each process and queue. New ones count from zero."""
     then = dict(_uses(before))
     found = {}
     for key, use in _uses(now):
@@ -91,7 +91,7 @@ def rates(before: list[SegmentView], now: list[SegmentView], seconds: float) -> 
 
 
 def figures(found: list[SegmentView], per_second: dict[Key, Rate]) -> dict[str, Any]:
-    """Everything as plain data, in bytes and seconds."""
+    """Return all findings as plain data, in bytes and seconds."""
     return {
         "segments": [
             {

@@ -1,9 +1,10 @@
-"""``tensorpipe-ipc doctor``: what this machine allows, and who is attached to an endpoint, by which transport, and why.
+"""``tensorpipe-ipc doctor``: what this machine allows, which ends are attached to an endpoint, by which transport, and why.
 
-Nothing is stated that is not tried out or read from the kernel; who is attached the ends themselves have written down
-(``endpoints.published_status``), so a busy or stopped program is asked nothing. Exit status 0: shared memory works here, and
-between all who are attached to the endpoint and want it. 1: it does not, or nobody has the endpoint; the lines marked NO say
-why.
+It tries each thing out, or reads it from the kernel. The ends have published their own status in files
+(``endpoints.published_status``), so a busy or stopped program need not answer.
+
+Exit status 0: shared memory works here, and between all ends of the endpoint that want it. Exit status 1: it does not work,
+or no end is attached to the endpoint; the lines marked NO say why.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _STYLES = {State.OK: "green", State.NOTE: "dim", State.NO: "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "endpoint", nargs="?", metavar="ENDPOINT", help="ipc:///path, tcp://host:port, or a bare name: who is attached"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look at everything, and print a table.
+    """Check everything, and print a table.
 
     Raises:
-        Failure: the endpoint is none that another process could look at.
+        Failure: another process cannot look at such an endpoint.
     """
     found = [*machine.findings()]
     _show("This machine", found)
@@ -58,6 +59,6 @@ def _show(title: str, findings: list[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         mark = Text(finding.state.value, style=_STYLES[finding.state])
-        # What other users' processes say of themselves is among it, where root asks.
+        # For root, the text includes the published status of other users' processes.
         table.add_row(Text(shown(finding.what)), mark, Text(shown(finding.text)))
     Console(width=WIDTH, highlight=False).print(table)

@@ -1,6 +1,6 @@
 """Find the ends that are attached to an endpoint, their transport, and its reason.
 
-Only what an end's own file says of its process is looked up: what a peer said over the socket may name any.
+It looks up a process only by the end's own file: a peer may claim any process over the socket.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["findings"]
 
 
 def findings(endpoint: str) -> Iterator[Finding]:
-    """Read what its ends have published, and ask the kernel about its socket.
+    """Yield findings from the published status of the endpoint's ends, and from the kernel's view of its socket.
 
     Raises:
-        ValueError: it is no endpoint, or one within a process.
-        Refused: its address is not one that may be used, or what lies there is not this user's.
+        ValueError: not an endpoint, or one within a process.
+        Refused: the address may not be used, or its file belongs to another user.
     """
     address = parse(endpoint, has_keys=not endpoint.startswith("inproc:"))
     if address.scheme == "inproc":

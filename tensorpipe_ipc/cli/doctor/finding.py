@@ -13,11 +13,11 @@ class State(enum.Enum):
 
     OK = "ok"
     NOTE = "--"  # neither good nor bad
-    NO = "NO"  # in the way of shared memory
+    NO = "NO"  # it prevents shared memory
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at, and the result."""
+    """One thing that was checked, and the result."""
 
     what: str
     state: State

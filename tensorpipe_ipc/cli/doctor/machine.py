@@ -26,7 +26,7 @@ _LITTLE = 1 << 28  # bytes
 
 
 def findings() -> Iterator[Finding]:
-    """All of them, in the order in which shared memory needs the things."""
+    """Yield all findings, in the order in which shared memory needs the things."""
     yield Finding("system", State.NOTE, f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
     for what, look in _NEEDED.items():
         try:
@@ -48,7 +48,7 @@ def _memfd() -> str:
 
 
 def _seals() -> str:
-    """That of a segment: it cannot be shrunk under those who read it."""
+    """Check that a segment cannot be shrunk while processes read it."""
     segment = Segment.create(MINIMUM_SIZE)
     try:
         os.ftruncate(segment.descriptor, 4096)
