@@ -43,7 +43,7 @@ from tensorpipe_ipc.wire.schema import ALIAS, Schema
 
 __all__ = ["CudaIpcSender", "DevicePlacement", "Undeliverable", "report_self_test", "unpack_placement", "tree_of"]
 
-LOOK = 0.1  # seconds between two looks at who gets from the queue
+LOOK = 0.1  # seconds between two looks at which processes get from the queue
 IN_THE_ARENA = -1
 MOST_BLOCKS = 64  # of one message: one for each GPU
 
@@ -75,10 +75,10 @@ _decode = msgspec.msgpack.Decoder(DevicePlacement).decode
 
 
 def unpack_placement(values: bytes) -> DevicePlacement:
-    """Return what a message with ON_DEVICE or OFFERS says.
+    """Return the placement in the values of a message with ON_DEVICE or OFFERS.
 
     Raises:
-        ProtocolError: nothing that can be read.
+        ProtocolError: the bytes cannot be read.
     """
     try:
         return _decode(values)
@@ -87,11 +87,11 @@ def unpack_placement(values: bytes) -> DevicePlacement:
 
 
 class CudaIpcSender:
-    """The putting end of one queue, as far as GPU tensors stay on their GPU.
+    """Puts messages into one queue whose large GPU tensors stay on their GPU.
 
     Attributes:
-        on_device: how many messages did.
-        staged_because: why the last one with large GPU tensors did not; "" where it did, and before there was one.
+        on_device: the number of messages whose GPU tensors stayed on their GPU.
+        staged_because: why the last message with large GPU tensors was staged; "" if it was not, or none was put yet.
     """
 
     def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks | None = None) -> None:
@@ -134,7 +134,9 @@ class CudaIpcSender:
         if now >= self._next_look:
             self._next_look = now + LOOK
             self._consumers = self._who_gets()
-        others = [row for row in self._consumers if row != rows.index]  # own blocks are read without being opened
+        others = [
+            row for row in self._consumers if row != rows.index
+        ]  # a process reads its own blocks without opening them
         if not self._consumers:
             return "nobody has begun to get from the queue yet"
         for row in others:
@@ -155,7 +157,7 @@ class CudaIpcSender:
 
 
 class _Lent(Block):
-    """A message whose GPU tensors stay where they are: what it writes into the arena's block is all else."""
+    """A message whose GPU tensors stay on their GPU. It writes everything else into the arena's block."""
 
     __slots__ = ("__weakref__", "_blocks", "_by_block", "_queue", "_where", "metadata_room")
 
@@ -184,7 +186,7 @@ class _Lent(Block):
         return True
 
     def said(self, message: EncodedMessage) -> DevicePlacement:
-        """Return where everything is."""
+        """Return the places of all frames."""
         frames, end = [], 0
         small = [payload for payload in message.payloads if 0 < len(payload) < BULK]
         if small:
@@ -201,7 +203,7 @@ class _Lent(Block):
         return DevicePlacement(message.values, tuple(block.name for block, _ in self._by_block), tuple(frames))
 
     def write_into(self, place: memoryview) -> None:
-        """Write what goes into the arena's block, and copy what does not. Then the device blocks are bound to that block."""
+        """Write the arena's block, copy GPU tensors to the device blocks, and bind these to the arena's block."""
         super().write_into(place)
         words = self._queue.words
         word = (_address_of(place) - self._queue.arena.segment.octets.ctypes.data - self.metadata_room - HEADER) >> 3
@@ -234,7 +236,7 @@ class _Claim:
 def report_self_test(
     queue: SharedMemoryQueue, said: DevicePlacement, arrival: DecodeOptions, blocks: DeviceBlocks | None = None
 ) -> None:
-    """Try a test block that was offered, and say in the own row what came of it."""
+    """Read a test block that was offered, and write the result into this process's row."""
     name, rows, words = said.blocks[0], queue.rows, queue.words
     if wanted(arrival) is None:
         found = DECLINED
@@ -247,7 +249,7 @@ def report_self_test(
 
 
 class Undeliverable:
-    """The result of a get for a message that is there no more, or cannot be read here. It is taken all the same."""
+    """The result of a get for a message that is gone, or that this process cannot read. The message counts as taken."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -294,14 +296,14 @@ def tree_of(
 
 
 class _Reading:
-    """The copies of one message. It ends when they are done."""
+    """The copies of one message. Leaving ``with`` waits until they are complete."""
 
     def __init__(self, blocks: DeviceBlocks, device: torch.device | None) -> None:
         self.blocks, self.device = blocks, device
         self._events: list[Any] = []
 
     def copy(self, name: BlockName, start: int, size: int) -> torch.Tensor:
-        """Return bytes of a device block, where they are wanted."""
+        """Return a copy of a device block's bytes, on the wanted device."""
         made, event = self.blocks.copy_out(name, start, size, self.device)
         if event is not None:
             self._events.append(event)
@@ -331,7 +333,7 @@ class _Frame:
         return _Frame(self._reading, self._name, self._start + start, stop - start)
 
     def tensor(self, meta: TensorMeta) -> torch.Tensor:
-        """As ``Raw.decode``."""
+        """Return the tensor, as ``Raw.decode`` does."""
         if meta.dtype is None or meta.nbytes != self._size:
             raise ProtocolError(f"a payload of {self._size} bytes for a tensor of {meta.nbytes} ({meta!r})")
         order = meta.order or tuple(range(len(meta.shape)))
@@ -341,7 +343,7 @@ class _Frame:
 
 
 class _Decoder:
-    """A serializer's, and that of payloads in device blocks, which only ``raw`` has."""
+    """A decoder for a serializer's payloads, and for payloads in device blocks, which only ``raw`` has."""
 
     def __init__(self, serializer: Any) -> None:
         self._serializer, self.zero_copy = serializer, serializer.zero_copy
