@@ -584,10 +584,18 @@ class Conversation:
             return True
         if header.kind != Kind.DATA or len(self._early) >= self.window:
             return False
-        self._early = [each for each in self._early if each[0] == routing] + [(routing, header, frames)]
+        self._give_up_early(routing)
+        self._early.append((routing, header, frames))
         self.greeting.say_again()
         self.greeting.say_if_due()
         return True
+
+    def _give_up_early(self, *but: bytes) -> None:
+        """Count messages as lost that came before a WELCOME, by another connection than those that may still bring it."""
+        if self._early and self._early[0][0] not in but:
+            event = Torn(len(self._early))
+            self._early = []
+            self.events.append(event)  # no exception comes between the two
 
     def _answer_misfit(self, routing: bytes, error: VersionMismatch) -> None:
         """Tell an end of another version so."""
@@ -600,7 +608,8 @@ class Conversation:
         if not self.has_left(hello) and not is_late_answer(self.binder(), hello):
             if self._find_again(routing, hello):
                 return
-            early = [(header, frames) for by, header, frames in self._early if by == routing]
+            self._give_up_early(routing)
+            early = [(header, frames) for _, header, frames in self._early]
             begins_at = min(hello.sequence, early[0][0].sequence - 1) if early else hello.sequence
             peer = self._admit(routing, msgspec.structs.replace(hello, sequence=begins_at))
             if peer is not None:
@@ -833,6 +842,7 @@ class Conversation:
         if self.socket.tears.count > self._tears:
             self._tears = self.socket.tears.count
             self._tore()
+        self._give_up_early(self.socket.routing, self.socket.reads_out)
         again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:

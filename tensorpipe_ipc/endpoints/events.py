@@ -68,7 +68,13 @@ class Left(NamedTuple):
 
 
 class Torn(NamedTuple):
-    """An exception tore something out of a receive: perhaps a message, perhaps a credit."""
+    """An exception tore something out of a receive: perhaps a message, perhaps a credit.
+
+    Attributes:
+        lost: messages that came after a WELCOME which was torn, by a connection that ended before the next WELCOME.
+    """
+
+    lost: int = 0
 
 
 Event = Joined | Greeted | Arrived | PieceArrived | GivenUp | Credited | Left | Torn

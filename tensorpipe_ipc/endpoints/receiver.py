@@ -138,6 +138,8 @@ class Receiver(Participant):
             self._left(event.peer)
         elif isinstance(event, Torn):
             self._ask_for_torn()
+            self.lost += event.lost
+            self.conversation.events.popleft()  # with no call since then
         elif isinstance(event, Credited):
             raise ProtocolError(f"CREDIT {event.sequence} for a consumer (from {event.peer})")
         return None

@@ -257,6 +257,29 @@ def test_an_exception_takes_the_welcome_out_of_a_connecting_consumers_hand(
             assert (consumer.statistics().lost, producer.statistics().lost) == (0, 0)
 
 
+@pytest.mark.parametrize("endpoint", ["welcomed", "inproc://welcomed"])
+def test_messages_that_follow_a_torn_welcome_are_counted_where_their_binder_goes(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes before the consumer has asked who it is: the consumer counts what it had, and meets the next binder."""
+    with tp.Consumer(endpoint, bind=False) as consumer:
+        with tp.Producer(endpoint, bind=True, shared_memory="off", maxsize=4, linger=0) as producer:
+            putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(3)])
+            wait_until(lambda: side_of(consumer).socket.is_connected(0.05))
+            _tear_one_out_of(consumer, monkeypatch)
+            with monkeypatch.context() as mute:
+                mute.setattr(side_of(consumer).socket, "send_small", lambda *_: True)
+                putting()
+                wait_in_vain(consumer, lambda: len(conversation_of(consumer)._early) == 3)
+            with pytest.warns(RuntimeWarning, match="3 messages"):
+                producer.close()
+        with tp.Producer(endpoint, bind=True, shared_memory="off") as following:
+            putting = in_thread(lambda: following.put("next", PATIENCE))
+            assert consumer.get(PATIENCE) == "next"
+            putting()
+            assert consumer.statistics().lost == 3
+
+
 def _raise_at_once(*_: object) -> None:
     raise _RaisedError
 
