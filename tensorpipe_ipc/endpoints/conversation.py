@@ -195,6 +195,7 @@ class Conversation:
         last_rejection: which rule; "" as long as none was.
         came: how many messages have come, of all.
         hears_again: whether the message in hand is to be read again.
+        looks: how often this end has looked who is still there.
     """
 
     def __init__(self, owner: Owner, opening: Opening) -> None:
@@ -229,7 +230,8 @@ class Conversation:
         self._ended_afar: dict[int, None] = {}
         self._strangers = Strangers(opening.window)
         self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
-        self._looked = 0.0  # when it was last seen to who is still there
+        self.looks = 0
+        self._looked = 0.0  # when
         self._asked = 0.0  # when a binder last asked who is still connected
         self._tears = 0  # of the socket, that were dealt with
         self.socket: FrameSocket = (Binder if bind else Connector)(
@@ -838,6 +840,7 @@ class Conversation:
         if is_early or self.hears_again:
             return
         self._looked = now
+        self.looks += 1
         self._refresh_status()
         if self.socket.tears.count > self._tears:
             self._tears = self.socket.tears.count

@@ -36,6 +36,7 @@ class Participant:
         self.ending = Ending()
         self.lost = 0
         self._drained = 0.0
+        self._tended = 0  # after how many looks around
 
     @property
     def endpoint(self) -> str:
@@ -51,6 +52,10 @@ class Participant:
         Raises:
             ProtocolError: the message breaks a rule.
         """
+        raise NotImplementedError
+
+    def _tend(self) -> None:
+        """Do what is due now and then, after a look who is still there."""
         raise NotImplementedError
 
     def pump(self, timeout: float) -> Arrived | None:
@@ -79,6 +84,9 @@ class Participant:
             if events and events[0] is event:
                 events.popleft()
         conversation.heard()
+        if conversation.looks != self._tended:
+            self._tended = conversation.looks
+            self._tend()
         return None
 
     def ensure_greeted(self) -> None:

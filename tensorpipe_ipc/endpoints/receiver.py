@@ -116,8 +116,8 @@ class Receiver(Participant):
         return peer
 
     def finishes(self) -> bool:
-        """See Owner."""
-        return bool(self._sharing) or self.has_ended()
+        """See Owner. As long as it has not noted who left, it does not know."""
+        return bool(self._sharing) or bool(self.conversation.events) or self.has_ended()
 
     # -- events
 
@@ -472,9 +472,8 @@ class Receiver(Participant):
             self._next_round(peer)
             self.conversation.ask(peer)
 
-    def look_around(self, *, at_once: bool = False) -> None:
+    def _tend(self) -> None:
         """See Participant."""
-        super().look_around(at_once=at_once)
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._forget_if_drained(peer)
 

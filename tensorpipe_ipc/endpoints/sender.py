@@ -307,10 +307,9 @@ class Sender(Participant):
         self._unsure = False
         return bool(found)
 
-    def look_around(self, *, at_once: bool = False) -> None:
+    def _tend(self) -> None:
         """See Participant. Room is looked for, too: there are kernels (Linux 5.5 to 5.13) that do not tell of each credit."""
         self._unsure = True
-        super().look_around(at_once=at_once)
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._unshare(peer)
         for peer in self.peers.values():

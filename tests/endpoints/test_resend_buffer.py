@@ -398,6 +398,34 @@ def test_a_consumer_that_heard_no_welcome_asks_anew_by_its_next_connection(free_
         assert rounds[0] < rounds[1]
 
 
+def test_a_producer_that_waits_sends_again_once_what_it_sent_before_has_left() -> None:
+    """It was asked for that while nothing of it was read yet. It needs no further word from its consumer."""
+    message = torch.zeros(300_000, dtype=torch.uint8)
+    with (
+        tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0) as producer,
+        RawLine(producer.endpoint) as line,
+    ):
+        line.say(hello("consumer", round=1))
+        producer.wait_for(1, PATIENCE)
+        line.leave_no_room_for_answers()
+        for _ in range(3):
+            producer.put(message)
+        line.say(hello("consumer", round=2))
+        flushing = in_thread(lambda: _flushed(producer))
+        assert line.heard(0.7) > 2 * 3 * len(message)
+        line.reset()
+        flushing()
+        assert producer.statistics().resent == 3
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            producer.close()
+
+
+def _flushed(producer: tp.Producer) -> None:
+    with contextlib.suppress(tp.Full):
+        producer.flush(1.5)
+
+
 def test_the_next_binder_is_told_of_no_losses_of_the_one_before(free_port: int) -> None:
     """A producer out of sight had messages with a binder that died, and closes before the next binder has answered it.
 
