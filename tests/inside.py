@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints.events import Event
 from tensorpipe_ipc.endpoints.receiver import Receiver
 from tensorpipe_ipc.endpoints.sender import Sender
+from tensorpipe_ipc.memory import arena as arena_module
+from tensorpipe_ipc.memory.arena import Arena
+from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.shared_queue.get_end import COPY, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
@@ -19,13 +23,20 @@ __all__ = [
     "conversation_of",
     "drop_one",
     "finish_get",
+    "first_unit_of",
+    "give_up_free_extents",
     "instead_of_hearing",
     "instead_of_refusing",
     "keep_spare",
+    "look_for_idle",
+    "make_look_due",
     "open_queue_of",
     "shared_queue_of",
+    "set_lease_budget",
     "side_of",
+    "take_all_extents",
     "tell",
+    "while_blocks_are_withdrawn",
 ]
 
 
@@ -89,3 +100,53 @@ def instead_of_refusing(queue: SharedMemoryQueue, function: Callable[[Callable[[
     """Have a put that looks whether the queue is shut call a function, and give it the look."""
     look = queue.puts._refuse_if_shut
     queue.puts._refuse_if_shut = lambda: function(look)  # type: ignore[method-assign,assignment]
+
+
+def first_unit_of(arena: Arena) -> int:
+    """Return the number of the first MiB of a segment that messages may lie in."""
+    return arena._first_unit
+
+
+def make_look_due(arena: Arena) -> None:
+    """Have the next who allocates or waits look for idle memory, as after some seconds."""
+    arena._look_at = 0
+
+
+def look_for_idle(arena: Arena) -> None:
+    """Look for idle memory, as the next who allocates does after some seconds."""
+    make_look_due(arena)
+    arena.mind_idle()
+
+
+def give_up_free_extents(arena: Arena) -> None:
+    """Have an arena give up its free extents, and no other memory, as one that lacks addresses does."""
+    arena._take(arena._withdraw())
+
+
+def take_all_extents(arena: Arena) -> None:
+    """Have an arena take all extents, whoever's, as one that needs so much memory does."""
+    arena._take([(start, kind, units) for start, kind, units, _ in arena.all_extents()])
+
+
+@contextlib.contextmanager
+def while_blocks_are_withdrawn(action: Callable[[], object]) -> Iterator[None]:
+    """Act once as another thread could, when an arena has chosen extents and is about to take their blocks out of its lists."""
+    removed = arena_module._removed
+
+    def act_first(blocks: Any, units: Any) -> list[int]:
+        if units:
+            arena_module._removed = removed
+            action()
+        return removed(blocks, units)
+
+    arena_module._removed = act_first
+    try:
+        yield
+        assert arena_module._removed is removed, "no blocks were withdrawn"
+    finally:
+        arena_module._removed = removed
+
+
+def set_lease_budget(leases: Leases, nbytes: int) -> None:
+    """Let a process that has no lease have so many bytes under lease, and not half of the capacity."""
+    leases.budget = leases._room = nbytes

@@ -110,7 +110,7 @@ _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder who
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
-_IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
+IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
 _NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
 _NAMED = 16  # peers, in the text of an error
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
@@ -907,11 +907,11 @@ class Conversation:
         However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
         """
         peer.unread_from = peer.unread_from or self.came
-        return self.came - peer.unread_from < _IN_TURN and self.socket.has_unread(peer.routing)
+        return self.came - peer.unread_from < IN_TURN and self.socket.has_unread(peer.routing)
 
     def _is_unread(self, came: int) -> bool:
         """Return whether a message may be unread that was there when so many had come."""
-        return self.came - came < _IN_TURN and self.socket.has_incoming()
+        return self.came - came < IN_TURN and self.socket.has_incoming()
 
     def _silence_of(self, peer: Peer) -> float:
         """Return how long nothing must come from one that is gone, and whose connection has not ended.

@@ -49,7 +49,7 @@ __all__ = ["REPEAT", "Converses", "Greeting", "is_late_answer", "is_old_answer"]
 
 REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
 _RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
-_AGAIN = 0.02  # seconds between two looks for a file
+AGAIN = 0.02  # seconds between two looks for a file
 
 
 class Converses(Protocol):
@@ -188,7 +188,7 @@ class Greeting:
         """Meet the binder by its file, if there is a good one."""
         here, now = self._here, time.monotonic()
         may_meet = not here.negotiation.never_shares and not here.has_keys and here.refusal is None
-        if not may_meet or now - self._looked_for_file < _AGAIN:
+        if not may_meet or now - self._looked_for_file < AGAIN:
             return
         self._looked_for_file = now
         found = rendezvous_file.read(self._socket.address)

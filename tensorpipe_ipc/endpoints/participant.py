@@ -11,7 +11,7 @@ from tensorpipe_ipc.wire.header import Ending, failed
 
 __all__ = ["Participant"]
 
-_STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
+STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
 
@@ -114,7 +114,7 @@ class Participant:
 
     def is_stale(self) -> bool:
         """Return whether it is long ago that the last was drained: somebody may have said goodbye since."""
-        return time.monotonic() - self._drained > _STALE
+        return time.monotonic() - self._drained > STALE
 
     def is_late(self, deadline: float | None) -> bool:
         """Return whether a deadline is over, and so is the time for what has come meanwhile."""

@@ -30,7 +30,7 @@ from tensorpipe_ipc.wire.schema import schema_of
 
 __all__ = ["Reassembly", "BufferPool"]
 
-_IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's
+IDLE_AT_MOST = 1 << 28  # bytes that lie ready, nobody's; beyond them regions go back to the kernel
 _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about one size use the same memory
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
@@ -109,7 +109,7 @@ class _Region(np.ndarray):
         """See Regions: it comes back."""
         if self.home is not None:
             self.home.appendleft(self.whole)
-            while sum(map(len, self.home.copy())) > _IDLE_AT_MOST:
+            while sum(map(len, self.home.copy())) > IDLE_AT_MOST:
                 self.home.pop()
 
 

@@ -24,7 +24,7 @@ __all__ = ["NOTHING", "Receiver"]
 
 _MISSES = 8  # messages that are waited for, after one that was not there, before a queue is asked first again
 _AGAIN = 0.5  # seconds
-_REMEMBERED = 1000  # producers that vanished
+REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
@@ -189,10 +189,10 @@ class Receiver(Participant):
             self.conversation.publish()
             return  # it said HELLO to the consumer before this one, or was not answered; or it is there: they meet again
         # One that sent nothing pushes out none that did.
-        is_news = peer.taken > peer.hello.sequence or len(self._known) < _REMEMBERED
+        is_news = peer.taken > peer.hello.sequence or len(self._known) < REMEMBERED
         if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
             self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
-            while len(self._known) > _REMEMBERED:
+            while len(self._known) > REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.left is How.LOST and peer.queue is not None:
             peer.queue.attachment.recover_dead()

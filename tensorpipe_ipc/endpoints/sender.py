@@ -29,7 +29,7 @@ from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, Unreachable
 __all__ = ["Held", "NotHandedOver", "Sender"]
 
 Held = tuple[Handover, bytes]
-_REMEMBERED = 1000  # peers that vanished
+REMEMBERED = 1000  # peers that vanished, at most
 _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
@@ -161,7 +161,7 @@ class Sender(Participant):
         if self.socket.binds and peer.queue is None and peer.hello.end:
             if peer.left is How.LOST and peer.sent != self._first:  # else it pushes out none to whom something was sent
                 self._vanished[peer.hello.end] = peer.sent
-                while len(self._vanished) > _REMEMBERED:
+                while len(self._vanished) > REMEMBERED:
                     del self._vanished[next(iter(self._vanished))]
             elif peer.left is not How.LOST:
                 self._vanished.pop(peer.hello.end, None)

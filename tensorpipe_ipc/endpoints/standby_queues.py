@@ -21,7 +21,7 @@ from tensorpipe_ipc.zeromq.addresses import Address
 __all__ = ["StandbyQueues"]
 
 _FIRST = 2  # while nobody is attached, and then 1: each takes two descriptors and 0.1 ms; who finds none waits
-_PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
+PATIENCE = 0.5  # seconds that a HELLO may still be under way, when who said it is gone
 
 
 class StandbyQueues:
@@ -134,9 +134,7 @@ class StandbyQueues:
         gone = [queue.offer.token for queue in self._queues if queue.is_deserted()]
         self._deserted = {token: self._deserted.get(token, (now, came)) for token in gone}
         late = [
-            token
-            for token, (since, after) in self._deserted.items()
-            if now - since > _PATIENCE and not is_unread(after)
+            token for token, (since, after) in self._deserted.items() if now - since > PATIENCE and not is_unread(after)
         ]
         return [queue for queue in map(self.take, late) if queue is not None]
 

@@ -24,12 +24,12 @@ __all__ = ["CROWD", "IDLES", "Strangers", "remember"]
 
 CROWD = ProtocolError("more strangers say something than there is a fifth of the time for")
 IDLES = ProtocolError("it said too much that brings nothing, and was hung up on")
-_SHARE = 5  # times as long as it took to hear one, nothing is heard from strangers
+SHARE = 5  # times as long as it took to hear one, nothing is heard from strangers
 _AT_ONCE = 1.0  # seconds of that which are let go by: many may come at a time
-_IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
+IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
 _IDLE_AGAIN = 1.0  # seconds
-_ANSWER_AGAIN = 0.1  # seconds
-_REMEMBERED = 1000  # ends that have ended, and connections
+ANSWER_AGAIN = 0.1  # seconds in which one connection is answered once
+REMEMBERED = 1000  # ends that have ended, and connections, at most of each
 
 
 class Strangers:
@@ -57,11 +57,11 @@ class Strangers:
         next one.
         """
         self._over[routing] += nbytes < BULK
-        return self._over[routing] > _IDLE + 4 * self._window
+        return self._over[routing] > IDLE + 4 * self._window
 
     def was_answered(self, routing: bytes) -> bool:
         """Return whether one that is no peer was answered just now: it may ask for ever, and never read."""
-        return time.monotonic() - self._answered.get(routing, 0.0) < _ANSWER_AGAIN
+        return time.monotonic() - self._answered.get(routing, 0.0) < ANSWER_AGAIN
 
     def note_answered(self, routing: bytes) -> None:
         """Note that one that is no peer was answered, or need not be."""
@@ -74,7 +74,7 @@ class Strangers:
     def took(self, seconds: float) -> None:
         """Note how long it took to hear one."""
         now = time.monotonic()
-        due = max(self._heard_from, now - _AT_ONCE) + _SHARE * seconds
+        due = max(self._heard_from, now - _AT_ONCE) + SHARE * seconds
         self._heard_from = min(due, now + _AT_ONCE)  # peers among them are heard all the same
 
     def brought(self, peer: Peer) -> None:
@@ -90,14 +90,14 @@ class Strangers:
         count, since = self._idle.get(peer.routing, (0, now))
         count, since = (1, now) if now - since > _IDLE_AGAIN else (count + 1, since)
         remember(self._idle, peer.routing, (count, since))
-        if count <= _IDLE:
+        if count <= IDLE:
             return False
         window = min(self._window, peer.hello.window)
-        return count > _IDLE + 4 * (window if peer.is_seen() else min(window, peer.brought))
+        return count > IDLE + 4 * (window if peer.is_seen() else min(window, peer.brought))
 
 
 def remember(known: dict[Any, Any], one: Any, value: Any = None) -> None:
     """Add one to those of whom the last thousand are known."""
     known[one] = value
-    while len(known) > _REMEMBERED:
+    while len(known) > REMEMBERED:
         del known[next(iter(known))]

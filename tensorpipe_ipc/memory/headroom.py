@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 __all__ = ["addresses_left", "headroom"]
 
-_ROOT = "/sys/fs/cgroup"
-_PROC = "/proc"
+ROOT = "/sys/fs/cgroup"  # where the limits of cgroups are read
+PROC = "/proc"  # where the memory of the machine is read, and the cgroup of this process
 # cgroup version 1 writes "no limit" as a number near 2 ** 63
 _UNLIMITED = 1 << 60
 # Fields of memory.stat. In version 1 only the fields with the prefix "total_" include the subtree.
@@ -58,14 +58,14 @@ def _available() -> int:
 
 def _committable() -> int:
     with contextlib.suppress(OSError, ValueError):
-        if _number(f"{_PROC}/sys/vm/overcommit_memory") == 2:
-            kept = sum(_number(f"{_PROC}/sys/vm/{who}_reserve_kbytes") for who in ("admin", "user"))
+        if _number(f"{PROC}/sys/vm/overcommit_memory") == 2:
+            kept = sum(_number(f"{PROC}/sys/vm/{who}_reserve_kbytes") for who in ("admin", "user"))
             return _of_machine("CommitLimit") - _of_machine("Committed_AS") - kept * 1024
     return _UNLIMITED
 
 
 def _of_machine(name: str) -> int:
-    with open(f"{_PROC}/meminfo", encoding="utf-8") as lines:
+    with open(f"{PROC}/meminfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
@@ -79,14 +79,14 @@ def _files(_process: int) -> tuple[tuple[str, str], ...]:
 
 def _limits() -> Iterator[tuple[str, str]]:
     """Yield the names of the files with limit and usage, for this process's cgroup and each one above it."""
-    with contextlib.suppress(OSError), open(f"{_PROC}/self/cgroup", encoding="utf-8") as lines:
+    with contextlib.suppress(OSError), open(f"{PROC}/self/cgroup", encoding="utf-8") as lines:
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controllers == "":
                 for limit in ("memory.max", "memory.high"):
-                    yield from _ancestors(_ROOT, path, limit, "memory.current")
+                    yield from _ancestors(ROOT, path, limit, "memory.current")
             elif "memory" in controllers.split(","):
-                yield from _ancestors(f"{_ROOT}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+                yield from _ancestors(f"{ROOT}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _ancestors(root: str, path: str, limit: str, usage: str) -> Iterator[tuple[str, str]]:

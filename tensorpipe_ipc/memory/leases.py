@@ -59,7 +59,7 @@ Octets = npt.NDArray[np.uint8]
 
 # x86 never lets a load pass a later store; elsewhere the reads of a block must be kept before the store that frees it.
 LEAST = PAGE - HEADER  # bytes to allocate at least for a block that tensors are to lie on
-_PAUSE = 0.1  # seconds between two looks whether those who may read what is kept are gone
+PAUSE = 0.1  # seconds between two looks whether those who may read what is kept are gone
 _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -275,7 +275,7 @@ class Leases:
         now = monotonic()
         if not at_once and now < self._look_again:
             return
-        self._look_again = now + _PAUSE
+        self._look_again = now + PAUSE
         for anchor in list(self.live.values()):
             if anchor() is None:
                 _release(anchor)

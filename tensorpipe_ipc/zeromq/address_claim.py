@@ -22,7 +22,7 @@ from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_
 
 __all__ = ["claim", "owner_of", "private_to_us", "unclaim"]
 
-_PATIENCE = 5.0  # seconds for the lock, which is held for a bind
+PATIENCE = 5.0  # seconds for the lock, which is held for a bind
 
 
 def claim(address: Address, bind: Callable[[], None], made: list[os.stat_result]) -> None:
@@ -93,12 +93,10 @@ def private_to_us(path: str) -> Iterator[None]:
         yield
         return
     with folder:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not _locked(folder.fileno()):
             if time.monotonic() > deadline:
-                raise Refused(
-                    f"{path}: {_holder(folder.fileno())} keeps the lock for {_PATIENCE:.0f} s: is it stopped?"
-                )
+                raise Refused(f"{path}: {_holder(folder.fileno())} keeps the lock for {PATIENCE:.0f} s: is it stopped?")
             time.sleep(0.002)
         try:
             yield

@@ -36,7 +36,7 @@ _SLICE_MS = int(SLICE * 1000)
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 # Milliseconds. A connection by which nothing has come for 1.6 s is given up, and made anew. An attempt to connect that the
 # kernel would repeat after 1, 3, 7 ... s is made again by us, so that a line that is back is found within a second.
-_HEARTBEATS = {
+HEARTBEATS = {
     zmq.HEARTBEAT_IVL: 400,
     zmq.HEARTBEAT_TIMEOUT: 1600,
     zmq.HEARTBEAT_TTL: 1600,
@@ -130,7 +130,7 @@ class FrameSocket:
             zmq.ZAP_DOMAIN: DOMAIN,
         }
         if is_tcp:
-            both |= {zmq.IPV6: 1, **_HEARTBEATS}
+            both |= {zmq.IPV6: 1, **HEARTBEATS}
         for option, value in {**both, **options}.items():
             socket.setsockopt(option, value)
 

@@ -446,7 +446,7 @@ def test_another_users_lock_on_the_folder_is_no_matter(sticky: Path) -> None:
 def test_a_stopped_process_of_ones_own_keeps_nobody_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bind is refused when it cannot have the lock, and says who has it."""
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(address_claim, "_PATIENCE", 0.2)
+    monkeypatch.setattr(address_claim, "PATIENCE", 0.2)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:

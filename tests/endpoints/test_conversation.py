@@ -548,7 +548,7 @@ def test_what_an_end_still_says_whose_file_has_told_that_it_ended() -> None:
 
 def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come and say goodbye meanwhile, a HELLO of an end whose file told of its ending is no news."""
-    monkeypatch.setattr(strangers, "_REMEMBERED", 2)
+    monkeypatch.setattr(strangers, "REMEMBERED", 2)
     with tp.Consumer("flooded", producers=5) as consumer, RawEnd(consumer.endpoint) as late:
         presence = Presence()
         presence.open()

@@ -525,7 +525,7 @@ def test_a_stream_that_has_ended_is_told_though_the_next_binder_is_there(
     shared_memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the first is taken when the next one comes: that the first stream has ended is told before anything else."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.greeting._AGAIN", 0.0)
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.greeting.AGAIN", 0.0)
     first = tp.Producer("told", bind=True, shared_memory=shared_memory, linger=0)
     with tp.Consumer("told", bind=False) as consumer:
         _met(first, consumer)

@@ -289,7 +289,7 @@ def test_what_a_message_costs_does_not_grow_with_the_number_of_consumers(
         crowd = _crowd(stack, producer, 6)
         for number in range(12):  # each has two, and never less than one: who has nothing to do is not looked at at all
             producer.put(number)
-        monkeypatch.setattr(participant, "_STALE", 1e9)  # what is done from time to time is another matter
+        monkeypatch.setattr(participant, "STALE", 1e9)  # what is done from time to time is another matter
         unread = TokenPipe.unread
         monkeypatch.setattr(TokenPipe, "unread", lambda pipe: looks.append(pipe) or unread(pipe))
         taken = []
@@ -311,7 +311,7 @@ def test_an_exception_that_takes_the_news_of_room_with_it_loses_no_room(
     """The descriptor does not tell it again, so all are looked at the next time."""
     with tp.Producer("fan", bind=True, maxsize=2, linger=0.0) as producer, contextlib.ExitStack() as stack:
         crowd = _crowd(stack, producer, 2)
-        monkeypatch.setattr(participant, "_STALE", 1e9)
+        monkeypatch.setattr(participant, "STALE", 1e9)
         for number in range(2):
             producer.put(number)
         with pytest.raises(tp.Full):

@@ -105,7 +105,7 @@ def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
         wait_in_vain(consumer, lambda: consumer.statistics().rejected > 100)
         assert bad.is_hung_up_on()
         for _ in range(3):
-            time.sleep(strangers._ANSWER_AGAIN)
+            time.sleep(strangers.ANSWER_AGAIN)
             refused.say(hello("consumer"))
             before = consumer.statistics().rejected
             wait_in_vain(consumer, lambda before=before: consumer.statistics().rejected > before)  # type: ignore[misc]
@@ -178,7 +178,7 @@ def test_who_cannot_be_hung_up_on_for_want_of_a_descriptor_is_heard(monkeypatch:
             raw.say(b"garbage")
             raw.say(b"more")
             wait_in_vain(consumer, lambda: consumer.statistics().rejected >= 2)
-        time.sleep(strangers._ANSWER_AGAIN)
+        time.sleep(strangers.ANSWER_AGAIN)
         raw.say(hello("producer"))
         raw.until_answered(consumer)
 
@@ -236,7 +236,7 @@ def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
     before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One out of sight waits for no friend's sake, and a second at most for that of strangers who are peers by now."""
-    monkeypatch.setattr(strangers, "_SHARE", 1_000_000)  # as if each thing that was said took seconds
+    monkeypatch.setattr(strangers, "SHARE", 1_000_000)  # as if each thing that was said took seconds
     with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
         if before == "strangers":
             one.say(hello("producer"))

@@ -215,7 +215,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
 
     The producer's process lives on, but the consumer does not wait for the HELLO.
     """
-    monkeypatch.setattr(standby_queues, "_PATIENCE", 0.05)
+    monkeypatch.setattr(standby_queues, "PATIENCE", 0.05)
     with tp.Consumer("busy") as consumer:
         producer = tp.Producer("busy", linger=0)
         monkeypatch.setattr(side_of(producer).socket, "send_small", lambda *_: True)  # it went to the last binder
@@ -229,7 +229,7 @@ def test_a_producer_of_this_process_that_closed_before_its_hello_had_left(monkey
 
 def test_a_hello_that_waits_behind_what_others_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """An end that said it, put and closed meanwhile is no producer that vanished, and ends the stream once."""
-    monkeypatch.setattr(standby_queues, "_PATIENCE", 0)
+    monkeypatch.setattr(standby_queues, "PATIENCE", 0)
     with tp.Consumer("busy", producers=2) as consumer:
         with tp.Producer("busy", shared_memory="off") as other:
             putting = in_thread(lambda: [other.put(number, PATIENCE) for number in range(3)])

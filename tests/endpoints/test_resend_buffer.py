@@ -325,7 +325,7 @@ def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
 @pytest.mark.parametrize("role", ["producer", "consumer"])
 def test_what_is_said_to_one_that_reads_nothing_is_bounded(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says HELLO 3,000 times, each of which is answered by 300 bytes, if somebody reads them. The kernel has little room."""
-    monkeypatch.setattr(strangers, "_IDLE", 3000)  # else it is hung up on before
+    monkeypatch.setattr(strangers, "IDLE", 3000)  # else it is hung up on before
     made: Any = tp.Consumer if role == "producer" else tp.Producer
     with made(LOOPBACK, bind=True, shared_memory="off") as end, RawLine(end.endpoint) as deaf:
         deaf.leave_no_room_for_answers()
@@ -720,10 +720,10 @@ def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
     regions = BufferPool()
     limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
-    monkeypatch.setattr(reassembly, "_IDLE_AT_MOST", limit)
+    monkeypatch.setattr(reassembly, "IDLE_AT_MOST", limit)
     regions._idle.clear()
     for most, left in ((limit, 2), (limit - 1, 1)):
-        monkeypatch.setattr(reassembly, "_IDLE_AT_MOST", most)
+        monkeypatch.setattr(reassembly, "IDLE_AT_MOST", most)
         handed_out = [regions.fresh(PIECE) for _ in range(2)]
         last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
         while handed_out:
@@ -842,7 +842,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     Beyond the limit it forgets the oldest. One that said how it ended, that sends nothing again, that does not say which end it
     is, or that sent nothing, pushes out none.
     """
-    monkeypatch.setattr(receiver, "_REMEMBERED", 2)
+    monkeypatch.setattr(receiver, "REMEMBERED", 2)
     with tp.Consumer(LOOPBACK) as consumer:
 
         def remembered() -> list[int]:
@@ -862,7 +862,7 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
-    monkeypatch.setattr(sender, "_REMEMBERED", 2)
+    monkeypatch.setattr(sender, "REMEMBERED", 2)
     monkeypatch.setattr(conversation, "REPEAT", 0.05)
     with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0, peer_timeout=0.05) as producer:
 

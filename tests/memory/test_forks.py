@@ -23,7 +23,7 @@ import torch
 from arenas import CAPACITY, blocks_in_use
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
-from inside import shared_queue_of
+from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -470,7 +470,7 @@ def test_a_get_that_waits_gives_back_what_children_kept(ctx: Any, gates: list[Ga
     """Else others would find no room for as long as nothing comes."""
     there, data, (helped, go, *_) = ctx.Queue(), ctx.Queue(), gates
     leases = ctx.tensorpipe_attachment().leases
-    leases.budget = leases._room = CAPACITY
+    set_lease_budget(leases, CAPACITY)
 
     def produce() -> None:
         large = torch.ones(CAPACITY - (8 << 20), dtype=torch.uint8)
@@ -543,7 +543,7 @@ def test_leases_are_not_refused_where_nothing_is_under_lease(ctx: Any) -> None:
     """Many leases were, and were let go after one too many was refused."""
     there = ctx.Queue()
     leases = ctx.tensorpipe_attachment().leases
-    leases.budget = leases._room = 2000 * mmap.PAGESIZE  # a small lease costs a page
+    set_lease_budget(leases, 2000 * mmap.PAGESIZE)  # a small lease costs a page
     for _ in range(2001):
         there.put(torch.ones(100))
     held = [there.get(copy=False) for _ in range(2000)]

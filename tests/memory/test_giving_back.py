@@ -14,7 +14,7 @@ import torch
 from arenas import blocks_in_use, drained, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
-from inside import conversation_of
+from inside import conversation_of, set_lease_budget
 from programs import InFork, ran_in_fork
 from wholeness import strides
 
@@ -588,7 +588,7 @@ def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkey
     """It took milliseconds where there was much: too long for a program that gets a copy then."""
     there, attachment = ctx.Queue(), ctx.tensorpipe_attachment()
     there.put(octets(nbytes, 7))
-    monkeypatch.setattr(attachment.leases, "_room", 4000)
+    set_lease_budget(attachment.leases, 4000)
     monkeypatch.setattr(attachment, "make_room", None)
     with pytest.raises(SharedMemoryError, match="no lease"):
         there.get(copy=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use, small_context
 from crash_points import in_child, reap
-from inside import shared_queue_of
+from inside import set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
@@ -176,7 +176,7 @@ def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx):
     def hold():
         leases = ctx.tensorpipe_attachment().leases
         ctx.tensorpipe_attachment().attach()
-        leases.budget = leases._room = CAPACITY
+        set_lease_budget(leases, CAPACITY)
         held = [there.get(copy=False) for _ in range(count)]
         told.put(len(held))
         signal.pause()
@@ -287,7 +287,7 @@ def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx,
 def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx):
     there, held = ctx.Queue(), []
     leases = ctx.tensorpipe_attachment().leases
-    leases.budget = leases._room = MIB
+    set_lease_budget(leases, MIB)
     before = there.statistics().resident
     for _ in range(256):
         there.put(torch.zeros(10))
@@ -302,7 +302,7 @@ def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ct
 def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):
     there = ctx.Queue(3)
     leases = ctx.tensorpipe_attachment().leases
-    leases.budget = leases._room = 2 * 4 * SIZE
+    set_lease_budget(leases, 2 * 4 * SIZE)
     held = [leased(there, copy=False), leased(there, copy=False)]
     for i in range(2):
         there.put(torch.full((SIZE,), float(i)))

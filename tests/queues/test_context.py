@@ -13,7 +13,7 @@ import echoing_process
 import pytest
 import torch
 from arenas import CAPACITY, small_context
-from inside import shared_queue_of
+from inside import set_lease_budget, shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -191,7 +191,7 @@ def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes():
 def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up():
     ctx = small_context()
     leases = ctx.tensorpipe_attachment().leases
-    leases.budget = leases._room = 500_000
+    set_lease_budget(leases, 500_000)
     held = [ctx.empty(100_000) for _ in range(10)]
     there = ctx.Queue()
     there.put(torch.ones(100_000))

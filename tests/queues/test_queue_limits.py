@@ -15,7 +15,7 @@ import pytest
 import torch
 from crash_points import die, in_child, reap
 from guard import others
-from inside import shared_queue_of
+from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError
@@ -34,7 +34,7 @@ def queue_of(capacity: int, maxsize: int = 0) -> Queue:
     made = Queue(maxsize)
     inner = shared_queue_of(made)
     inner.arena.words[CAPACITY] = capacity
-    inner.leases.budget = inner.leases._room = 1 << 40
+    set_lease_budget(inner.leases, 1 << 40)
     return made
 
 
@@ -215,7 +215,7 @@ def test_a_full_arena_makes_put_wait_and_then_names_who_holds_what() -> None:
     def hold(ready: Callable[[], None]) -> None:
         inner = shared_queue_of(there)
         inner.attachment.attach()
-        inner.leases.budget = inner.leases._room = 1 << 40
+        set_lease_budget(inner.leases, 1 << 40)
         held = [there.get(timeout=LIMIT) for _ in range(3)]
         ready()
         signal.pause()
@@ -272,7 +272,7 @@ def test_100_000_puts_before_anybody_gets_do_not_block_and_come_in_order() -> No
 def fake_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files that say of the machine what /proc does."""
     (tmp_path / "proc").mkdir()
-    monkeypatch.setattr(headroom, "_PROC", str(tmp_path / "proc"))
+    monkeypatch.setattr(headroom, "PROC", str(tmp_path / "proc"))
     return tmp_path / "proc"
 
 
@@ -293,7 +293,7 @@ def fake_cgroup(tmp_path: Path, fake_proc: Path, monkeypatch: pytest.MonkeyPatch
     set_outer(1 << 40, 0)
     (fake_proc / "self").mkdir()
     (fake_proc / "self" / "cgroup").write_text("0::/outer/inner\n")
-    monkeypatch.setattr(headroom, "_ROOT", str(tmp_path))
+    monkeypatch.setattr(headroom, "ROOT", str(tmp_path))
     files = tuple(headroom._limits())
     assert len(files) == 4
     monkeypatch.setattr(headroom, "_files", lambda process: files)

@@ -24,7 +24,7 @@ from crash_points import (
     interrupted_at,
     reap,
 )
-from inside import finish_get, open_queue_of
+from inside import finish_get, open_queue_of, set_lease_budget
 from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -138,7 +138,7 @@ def test_a_small_message_is_the_receivers_own(attachment, payload):
 
 def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease_ends(payload):
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
-    attachment.leases.budget = attachment.leases._room = 64 << 20  # or it would give copies
+    set_lease_budget(attachment.leases, 64 << 20)  # or it would give copies
     queue, other = (SharedMemoryQueue.create(attachment) for _ in range(2))
     with pytest.raises(SharedMemoryError, match="never fit"):
         queue.put(payload(bytes(9 << 20)))
@@ -159,7 +159,7 @@ def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease
 
 def test_beyond_the_budget_messages_are_copied(payload):
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=64 << 20))
-    attachment.leases.budget = attachment.leases._room = 3 * LARGE
+    set_lease_budget(attachment.leases, 3 * LARGE)
     queue = SharedMemoryQueue.create(attachment)
     held = []
     for i in range(10):
@@ -267,7 +267,7 @@ def test_leases_of_a_killed_consumer_come_back(payload):
 
     def hold():
         attachment.attach()
-        attachment.leases.budget = attachment.leases._room = 64 << 20
+        set_lease_budget(attachment.leases, 64 << 20)
         held = [queue.get() for _ in range(6)]
         os.write(tell, bytes([len(held)]))
         signal.pause()
