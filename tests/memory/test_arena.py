@@ -238,7 +238,7 @@ def test_processes_claim_extents_that_do_not_overlap(arena: Arena, child: StartC
 def test_a_dead_processs_blocks_are_freed_and_its_extents_go_to_who_adopts_the_row(
     arena: Arena, child: StartChild, kill: Kill
 ) -> None:
-    """What a killed process wrote or held is free, what it queued stays, and its successor allocates from its memory."""
+    """Memory that a killed process wrote or held is free, and its successor allocates from it. Messages that it queued stay."""
 
     def work() -> int:
         arena.attach()
@@ -314,7 +314,7 @@ def test_no_look_at_an_extent_searches_beyond_it(arena: Arena, nbytes: int, monk
 
 
 def test_room_is_made_for_whole_pages(child: StartChild, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where pages have 64 KiB, a message finds room that another process's free memory makes, to the page."""
+    """A message, where pages have 64 KiB, finds room that another process's free memory makes, to the page."""
     monkeypatch.setattr(Segment, "page", 64 << 10)
     arena = Arena(Segment.create(1 << 30), capacity=64 << 20)
     arena.attach()
