@@ -108,6 +108,7 @@ _MAX_ROLE = 16  # of one that is none
 PEER_TIMEOUT = 60.0  # seconds
 _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
+_LEAVE_AT_ONCE = 16  # peers that leave in one look
 _ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
 MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
 IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
@@ -401,13 +402,15 @@ class Conversation:
             return
         is_strange = self._hangs_up and (peer is None or not peer.brought and not peer.is_seen())
         stood = 0 if peer is None else peer.taken
-        self._in_hand = _InHand(routing, nbytes, peer, stood, time.thread_time() if is_strange else 0.0)
+        message = _InHand(routing, nbytes, peer, stood, time.thread_time() if is_strange else 0.0)
         try:
             self._interpret(routing, frames)
         except Exception as error:
             self.reject_or_raise(error, self.peers.get(routing))
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
+        if not self.hears_again:
+            self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def heard(self) -> None:
         """Note that the events of the message in hand were dealt with, if there is one."""
@@ -434,7 +437,7 @@ class Conversation:
 
     def _hear_again(self) -> None:
         """Have the message in hand be read again, when the owner knows which peer has left by it."""
-        self._in_hand, self.hears_again = None, True
+        self.hears_again = True
 
     def _may_speak(self, routing: bytes, peer: Peer | None, frames: list[Any]) -> bool:
         """Return whether a message is heard that came to a port which strangers reach. If not, it may be hung up on."""
@@ -853,7 +856,8 @@ class Conversation:
             if self._is_gone(peer, again):
                 self.leaves(peer, How.LOST)
                 again = True
-                if time.monotonic() - now > _AT_ONCE:  # there may be a thousand
+                # There may be a thousand, and letting go of one takes the owner a millisecond.
+                if time.monotonic() - now > _AT_ONCE or len(self.events) >= _LEAVE_AT_ONCE:
                     break
         self._take_in_deserted()
         if again and self.socket.binds:

@@ -451,6 +451,23 @@ def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch
             assert len(consumer.statistics().peers) == 2
 
 
+def test_a_hello_that_an_exception_cuts_short_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The producer has put a message through shared memory, and makes no call any more."""
+    arrange = conversation.Conversation._arrange
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.setattr(conversation.Conversation, "_arrange", arrange)
+        raise KeyboardInterrupt
+
+    with tp.Consumer("cut-short") as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint)
+        child.call(children.put, "told")
+        monkeypatch.setattr(conversation.Conversation, "_arrange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE) == "told"
+
+
 def test_who_says_that_it_is_another_end() -> None:
     """One that names the end of another process, or the binder itself, is not believed: it would seem present."""
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as one:
