@@ -44,7 +44,7 @@ def _blocks(ctx):
     attachment.leases.settle()
     arena = attachment.arena
     for start, kind, units, _ in arena.all_extents():
-        for block in arena._blocks(start, kind, units):
+        for block in arena.states(start, kind, units)[0].tolist():
             state = arena.words[block >> 3] & HOLDER
             if state and state & 15 != KEPT:
                 found[STEPS[state & 15]] = found.get(STEPS[state & 15], 0) + 1

@@ -662,7 +662,7 @@ class Round:
         return {
             arena.words[block >> 3] & HOLDER
             for start, kind, units, _ in arena.all_extents()
-            for block in arena._blocks(start, kind, units)
+            for block in arena.states(start, kind, units)[0].tolist()
         }
 
 

@@ -3,38 +3,66 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
+import pytest
+
 import tensorpipe_ipc as tp
+from tensorpipe_ipc import serializers
+from tensorpipe_ipc.endpoints import rendezvous
 from tensorpipe_ipc.endpoints.events import Event
+from tensorpipe_ipc.endpoints.presence import Presence
 from tensorpipe_ipc.endpoints.receiver import Receiver
+from tensorpipe_ipc.endpoints.rendezvous import PairQueue
+from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.endpoints.sender import Sender
 from tensorpipe_ipc.memory import arena as arena_module
+from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
+from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
+from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 __all__ = [
     "backlog_of",
+    "be_at_block",
+    "before_each_look_at_a_spilled_message",
+    "before_each_try_of_a_block",
     "conversation_of",
     "drop_one",
     "finish_get",
     "first_unit_of",
+    "forget_offered_queues",
     "give_up_free_extents",
+    "have_no_time_for_strangers",
+    "instead_of_barriers",
     "instead_of_hearing",
     "instead_of_refusing",
     "keep_spare",
+    "leave_addresses",
     "look_for_idle",
     "make_look_due",
     "open_queue_of",
-    "shared_queue_of",
+    "reach_anew",
+    "reader_of",
+    "registered_serializers",
     "set_lease_budget",
+    "shared_queue_of",
     "side_of",
+    "size_of_file",
+    "standby_attachment_of",
+    "strangers_of",
     "take_all_extents",
+    "take_long_to_hear",
+    "tear_what_comes",
     "tell",
     "while_blocks_are_withdrawn",
 ]
@@ -150,3 +178,95 @@ def while_blocks_are_withdrawn(action: Callable[[], object]) -> Iterator[None]:
 def set_lease_budget(leases: Leases, nbytes: int) -> None:
     """Let a process that has no lease have so many bytes under lease, and not half of the capacity."""
     leases.budget = leases._room = nbytes
+
+
+def be_at_block(arena: Arena, block: int) -> None:
+    """Say that this process is just taking a block, as one that is stopped there has said."""
+    arena.words[arena._hazard] = block
+
+
+def leave_addresses(arena: Arena, units: int) -> None:
+    """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
+    arena._units = first_unit_of(arena) + units
+
+
+def before_each_try_of_a_block(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Act each time that an arena tries whether a free block still is its own."""
+    start = Arena._start
+    monkeypatch.setattr(Arena, "_start", lambda *a, **k: (action(), start(*a, **k))[1])
+
+
+def before_each_look_at_a_spilled_message(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Act each time that a put looks whether a message that it had spilled still waits."""
+    waits = PutEnd._waits
+    monkeypatch.setattr(PutEnd, "_waits", lambda *a: (action(), waits(*a))[1])
+
+
+def instead_of_barriers(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[[int, Callable[[int], int]], int]
+) -> Callable[[int], int]:
+    """Have a function stand for ``membarrier``: it gets the command and what the kernel would be asked by. Return that."""
+    call = barrier._call
+    monkeypatch.setattr(barrier, "_call", lambda command: function(command, call))
+    return call
+
+
+def standby_attachment_of(end: tp.Consumer) -> Attachment:
+    """Return the shared memory in which a consumer has queues ready for producers that come."""
+    attachment: Attachment = conversation_of(end).standby._queues[0].attachment
+    return attachment
+
+
+def registered_serializers() -> dict[str, Any]:
+    """Return the serializers of this process by name, as they stand: what is taken out is forgotten."""
+    return serializers._SERIALIZERS
+
+
+def reader_of(end: Any) -> Any:
+    """Return what reads the messages that come to an end."""
+    socket = side_of(end).socket
+    return socket._reader if socket.binds else socket._line.reader
+
+
+def tear_what_comes(monkeypatch: pytest.MonkeyPatch, end: Any, error: type[BaseException]) -> None:
+    """Have an exception come when an end has taken a frame of a message off its socket, and has told nobody."""
+    reader = reader_of(end)
+
+    def tear(flags: Any) -> None:
+        reader._socket.recv(*flags, copy=False)
+        raise error
+
+    monkeypatch.setattr(reader, "_receive_frame", tear)
+
+
+def strangers_of(end: Any) -> Any:
+    """Return an end's accounts of those who are no peers."""
+    return conversation_of(end)._strangers
+
+
+def have_no_time_for_strangers(end: Any, seconds: float) -> None:
+    """Have an end have no time for those who are no peers for so many seconds, as when many said something."""
+    strangers_of(end)._heard_from = time.monotonic() + seconds
+
+
+def take_long_to_hear(monkeypatch: pytest.MonkeyPatch, end: Any, seconds: float) -> None:
+    """Have an end take so many seconds for each thing that is said to it."""
+    conversation = conversation_of(end)
+    hear = conversation._interpret
+    monkeypatch.setattr(conversation, "_interpret", lambda *came: (time.sleep(seconds), hear(*came))[1])
+
+
+def size_of_file(presence: Presence) -> int:
+    """Return how many bytes the file has by which an end tells others of itself."""
+    file: Any = presence._file
+    return os.fstat(file.fileno()).st_size
+
+
+def forget_offered_queues() -> None:
+    """Let go of all queues that this process has made for other ends."""
+    rendezvous._made.clear()
+
+
+def reach_anew(who: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
+    """Open a queue as another process does, and do not take what this one has anyway."""
+    return rendezvous._reach(who, offer, maxsize)

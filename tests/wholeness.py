@@ -36,7 +36,7 @@ def check_whole(attachment, queue, payload):
     steps = {
         arena.words[block >> 3] & HOLDER
         for start, kind, units, _ in arena.all_extents()
-        for block in arena._blocks(start, kind, units)
+        for block in arena.states(start, kind, units)[0].tolist()
     }
     assert steps <= {0, KEPT}, f"blocks that nobody holds are not free: {sorted(map(hex, steps))}"
 

@@ -14,17 +14,26 @@ import torch
 from arenas import blocks_in_use, drained, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
-from inside import conversation_of, set_lease_budget
+from inside import (
+    be_at_block,
+    before_each_look_at_a_spilled_message,
+    before_each_try_of_a_block,
+    first_unit_of,
+    leave_addresses,
+    make_look_due,
+    set_lease_budget,
+    standby_attachment_of,
+    take_all_extents,
+)
 from programs import InFork, ran_in_fork
 from wholeness import strides
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import Arena, size_class_of
+from tensorpipe_ipc.memory.arena import size_class_of
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
-from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.survey import survey
 
 MIB = 1 << 20
@@ -177,7 +186,7 @@ def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, mo
         os.read(told, 1)
         if where == "as it takes a block":
             ((start, *_),) = (each for each in arena.all_extents() if each[2] >= 12)
-            arena.words[arena._hazard] = start
+            be_at_block(arena, start)
             stop()
         monkeypatch.setattr(Segment, "punch", stop)
         one.trim()
@@ -223,7 +232,7 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroye
     def take_all():
         ctx.tensorpipe_attachment().attach()
         monkeypatch.setattr(barrier, "quick", die)
-        arena._take([extent for *extent, _ in arena.all_extents()])
+        take_all_extents(arena)
 
     assert reap(in_child(take_all)) == -signal.SIGKILL
     del there
@@ -377,7 +386,7 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
     burst(there, 3000, 5000)
     there.trim()
     arena = large_ctx.tensorpipe_attachment().arena
-    first = arena._first_unit + 40 << 20
+    first = first_unit_of(arena) + 40 << 20
     for page in range(first, first + 16 * MIB, 4096):
         assert arena.words[page >> 3] == 0
     assert resident(there) > 16 * MIB
@@ -389,7 +398,7 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
 def _pages_of_no_extent(ctx):
     arena = ctx.tensorpipe_attachment().arena
     extents = [(start, start + (units << 20)) for start, _, units, _ in arena.all_extents()]
-    pages = arena.written(arena._first_unit << 20, arena.segment.size)
+    pages = arena.written(first_unit_of(arena) << 20, arena.segment.size)
     return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
 
 
@@ -504,8 +513,7 @@ def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask
         there.put_many([1] * 64)
     while number:
         number -= len(there.get_many(64))
-    start = Arena._start
-    monkeypatch.setattr(Arena, "_start", lambda *a, **k: asked.append(1) or start(*a, **k))
+    before_each_try_of_a_block(monkeypatch, lambda: asked.append(1))
     with Helper(large_ctx.trim):
         for value in range(100):
             there.put(value, timeout=0)
@@ -521,8 +529,7 @@ def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_
     got = [value for _ in range(number // 64) for value in there.get_many(64)]
     got += drained(there)
     assert got == list(range(number))
-    waits = PutEnd._waits
-    monkeypatch.setattr(PutEnd, "_waits", lambda *a: looks.append(1) or waits(*a))
+    before_each_look_at_a_spilled_message(monkeypatch, lambda: looks.append(1))
     there.put(0, timeout=0)
     assert 0 < len(looks) <= 4096
     for value in range(1, 100):
@@ -597,8 +604,7 @@ def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkey
 
 def few_addresses(ctx, units):
     """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
-    arena = ctx.tensorpipe_attachment().arena
-    arena._units = arena._first_unit + units
+    leave_addresses(ctx.tensorpipe_attachment().arena, units)
 
 
 def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_found(ctx):
@@ -664,7 +670,7 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
-    large_ctx.tensorpipe_attachment().arena._look_at = 0
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
 
     def wait():
         there.get(timeout=LIMIT if who == "waits with a timeout" else None)
@@ -691,7 +697,7 @@ def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, co
     """And they stay as they are; what was given back is used again."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     there, taken = large_ctx.Queue(), []
-    large_ctx.tensorpipe_attachment().arena._look_at = 0
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
     for number in range(count):
         there.put(octets(nbytes, number % 100))
         taken.append(there.get(copy=False))
@@ -1035,7 +1041,7 @@ def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
 def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
     """It looks at all that there are; that there are more of them meanwhile is no error."""
     with tp.Consumer("grown") as consumer:
-        attachment = conversation_of(consumer).standby._queues[0].attachment
+        attachment = standby_attachment_of(consumer)
         ends, done = next(iter(attachment.queues.values())), threading.Event()
         numbers = range(1 << 40, (1 << 40) + 3000)
 

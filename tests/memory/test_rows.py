@@ -5,6 +5,7 @@ import resource
 import signal
 import sys
 import threading
+from typing import Any
 
 import pytest
 from programs import ran_in_fork
@@ -101,10 +102,17 @@ def test_exec_is_death(rows, child):
     os.close(tell)
 
 
-def test_other_descriptors_of_the_memfd_may_come_and_go(rows, child):
-    def process():
+def test_other_descriptors_of_the_memfd_may_come_and_go(rows: Rows, child: Any) -> None:
+    """A process stays alive to others whichever of its descriptors of the shared memory it duplicates, or opens anew."""
+
+    def process() -> None:
         attached(rows)
-        os.close(os.dup(rows._descriptor))
+        same = os.fstat(rows.segment.descriptor)
+        own = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+        of_it = [fd for fd in own if os.path.samestat(os.fstat(fd), same)]
+        assert len(of_it) > 1  # one is for the locks
+        for descriptor in of_it:
+            os.close(os.dup(descriptor))
         os.close(os.open(f"/proc/self/fd/{rows.segment.descriptor}", os.O_RDWR))
 
     child(process)
@@ -278,6 +286,7 @@ def test_what_a_dead_row_counted_goes_on(rows):
 def test_who_is_interrupted_while_it_attaches_has_no_row(rows):
     """Its lock is gone with its descriptor, so that others, and itself, may have the row."""
     second, third = Rows(rows.segment), Rows(rows.segment)
+    before = os.listdir("/proc/self/fd")
 
     def interrupt(row):
         assert (row, second.index, second.is_alive(row)) == (1, -1, False)  # to itself it is free
@@ -286,7 +295,7 @@ def test_who_is_interrupted_while_it_attaches_has_no_row(rows):
 
     with pytest.raises(KeyboardInterrupt):
         second.attach(lambda _: True, interrupt)
-    assert (second.index, second._descriptor, rows.is_alive(1)) == (-1, -1, False)
+    assert (second.index, os.listdir("/proc/self/fd"), rows.is_alive(1)) == (-1, before, False)
     for each, row in ((third, 1), (second, 2)):
         taken = []
         each.attach(lambda _: True, taken.append)

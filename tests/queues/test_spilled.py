@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 from crash_points import in_child, reap
-from inside import backlog_of, shared_queue_of
+from inside import backlog_of, before_each_look_at_a_spilled_message, shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import Queue
-from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
 LIMIT = 20  # seconds
@@ -91,19 +90,18 @@ def test_after_a_burst_threads_put_at_once(
     put: Callable[[Queue, str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both look at what was spilled. What the one has dropped the other does not drop again: put raised IndexError."""
-    there, got, waits, others = Queue(), list[object](), PutEnd._waits, list[threading.Thread]()
+    there, got, others = Queue(), list[object](), list[threading.Thread]()
     for number in range(MANY):
         there.put(number)
     all_there(there, got)
 
-    def another_comes_first(*arguments: Any) -> bool:
+    def another_comes_first() -> None:
         if not others:
             others.append(threading.Thread(target=there.put, args=("another's",)))
             others[0].start()
             others[0].join(LIMIT)
-        return waits(*arguments)
 
-    monkeypatch.setattr(PutEnd, "_waits", another_comes_first)
+    before_each_look_at_a_spilled_message(monkeypatch, another_comes_first)
     put(there, "first")
     put(there, "second")
     assert len(others) == 1

@@ -17,7 +17,7 @@ def used(attachment):
     return sum(
         bool(arena.words[block >> 3] & HOLDER)
         for start, kind, units, _ in arena.all_extents()
-        for block in arena._blocks(start, kind, units)
+        for block in arena.states(start, kind, units)[0].tolist()
     )
 
 
