@@ -55,8 +55,9 @@ def parts(frames: Sequence[bytes]) -> list[bytes]:
 
 def forget_schemas() -> None:
     """Let the process read every schema as if for the first time."""
-    schema._SCHEMAS.clear()
-    schema._SCHEMAS.size = 0
+    known = schema._SCHEMAS
+    known.clear()
+    known.size = 0
 
 
 def join(parts: Iterable[bytes | str]) -> bytes:

@@ -92,11 +92,11 @@ def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-def _typed_storage(dtype: torch.dtype) -> Any:
+def typed_storage(dtype: torch.dtype) -> Any:
     return torch.storage.TypedStorage(wrap_storage=bits(dtype, 5).untyped_storage(), dtype=dtype, _internal=True)
 
 
-def _nested(depth: int) -> Any:
+def nested(depth: int) -> Any:
     tree: Any = torch.ones(1)
     for level in range(depth):
         tree = [tree] if level % 2 else {"deeper": tree}
@@ -155,7 +155,7 @@ STORAGES: dict[str, Callable[[], Any]] = {
     "untyped storage": lambda: bits(torch.int16, 7).untyped_storage(),
     "untyped storage empty": lambda: torch.UntypedStorage(0),
     **{
-        f"storage of {dtype}": (lambda dtype=dtype: _typed_storage(dtype))
+        f"storage of {dtype}": (lambda dtype=dtype: typed_storage(dtype))
         for dtype in (torch.float16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.bfloat16)
     },
 }
@@ -210,7 +210,7 @@ TREES: dict[str, Callable[[], Any]] = {
     "ordered dict": lambda: OrderedDict(b=torch.ones(2), a=[1, np.float32(0.1)]),
     "state_dict": _state_dict,
     "class of one's own": lambda: [Pose(torch.eye(3), "map"), Pose({"q": np.ones(4)}, "")],
-    "deep": lambda: _nested(64),
+    "deep": lambda: nested(64),
     "shared storage": _shared,
     "shared storage, large": _shared_large,
     "same tensor twice": lambda: [torch.arange(5.0)] * 2,

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, side_of
+from inside import conversation_of, reader_of, registered_serializers, side_of, size_of_file, strangers_of
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -275,7 +275,7 @@ def test_so_many_names_may_be_accepted(are_named: bool, monkeypatch: pytest.Monk
 
     def register(*names: str) -> list[str]:
         for name in names:
-            monkeypatch.setitem(serializers._SERIALIZERS, name, _Named(name))
+            monkeypatch.setitem(registered_serializers(), name, _Named(name))
         return list(serializers.serializer_names() if are_named else serializers.accepted_by_default())
 
     names = register(*(f"{number:064}" for number in range(39)))
@@ -284,7 +284,7 @@ def test_so_many_names_may_be_accepted(are_named: bool, monkeypatch: pytest.Monk
     accept = names * 2 if are_named else None
     with tp.Consumer("manifold", accept=accept) as consumer, RawEnd(consumer.endpoint) as raw:
         _attach(consumer, raw, serializer=names[0])
-    monkeypatch.delitem(serializers._SERIALIZERS, "r" * 10)
+    monkeypatch.delitem(registered_serializers(), "r" * 10)
     names = register("r" * 11)
     with pytest.raises(
         ValueError, match=r"4[34] serializers take 2641 bytes .* the limit is 2640: name fewer in accept="
@@ -487,10 +487,9 @@ def test_an_ends_file_does_not_grow_by_what_a_stranger_says_of_itself() -> None:
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as raw:
         presence = conversation_of(consumer).presence
         assert presence is not None
-        assert presence._file is not None
-        before = os.fstat(presence._file.fileno()).st_size
+        before = size_of_file(presence)
         _attach(consumer, raw, identity=msgspec.structs.replace(process.identity(), host="h" * 1000, boot="b" * 2000))
-        assert os.fstat(presence._file.fileno()).st_size < before + 1000
+        assert size_of_file(presence) < before + 1000
 
 
 @pytest.mark.parametrize("address", ["moves", "tcp://127.0.0.1:0"])
@@ -535,7 +534,7 @@ def test_pieces_that_came_by_the_line_before_are_no_flood() -> None:
             last.say(hello("producer", round=1, **present))
             wait_in_vain(consumer, lambda: consumer.statistics().peers)
             this.say(hello("producer", round=2, **present))
-            wait_in_vain(consumer, lambda: conversation_of(consumer)._strangers._over)
+            wait_in_vain(consumer, lambda: strangers_of(consumer)._over)
             for number in range(count):
                 last.say(pack_piece(1, Piece(number * BULK, count * BULK)), bytes(BULK))
         wait_in_vain(consumer, lambda: conversation_of(consumer).came > count or consumer.statistics().rejected)
@@ -885,7 +884,7 @@ def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPat
                 raw.say(*[b""] * 2000, b"x")
                 _listen(consumer, lambda number=number: consumer.statistics().rejected > number)  # type: ignore[misc]
         assert len(given_back) == 1
-        monkeypatch.setattr(side_of(consumer).socket._reader, "_gives_back_from", 0.0)
+        monkeypatch.setattr(reader_of(consumer), "_gives_back_from", 0.0)
         _listen(consumer, lambda: len(given_back) == 2)
 
 

@@ -19,7 +19,7 @@ import exchange
 import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, side_of
+from inside import have_no_time_for_strangers, side_of, take_long_to_hear
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
@@ -199,7 +199,7 @@ def test_a_peer_may_send_again_what_is_in_flight() -> None:
 def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:
     """A stranger is hung up on unheard then, and comes in when there is time for it."""
     with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as stranger:
-        conversation_of(consumer)._strangers._heard_from = time.monotonic() + 60
+        have_no_time_for_strangers(consumer, 60)
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: "more strangers" in consumer.statistics().last_rejection)
         assert consumer.statistics().peers == ()
@@ -208,7 +208,7 @@ def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> N
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         putting()
-        conversation_of(consumer)._strangers._heard_from = 0.0
+        have_no_time_for_strangers(consumer, 0)
         stranger.say(hello("producer"))
         wait_in_vain(consumer, lambda: consumer.statistics().peers)
 
@@ -225,7 +225,7 @@ def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_t
             producer.put(number, PATIENCE)
         with pytest.warns(RuntimeWarning, match="1 messages") if count else contextlib.nullcontext():
             producer.close()
-        conversation_of(consumer)._strangers._heard_from = time.monotonic() + 60
+        have_no_time_for_strangers(consumer, 60)
         assert [consumer.get(PATIENCE) for _ in range(count)] == [*range(count)]
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
@@ -269,8 +269,7 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
         child.call(children.put, "met")
         assert consumer.get(PATIENCE) == "met"
         with monkeypatch.context() as slow:
-            hear = conversation_of(consumer)._interpret
-            slow.setattr(conversation_of(consumer), "_interpret", lambda *came: (time.sleep(0.01), hear(*came))[1])
+            take_long_to_hear(slow, consumer, 0.01)
             for _ in range(20):
                 raw.say(b"garbage")
             wait_in_vain(consumer, lambda: consumer.statistics().rejected == 20)

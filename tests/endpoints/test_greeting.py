@@ -15,7 +15,7 @@ from typing import Any
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import side_of
+from inside import forget_offered_queues, side_of
 from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -144,7 +144,7 @@ def test_of_all_who_try_one_has_it() -> None:
     assert other.claimant == pid
     assert other.is_deserted()
     assert not other.claim(4)
-    rendezvous._made.clear()
+    forget_offered_queues()
     for each in (queue, other):
         vars(each).clear()
 
@@ -480,7 +480,7 @@ def test_a_queue_that_is_being_claimed_is_not_dropped() -> None:
         assert taken is not None
         assert taken.offer == found.offers[0]
         standby.close()
-        rendezvous._made.clear()
+        forget_offered_queues()
 
 
 @pytest.mark.parametrize("maxsize", [CAPACITY, CAPACITY + 1])

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, in_thread
-from inside import side_of
+from inside import registered_serializers, side_of
 from raw_ends import RawEnd, hello
 
 import tensorpipe_ipc as tp
@@ -60,7 +60,7 @@ def test_whatever_reading_a_message_raises_the_next_one_comes(
     """The message is taken, counted, and its producer named; its credit comes back: ``maxsize`` is 1 here."""
     broken = Broken()
     broken.raises = raises
-    monkeypatch.setitem(serializers._SERIALIZERS, "broken", broken)
+    monkeypatch.setitem(registered_serializers(), "broken", broken)
     with (
         tp.Consumer("unreadable", maxsize=1) as consumer,
         tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,

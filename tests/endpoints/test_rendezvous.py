@@ -17,7 +17,7 @@ import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import told_by_child
-from inside import conversation_of, side_of
+from inside import conversation_of, forget_offered_queues, reach_anew, side_of
 from raw_ends import RawEnd, hello, hello_of, refusal_of
 
 import tensorpipe_ipc as tp
@@ -99,14 +99,14 @@ def queue() -> Iterator[rendezvous.PairQueue]:
     """One that this process offers."""
     made = rendezvous.make(3)
     yield made
-    rendezvous._made.clear()
+    forget_offered_queues()
     vars(made).clear()
 
 
 def _try_to_reach(offer: Any, maxsize: int = 3, who: Any = HERE) -> str:
     """As another process would: not what this one has anyway."""
     with pytest.raises(SharedMemoryError) as raised:
-        rendezvous._reach(who, offer, maxsize)
+        reach_anew(who, offer, maxsize)
     return str(raised.value)
 
 
@@ -152,7 +152,7 @@ def test_a_descriptor_that_is_another_by_now_is_not_taken(queue: rendezvous.Pair
             said = _try_to_reach(msgspec.structs.replace(queue.offer, **{what: wrong}))
             assert "is not what it offered" in said
     with pytest.raises(OSError):
-        rendezvous._reach(HERE, msgspec.structs.replace(queue.offer, **{what: (9999, inode)}), 3)
+        reach_anew(HERE, msgspec.structs.replace(queue.offer, **{what: (9999, inode)}), 3)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 

@@ -10,6 +10,7 @@ import os
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pytest
 import torch
 import zmq
 from children import PATIENCE, in_thread, wait_until
-from inside import conversation_of, side_of, tell
+from inside import conversation_of, side_of, tear_what_comes, tell
 from proxy import Proxy
 from raw_ends import RawEnd, RawLine, hello, hello_of, wait_in_vain
 
@@ -171,7 +172,7 @@ def test_a_credit_that_an_exception_tore_is_asked_for(
         producer.put(2, PATIENCE)
         assert consumer.get(PATIENCE) == 2
         with monkeypatch.context() as tearing:
-            tearing.setattr(reader_of(producer), "_receive_frame", lambda flags: _tear(reader_of(producer), flags))
+            tear_what_comes(tearing, producer, _RaisedError)
             with pytest.raises(_RaisedError):
                 producer.put(3, PATIENCE)
         getting = in_thread(lambda: consumer.get(PATIENCE))
@@ -287,24 +288,13 @@ def _raise_at_once(*_: object) -> None:
 def _tear_one_out_of(consumer: tp.Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have an exception take the next message out of a consumer's hand."""
     with monkeypatch.context() as tearing:
-        tearing.setattr(reader_of(consumer), "_receive_frame", lambda flags: _tear(reader_of(consumer), flags))
+        tear_what_comes(tearing, consumer, _RaisedError)
         with pytest.raises(_RaisedError):
             consumer.get(PATIENCE)
 
 
-def reader_of(end: Any) -> Any:
-    """Return what reads the messages that come to an end."""
-    socket = side_of(end).socket
-    return socket._reader if socket.binds else socket._line.reader
-
-
 class _RaisedError(Exception):
     """By a signal's handler."""
-
-
-def _tear(socket: Any, flags: tuple[int]) -> None:
-    socket._socket.recv(*flags, copy=False)
-    raise _RaisedError
 
 
 def test_a_producer_that_is_back_is_asked_for_what_it_keeps() -> None:
@@ -646,13 +636,18 @@ def test_what_is_narrowed_is_made_where_it_is_kept(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("missing", "is_asked_for"), [((1 << 13) + 1, False), (1 << 13, True)])
-def test_when_memory_is_asked_for(missing: int, is_asked_for: bool) -> None:
+def test_when_memory_is_asked_for(missing: int, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer asks for a message's memory when 8 KiB of it are missing, and not a byte earlier."""
     total = 3 * PIECE
-    building = Reassembly(1, Piece(0, total), BufferPool())
-    assert building.add(unpack(memoryview(_piece(0, total))), memoryview(bytes(total - missing)))
-    assert (building._region is not None) == is_asked_for
-    assert bool(building._waiting) == (not is_asked_for)
+    pool = BufferPool()
+    building, asked, fresh = Reassembly(1, Piece(0, total), pool), list[int](), pool.fresh
+    monkeypatch.setattr(pool, "fresh", lambda nbytes: (asked.append(nbytes), fresh(nbytes))[1])
+    frame = np.zeros(total - missing, np.uint8)
+    kept = weakref.ref(frame)
+    assert building.add(unpack(memoryview(_piece(0, total))), frame.data)
+    del frame
+    assert asked == ([total] if is_asked_for else [])
+    assert (kept() is None) == is_asked_for  # else it waits in its frame
 
 
 def test_what_this_machine_does_not_have_is_refused() -> None:
@@ -672,9 +667,12 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
         regions.ready(PIECE)
     refused = Reassembly(1, Piece(0, PIECE), regions)
-    assert refused.add(unpack(memoryview(_piece(0, PIECE))), memoryview(bytes(100)))
+    frame = np.zeros(PIECE >> 1, np.uint8)
+    kept = weakref.ref(frame)
+    assert refused.add(unpack(memoryview(_piece(0, PIECE))), frame.data)
+    del frame
     assert refused.refused
-    assert not refused._waiting  # nor is it kept for later
+    assert kept() is None  # nor for later
     region = regions.fresh(PIECE)
     del region
     assert regions.ready(PIECE) is not None
@@ -718,24 +716,23 @@ def test_a_piece_beyond_what_was_announced(offset: int) -> None:
 
 def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
-    regions = BufferPool()
-    limit = 2 * len(regions.fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
-    monkeypatch.setattr(reassembly, "IDLE_AT_MOST", limit)
-    regions._idle.clear()
+    limit = 2 * len(BufferPool().fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
     for most, left in ((limit, 2), (limit - 1, 1)):
         monkeypatch.setattr(reassembly, "IDLE_AT_MOST", most)
+        regions = BufferPool()
         handed_out = [regions.fresh(PIECE) for _ in range(2)]
         last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
         while handed_out:
             del handed_out[0]
-        assert len(regions._idle) == left
-        assert regions._idle[0] is last
-        regions._idle.clear()
+        ready: list[Any] = list(iter(lambda regions=regions: regions.ready(PIECE), None))  # type: ignore[misc]
+        assert len(ready) == left
+        assert ready[0].obj.whole is last
+        monkeypatch.setattr(reassembly, "IDLE_AT_MOST", 0)
 
 
 def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There seemed to be enough when it began: the pieces are let go, and asked for once and not again."""
-    regions, asked = BufferPool(), []
+    regions, asked, kept = BufferPool(), [], list[weakref.ref[Any]]()
     building = Reassembly(1, Piece(0, 2 * PIECE), regions)
 
     def fail(*arguments: Any) -> Any:
@@ -745,9 +742,12 @@ def test_no_memory_at_the_very_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reassembly.np, "empty", fail)
     for offset, size in ((0, PIECE), (PIECE, PIECE - 100), (PIECE, PIECE - 100), (2 * PIECE - 100, 100)):
         header = unpack(memoryview(_piece(offset, 2 * PIECE)))
-        assert building.add(header, memoryview(bytes(size)))
+        frame = np.zeros(size, np.uint8)
+        kept.append(weakref.ref(frame))
+        assert building.add(header, frame.data)
+        del frame
     assert len(asked) == 1
-    assert not building._waiting
+    assert [each() for each in kept] == [None] * 4
     assert "there is no memory: none left" in building.refused
     assert building.completed(unpack(memoryview(pack(Kind.DATA, 1))), ["header"])[1] == ["header"]
 

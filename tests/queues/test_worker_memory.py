@@ -159,27 +159,27 @@ def test_where_the_memory_is_full_batches_wait_for_room(ctx):
     vars(small).clear()
 
 
-_side: Any = None
+side: Any = None
 
 
 def putting_elsewhere(samples):
     """A collate function that also puts what it gives: into a queue of the context, as a pair."""
-    batch = _collate(samples)
-    _side.put(("seen", batch))
+    batch = chosen_collate(samples)
+    side.put(("seen", batch))
     return batch
 
 
-_collate: Any = default_collate
+chosen_collate: Any = default_collate
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
 def test_what_a_worker_puts_into_another_queue_itself_is_copied(ctx, ours, monkeypatch):
     """Only the loader's own put takes a batch away that was not said to be moved."""
-    monkeypatch.setattr(sys.modules[__name__], "_side", ctx.Queue())
-    monkeypatch.setattr(sys.modules[__name__], "_collate", ctx.collate if ours else default_collate)
+    monkeypatch.setattr(sys.modules[__name__], "side", ctx.Queue())
+    monkeypatch.setattr(sys.modules[__name__], "chosen_collate", ctx.collate if ours else default_collate)
     loader = DataLoader(Samples(), 4, num_workers=1, collate_fn=putting_elsewhere, multiprocessing_context=ctx)
     assert numbers_of(loader) == [list(range(24))]
-    seen = [_side.get(timeout=20)[1] for _ in range(6)]
+    seen = [side.get(timeout=20)[1] for _ in range(6)]
     assert sorted(i for batch in seen for i in correct(batch)) == list(range(24))
     del loader, seen
     assert left_in(ctx) == {}
@@ -187,7 +187,7 @@ def test_what_a_worker_puts_into_another_queue_itself_is_copied(ctx, ours, monke
 
 def keeping_a_part(samples):
     """A collate function that notes what its batches were of."""
-    batch = _collate(samples)
+    batch = chosen_collate(samples)
     _cache.append(batch["shared"])
     return batch
 
@@ -195,7 +195,7 @@ def keeping_a_part(samples):
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
 def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(ctx, ours, monkeypatch):
     """The memory that the batches take does not grow."""
-    monkeypatch.setattr(sys.modules[__name__], "_collate", ctx.collate if ours else default_collate)
+    monkeypatch.setattr(sys.modules[__name__], "chosen_collate", ctx.collate if ours else default_collate)
     loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=keeping_a_part, multiprocessing_context=ctx)
     holds = []
     for batch in loader:

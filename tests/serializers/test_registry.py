@@ -11,9 +11,9 @@ import pytest
 import torch
 import zoo
 from exchange import OWN, parts, round_trip, sent
+from inside import registered_serializers
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc import serializers
 from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedLeaf
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_named, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
@@ -26,10 +26,11 @@ RAW = serializer_named("raw")
 @pytest.fixture(autouse=True)
 def registry() -> Iterator[None]:
     """Serializers that a test registers are forgotten after it."""
-    before = dict(serializers._SERIALIZERS)
+    known = registered_serializers()
+    before = dict(known)
     yield
-    serializers._SERIALIZERS.clear()
-    serializers._SERIALIZERS.update(before)
+    known.clear()
+    known.update(before)
 
 
 class Zlib:

@@ -307,15 +307,21 @@ def test_an_unknown_serializer_lists_the_known_ones() -> None:
 
 
 def test_a_steady_stream_reads_its_schema_once() -> None:
-    """Equal schemas are one object, and the table of them is bounded by what they cost."""
-    data = layout()
-    assert schema.schema_of(data) is schema.schema_of(bytes(bytearray(data)))
-    for index in range(300):
-        schema.schema_of(
-            layout(b"\x22" + u32(1) + struct.pack("<H", 60_003) + b"\xda\xea\x60" + b"%04d" % index * 15_000 + b"\x10")
-        )
-        assert schema._SCHEMAS.size <= schema._SCHEMAS.LIMIT
-    assert sum(map(len, schema._SCHEMAS)) <= schema._SCHEMAS.LIMIT
+    """Equal schemas are one object. Those that are kept count for 16 MiB at most, and then they are read anew."""
+
+    def data(number: int) -> bytes:
+        text = b"%04d" % number * 15_000
+        return layout(b"\x22" + u32(1) + struct.pack("<H", 60_003) + b"\xda\xea\x60" + text + b"\x10")
+
+    forget_schemas()
+    first = last = schema.schema_of(data(0))
+    cost, number = first.cost, 0
+    while schema.schema_of(bytes(bytearray(data(0)))) is first:
+        number += 1
+        last = schema.schema_of(data(number))
+        cost += last.cost
+        assert cost <= (1 << 24) + last.cost
+    assert cost > 1 << 24
     forget_schemas()
 
 
@@ -388,8 +394,7 @@ def test_a_schema_costs_no_more_memory_than_it_counts_for(name: str) -> None:
         kept = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    (found,) = schema._SCHEMAS.values()
-    assert len(data) < kept <= found.cost
+    assert len(data) < kept <= schema.schema_of(data).cost
     forget_schemas()
 
 

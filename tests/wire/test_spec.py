@@ -48,7 +48,7 @@ GOLDEN: dict[str, tuple[Any, bytes, list[Any]]] = {
     "NDARRAY": (np.ones(1), b"\x14", []),
     "BYTES": (b"x", b"\x15", []),
     "UNTYPED": (ONE.untyped_storage(), b"\x16", []),
-    "TYPED": (zoo._typed_storage(torch.float16), b"\x17\x0a", []),
+    "TYPED": (zoo.typed_storage(torch.float16), b"\x17\x0a", []),
     "LIST": ([None, None], join(["20 02000000 00 00"]), []),
     "TUPLE": ((None,), join(["21 01000000 00"]), []),
     "DICT": (
