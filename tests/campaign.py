@@ -61,7 +61,7 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tests.guard import others
-from tests.inside import shared_queue_of
+from tests.inside import codec_of, shared_queue_of
 
 BOUNDS = (0, 2, 100)  # maxsize of one round after another
 PRODUCERS = CONSUMERS = 3
@@ -147,7 +147,8 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
     if not until_empty:
         begin(who)
     words = journal(f"{folder}/got{who}", JOURNAL_WORDS)
-    decode = queue._codec.decode
+    codec = codec_of(queue)
+    decode = codec.decode
     timeout = 0.5 if until_empty else (None, 0.05)[who % 2]
     in_batches = who % 4 == 0 and not until_empty
 
@@ -158,7 +159,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
             words[0] += 1
         return message
 
-    queue._codec.decode = noting  # type: ignore[method-assign]
+    codec.decode = noting
     held: deque[Any] = deque()
     helping = None if until_empty else Helping(queue, who, folder)
     going = True
@@ -180,7 +181,7 @@ def consume(queue: Queue, who: int, folder: str, until_empty: bool = False) -> N
             check_again(held.popleft(), words)
     while held:
         check_again(held.popleft(), words)
-    del queue._codec.decode
+    del codec.decode
 
 
 class Helping:

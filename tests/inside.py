@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, overload
-
-import pytest
+from typing import TYPE_CHECKING, Any, overload
+from unittest import mock
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
+from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.endpoints import rendezvous
 from tensorpipe_ipc.endpoints.events import Event
 from tensorpipe_ipc.endpoints.presence import Presence
@@ -20,7 +21,7 @@ from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.endpoints.sender import Sender
 from tensorpipe_ipc.memory import arena as arena_module
-from tensorpipe_ipc.memory import barrier
+from tensorpipe_ipc.memory import barrier, handover
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
@@ -30,12 +31,17 @@ from tensorpipe_ipc.shared_queue.get_end import COPY, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
+
+if TYPE_CHECKING:
+    import pytest
 
 __all__ = [
     "backlog_of",
     "be_at_block",
     "before_each_look_at_a_spilled_message",
     "before_each_try_of_a_block",
+    "codec_of",
     "conversation_of",
     "drop_one",
     "finish_get",
@@ -45,9 +51,15 @@ __all__ = [
     "have_no_time_for_strangers",
     "instead_of_barriers",
     "instead_of_hearing",
+    "instead_of_looking_at_the_log",
     "instead_of_refusing",
+    "is_in_use_here",
     "keep_spare",
     "leave_addresses",
+    "lent_blocks",
+    "lists_of",
+    "log_of",
+    "look_at_counts",
     "look_for_idle",
     "make_look_due",
     "open_queue_of",
@@ -62,8 +74,11 @@ __all__ = [
     "strangers_of",
     "take_all_extents",
     "take_long_to_hear",
+    "take_spilled",
+    "take_turn",
     "tear_what_comes",
     "tell",
+    "warn_of_page_locks_anew",
     "while_blocks_are_withdrawn",
 ]
 
@@ -89,13 +104,14 @@ def tell(end: Any, event: Event) -> Any:
 
 
 def shared_queue_of(queue: Any) -> Any:
-    """Return the queue in shared memory that a queue of multiprocessing's kind has."""
+    """Return the queue in shared memory that a queue of multiprocessing's kind has, or what such a queue works with."""
     return queue._queue
 
 
 def open_queue_of(queue: SharedMemoryQueue) -> OpenQueue:
     """Return what both ends of a queue work with."""
-    return queue._queue
+    found: OpenQueue = shared_queue_of(queue)
+    return found
 
 
 def keep_spare(queue: SharedMemoryQueue, direction: int, size: int = 1) -> None:
@@ -159,20 +175,17 @@ def take_all_extents(arena: Arena) -> None:
 @contextlib.contextmanager
 def while_blocks_are_withdrawn(action: Callable[[], object]) -> Iterator[None]:
     """Act once as another thread could, when an arena has chosen extents and is about to take their blocks out of its lists."""
-    removed = arena_module._removed
+    removed, done = arena_module._removed, list[bool]()
 
     def act_first(blocks: Any, units: Any) -> list[int]:
-        if units:
-            arena_module._removed = removed
+        if units and not done:
+            done.append(True)
             action()
         return removed(blocks, units)
 
-    arena_module._removed = act_first
-    try:
+    with mock.patch.object(arena_module, "_removed", act_first):
         yield
-        assert arena_module._removed is removed, "no blocks were withdrawn"
-    finally:
-        arena_module._removed = removed
+    assert done, "no blocks were withdrawn"
 
 
 def set_lease_budget(leases: Leases, nbytes: int) -> None:
@@ -270,3 +283,58 @@ def forget_offered_queues() -> None:
 def reach_anew(who: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
     """Open a queue as another process does, and do not take what this one has anyway."""
     return rendezvous._reach(who, offer, maxsize)
+
+
+def codec_of(queue: Any) -> Any:
+    """Return what makes messages of objects, and objects of messages, for a queue."""
+    return queue._codec
+
+
+def look_at_counts() -> Any:
+    """Return the cached function that tells whether torch's counts of who has a tensor can be believed."""
+    return handover._counts
+
+
+def warn_of_page_locks_anew() -> None:
+    """Warn the next time that memory cannot be locked, as if for the first time."""
+    staging._warn.cache_clear()
+
+
+def lent_blocks(blocks: Any) -> list[Any]:
+    """Return the blocks of a device that a process has lent, and has not taken back."""
+    return list(blocks._lent)
+
+
+def is_in_use_here(end: Any) -> bool:
+    """Return whether this thread is within a call of an end."""
+    return bool(end._guard._is_owned())
+
+
+def lists_of(arena: Arena) -> tuple[Any, ...]:
+    """Return an arena's lists of blocks: free, fresh, taken last, taken before; and by unit, what they have of an extent."""
+    return arena.free, arena._fresh, arena.recent, arena._older, arena._mine
+
+
+def log_of(tickets: TokenPipe) -> int:
+    """Return the descriptor of the log for tickets that the pipe has no room for."""
+    return tickets._log
+
+
+def take_turn(tickets: TokenPipe) -> bool:
+    """Take the turn at the log, as one that looks into it does. Whether nobody else has it."""
+    return tickets._take_turn()
+
+
+def take_spilled(tickets: TokenPipe, buffers: Any) -> int:
+    """Take what the log has, as one that has its turn does. Return how many bytes."""
+    return tickets._take_spilled(buffers)
+
+
+@contextlib.contextmanager
+def instead_of_looking_at_the_log(
+    tickets: TokenPipe, function: Callable[[Callable[[], bytes]], bytes]
+) -> Iterator[None]:
+    """Have a function stand for each look at what is first in the log, and give it the look."""
+    look = tickets._head
+    with mock.patch.object(tickets, "_head", functools.partial(function, look)):
+        yield

@@ -20,7 +20,7 @@ import zoo
 from arenas import left_in
 from children import Child
 from gpu_stand_in import GPU, OTHER, StandIn
-from inside import shared_queue_of
+from inside import lent_blocks, shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cuda import on_device
@@ -318,7 +318,7 @@ def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx, there: StandIn,
         consumer.begin(stop="in the copy")
         _, status = os.waitpid(consumer.process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
-        (lent,) = there.blocks._lent
+        (lent,) = lent_blocks(there.blocks)
         assert not lent.is_free(), "it is being read"
         consumer.kill()
     assert not left_in(ctx)
@@ -329,7 +329,7 @@ def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx, there: StandIn,
         queue.put({"x": _gpu(there, 3)})
         assert next_one.get()[0] == _bits({"x": zoo.bits(torch.int32, ITEMS, seed=3)})
         assert queue.statistics().on_device == 2
-        assert there.blocks._lent == [lent]
+        assert lent_blocks(there.blocks) == [lent]
     assert queue.statistics().lost == 1
 
 
@@ -417,7 +417,7 @@ def test_a_full_queue_gives_the_device_block_back(ctx, there: StandIn) -> None:
         with pytest.raises(tp.Full):
             queue.put(_gpu(there), timeout=0)
     there.blocks._take_back()
-    assert there.blocks._lent == []
+    assert lent_blocks(there.blocks) == []
     assert len(there.blocks._made) == 2
     assert queue.get() == 1
 

@@ -20,7 +20,7 @@ import zoo
 from arenas import left_in
 from children import PATIENCE, in_thread
 from gpu_stand_in import GPU, OTHER, Recording
-from inside import shared_queue_of
+from inside import codec_of, shared_queue_of, warn_of_page_locks_anew
 from programs import ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -37,7 +37,7 @@ LARGE = 100_000
 
 @pytest.fixture
 def cuda() -> Iterator[Recording]:
-    staging._warn.cache_clear()
+    warn_of_page_locks_anew()
     made = Recording()
     yield made
     made.events.clear()
@@ -51,7 +51,7 @@ def _put(queue: Any, tree: Any, at_work: Staging) -> None:
 
 def _get(queue: Any, at_work: Staging, device: torch.device = GPU) -> Any:
     arrival = DecodeOptions(unstage=functools.partial(at_work.unstage, device=device))
-    return shared_queue_of(queue).get(1, functools.partial(queue._codec.decode, arrival=arrival))
+    return shared_queue_of(queue).get(1, functools.partial(codec_of(queue).decode, arrival=arrival))
 
 
 def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
@@ -271,7 +271,9 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
         "storage": torch.ones(7).untyped_storage(),
     }
     queue.put(tree)
-    got = shared_queue_of(queue).get(1, functools.partial(queue._codec.decode, arrival=DecodeOptions(unstage=unstage)))
+    got = shared_queue_of(queue).get(
+        1, functools.partial(codec_of(queue).decode, arrival=DecodeOptions(unstage=unstage))
+    )
     assert sorted(moved) == [12, 256]
     got["views"][0][20] = -1
     assert got["views"][1][4] == -1
@@ -282,7 +284,7 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
 @pytest.mark.parametrize(("code", "says"), [(2, "ulimit -l"), (801, "WSL2"), (999, "error 999")])
 def test_without_page_locks_it_copies_and_says_so_once(ctx, code: int, says: str) -> None:
     """A registration that fails gives one warning with reason and remedy, and right bytes all the same."""
-    staging._warn.cache_clear()
+    warn_of_page_locks_anew()
     cuda = Recording(code)
     at_work, queue = Staging(cuda), ctx.Queue()
     sent = _gpu(cuda, LARGE)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread
-from inside import conversation_of, side_of
+from inside import conversation_of, is_in_use_here, side_of
 
 import tensorpipe_ipc as tp
 
@@ -373,7 +373,7 @@ def test_a_message_that_an_exception_takes_away_is_counted(monkeypatch: pytest.M
         refresh = side_of(consumer).refresh
 
         def torn() -> None:
-            held.append(consumer._guard._is_owned())
+            held.append(is_in_use_here(consumer))
             if len(held) == 1:
                 raise KeyboardInterrupt
             refresh()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
-from inside import drop_one, instead_of_hearing, instead_of_refusing, shared_queue_of
+from inside import drop_one, instead_of_hearing, instead_of_looking_at_the_log, instead_of_refusing, shared_queue_of
 from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
@@ -388,21 +388,22 @@ def test_an_immediate_shutdown_drops_what_came_too_early_out_of_the_spill_log() 
         there.put(number)
     tickets = shared_queue_of(there).tickets
     tickets.turn = None  # which whoever is stopped may have
-    look = tickets._head
+    taken = list[bool]()
 
     def another_drops() -> None:
         drop_one(shared_queue_of(there))
         shared_queue_of(there).tasks.done()
 
-    def another_takes_it() -> bytes:
+    def another_takes_it(look: Callable[[], bytes]) -> bytes:
         found = look()
-        if found and tickets.unread() and tickets.waiting() == tickets.spilled():  # but doorbells are in the pipe
-            del tickets._head  # type: ignore[method-assign]
+        only_doorbells = tickets.unread() and tickets.waiting() == tickets.spilled()  # are in the pipe
+        if found and only_doorbells and not taken:
+            taken.append(True)
             assert reap(in_child(another_drops)) == 0
         return found
 
-    tickets._head = another_takes_it  # type: ignore[method-assign]
-    there.shutdown(immediate=True)
-    assert "_head" not in vars(tickets)
+    with instead_of_looking_at_the_log(tickets, another_takes_it):
+        there.shutdown(immediate=True)
+    assert taken
     assert shared_queue_of(there).tasks.unfinished() == 0
     assert there.qsize() == 0

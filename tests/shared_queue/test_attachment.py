@@ -2,7 +2,7 @@
 
 import pytest
 from crash_points import dies_at
-from inside import keep_spare
+from inside import keep_spare, lists_of
 from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Full
@@ -31,8 +31,9 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
 
     def first():
         arena.attach()
-        arena.free.clear()
-        arena._fresh.clear()
+        free, fresh, *_ = lists_of(arena)
+        free.clear()
+        fresh.clear()
 
     for _ in points(lambda point: dies_at(point, lambda: arena.allocate(nbytes), first), stride=stride(13)):
         attachment.recover_dead(adopt_extents=True)
@@ -42,7 +43,7 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
             assert start + (units << 20) <= following
         for start, _, _, _ in extents:  # so that there are none each time
             arena.words[arena.table + (start >> 20)] = 0
-        for blocks in (arena.free, arena._fresh, arena.recent, arena._older, arena._mine):
+        for blocks in lists_of(arena):
             blocks.clear()
     assert arena.allocate(nbytes)
 
@@ -63,9 +64,10 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment
         arena.discard(arena.allocate(size + 64))
         arena.reclaim()
         if memory == "fresh":
-            arena._fresh[kind].append(arena.free[kind].pop())
-            arena.free[kind].clear()
-            arena._older[kind].clear()
+            free, fresh, _, older, _ = lists_of(arena)
+            fresh[kind].append(free[kind].pop())
+            free[kind].clear()
+            older[kind].clear()
 
     steps = stride(2 if memory == "warm" else 7)
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(content), b"m"), first), stride=steps):

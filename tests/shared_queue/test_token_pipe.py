@@ -10,6 +10,7 @@ import time
 
 import pytest
 from crash_points import LIMIT, in_child, reap, told_by_child
+from inside import log_of, take_spilled, take_turn
 
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.segment import Segment
@@ -163,8 +164,9 @@ def the_logs_memory_is_given_back(words):
         spill(pipe, words.buffers(FIRST, 64))
         while take(pipe, words, 64):
             pass
-    assert os.fstat(pipe._log).st_size == 2000 * 64 * 8
-    assert os.fstat(pipe._log).st_blocks * 512 <= 1 << 18
+    log = os.fstat(log_of(pipe))
+    assert log.st_size == 2000 * 64 * 8
+    assert log.st_blocks * 512 <= 1 << 18
     pipe.close()
 
 
@@ -209,18 +211,18 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
     if not child:
         with contextlib.suppress(BaseException):
             pipe.turn = FileTurn(turns)
-            assert pipe._take_turn()
+            assert take_turn(pipe)
             os.write(ready[1], b"x")
             os.read(go[0], 1)
             words.values[FIRST + 60] = 0
-            os._exit(0 if pipe._take_spilled(words.buffers(FIRST + 60)) == 0 else 1)
+            os._exit(0 if take_spilled(pipe, words.buffers(FIRST + 60)) == 0 else 1)
         os._exit(2)
     os.read(ready[0], 1)
-    assert not pipe._take_turn()
+    assert not take_turn(pipe)
     assert take(pipe, words) == [10]
     os.write(go[1], b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert pipe._take_turn()  # the kernel let go of the dead child's
+    assert take_turn(pipe)  # the kernel let go of the dead child's
     for descriptor in (*ready, *go, turns, pipe.turn.descriptor):
         os.close(descriptor)
     pipe.close()
