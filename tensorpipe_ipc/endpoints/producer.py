@@ -25,7 +25,7 @@ from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remai
 from tensorpipe_ipc.memory.handover import handover_of, placed
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.loan import Loan
-from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.serializers import limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
@@ -234,13 +234,13 @@ class Producer:
                 if queue is None:
                     break
                 try:
-                    return made(specs, queue.leases, functools.partial(queue.block_for, min(left, SLICE)))
+                    return make_tensors(specs, queue.leases, functools.partial(queue.block_for, min(left, SLICE)))
                 except Full:  # who keeps the memory may have died, and its death is seen to here
                     if left < SLICE:
                         raise
                 self._guard.check()
                 self._sender.look_around()
-        return made(specs)
+        return make_tensors(specs)
 
     def put_nowait(self, tree: Any) -> None:
         """``put(tree, timeout=0)``."""

@@ -25,7 +25,7 @@ from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
-__all__ = ["TensorSpec", "build", "is_size", "made", "shape_of", "specs_of"]
+__all__ = ["TensorSpec", "build", "is_size", "make_tensors", "shape_of", "specs_of"]
 
 ROOM = 1024 - HEADER
 
@@ -95,7 +95,7 @@ def _room(nbytes: int) -> int:
     return max(ROOM + nbytes, LEAST)
 
 
-def made(
+def make_tensors(
     specs: list[TensorSpec],
     leases: Leases | None = None,
     allocate: Callable[[int, Taker], int] = lambda nbytes, taker: 0,

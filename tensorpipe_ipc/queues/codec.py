@@ -89,7 +89,7 @@ class Codec:
     Attributes:
         shared_by_torch: the number of storages sent by torch's own handle.
         narrowing: the serializer that narrows floats; None without a wire dtype.
-        lender: the sender that keeps GPU tensors on their GPU; None without ``cuda_ipc``.
+        cuda_sender: the sender that keeps GPU tensors on their GPU; None without ``cuda_ipc``.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Codec:
         serializer = limited(serializer, lambda: queue.arena.capacity)
         narrowing = Narrowing(serializer, narrowing.wire_dtype) if narrowing is not None else None
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing
-        self.lender = on_device.CudaIpcSender(queue) if cuda_ipc else None
-        self._in_one_block = in_one_block if self.lender is None else self.lender.in_one_block
+        self.cuda_sender = on_device.CudaIpcSender(queue) if cuda_ipc else None
+        self._in_one_block = in_one_block if self.cuda_sender is None else self.cuda_sender.in_one_block
         self._last_had_no_leaves = False
         self.shared_by_torch = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         wire_dtype = None if self.narrowing is None else self.narrowing.wire_dtype
-        return _again, (self._queue, self._serializer.name, wire_dtype, self.lender is not None)
+        return _again, (self._queue, self._serializer.name, wire_dtype, self.cuda_sender is not None)
 
     def take_apart(self, obj: Any) -> Apart:
         """Take an object apart: into a tree, if a tree keeps all that pickle keeps of it, or else into a pickle.
@@ -210,8 +210,8 @@ class Codec:
             message, flags = encode(obj, self._serializer, b"", flat), BY_REFERENCE
         else:
             message, flags = _with_pickle(pickled[0], pickled[1], self._serializer), BY_REFERENCE | PICKLED
-        said = placed(message, handover)
-        return None if said is None else (handover, metadata_of(flags, message.schema, said))
+        placement = placed(message, handover)
+        return None if placement is None else (handover, metadata_of(flags, message.schema, placement))
 
     def decode_as(self, restore: bool, as_numpy: bool, device: Any) -> Decode:
         """Return the function that one get uses to decode a message.
@@ -233,10 +233,10 @@ class Codec:
         """
         if metadata == _A_PICKLE:
             return pickling.load(payload, (), _as_wanted(arrival))
-        how, read, said = parts_of(metadata)
-        schema, values = schema_of(read), memoryview(said)
+        how, read, placement = parts_of(metadata)
+        schema, values = schema_of(read), memoryview(placement)
         if how & (ON_DEVICE | OFFERS):
-            told = on_device.unpack_placement(said)
+            told = on_device.unpack_placement(placement)
             values = memoryview(told.values)
             if how & OFFERS:
                 on_device.report_self_test(self._queue, told, arrival)
@@ -257,8 +257,8 @@ class Codec:
             tree = schema.tree_in(values, region, self._serializer, arrival)
         if not how & PICKLED:
             return tree
-        made = _as_wanted(arrival)
-        return pickling.load(data, tree, made) if data else pickling.load(tree[0], tree[1:], made)
+        convert = _as_wanted(arrival)
+        return pickling.load(data, tree, convert) if data else pickling.load(tree[0], tree[1:], convert)
 
 
 def _memory_of(leaves: list[torch.Tensor]) -> tuple[bool, bool]:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from tensorpipe_ipc.borrowed import torch_collate as torchs
+from tensorpipe_ipc.borrowed import torch_collate
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Leases
-from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
 
@@ -39,13 +39,13 @@ def collate(batch: Any, attachment: Callable[[], Attachment], collate_fn_map: Co
     Raises:
         TypeError, RuntimeError: torch cannot stack the samples.
     """
-    if torchs is None:
+    if torch_collate is None:
         if collate_fn_map is not None:
             raise TypeError(f"collate_fn_map: torch {torch.__version__} has no collate function that takes one")
         return default_collate(batch)
-    functions = torchs.default_collate_fn_map if collate_fn_map is None else collate_fn_map
+    functions = torch_collate.default_collate_fn_map if collate_fn_map is None else collate_fn_map
     if get_worker_info() is None:
-        return torchs.collate(batch, collate_fn_map=dict(functions))
+        return torch_collate.collate(batch, collate_fn_map=dict(functions))
     plan = _Plan(functions)
     collated = plan.collated(batch)
     if plan.stacks:
@@ -65,7 +65,8 @@ class _Plan:
         self._functions = functions
         # For user code, which may read its tensors before they are filled.
         self._at_once = {
-            kind: _stacked if function is torchs.collate_tensor_fn else function for kind, function in functions.items()
+            kind: _stacked if function is torch_collate.collate_tensor_fn else function
+            for kind, function in functions.items()
         }
 
     def collated(self, batch: Any) -> Any:
@@ -73,18 +74,19 @@ class _Plan:
         elem = batch[0]
         kind = type(elem)
         function = self._function_for(elem)
-        if function is torchs.collate_tensor_fn and _can_be_stacked(batch):
+        if function is torch_collate.collate_tensor_fn and _can_be_stacked(batch):
             return self._later(batch)
-        if function is torchs.collate_numpy_array_fn and not torchs.np_str_obj_array_pattern.search(elem.dtype.str):
+        is_array = function is torch_collate.collate_numpy_array_fn
+        if is_array and not torch_collate.np_str_obj_array_pattern.search(elem.dtype.str):
             return self.collated([torch.as_tensor(each) for each in batch])
         if function is not None or not _is_plain(kind):
-            return torchs.collate(batch, collate_fn_map=self._at_once)
+            return torch_collate.collate(batch, collate_fn_map=self._at_once)
         if kind is dict:
             return {key: self.collated([each[key] for each in batch]) for key in elem}
         if kind is not list and kind is not tuple:
             return kind(*(self.collated(samples) for samples in zip(*batch, strict=False)))
         if any(len(each) != len(elem) for each in batch):
-            return torchs.collate(batch, collate_fn_map=self._at_once)  # it raises the error
+            return torch_collate.collate(batch, collate_fn_map=self._at_once)  # it raises the error
         return [self.collated(samples) for samples in zip(*batch, strict=False)]  # torch makes a tuple a list, too
 
     def _function_for(self, elem: Any) -> Callable[..., Any] | None:
@@ -118,7 +120,7 @@ def _placed(specs: list[TensorSpec], stacks: list[Any], attachment: Attachment) 
     if leases.offered:
         return False
     try:
-        places = made(specs, leases, attachment.allocate, offered=True)
+        places = make_tensors(specs, leases, attachment.allocate, offered=True)
     except SharedMemoryError:
         return False  # the put waits for room, and its error names the processes that hold memory
     for place, (_, _, stack) in zip(places, stacks, strict=True):
@@ -148,7 +150,7 @@ def _can_be_stacked(tensors: Any) -> bool:
 def _stacked(batch: Any, *, collate_fn_map: Any = None) -> Any:
     """Stack tensors as torch does in a worker, but not into torch's shared memory, from which the put would copy them."""
     if not _can_be_stacked(batch):
-        return torchs.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     stack = _empty(batch[0].dtype).resize_(len(batch), *batch[0].shape)
     return torch.stack(tuple(batch), 0, out=stack)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tensorpipe_ipc.memory.arena import Arena
-from tensorpipe_ipc.memory.loans import TensorSpec, made, shape_of
+from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors, shape_of
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.collate import CollateMap, collate
 from tensorpipe_ipc.queues.simple_queue import SimpleQueue
@@ -102,7 +102,7 @@ class _WithOurQueues(context.BaseContext):
         """
         spec = TensorSpec(shape_of(shape), dtype)
         attachment = self.tensorpipe_attachment()
-        (tensor,) = made([spec], attachment.leases, attachment.allocate)
+        (tensor,) = make_tensors([spec], attachment.leases, attachment.allocate)
         return tensor
 
     def trim(self) -> int:

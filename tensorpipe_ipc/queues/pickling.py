@@ -82,7 +82,7 @@ class _Reducers(dict[Any, Any]):
         if self.leaves == ():
             self.leaves = []
         self.leaves.append(leaf)
-        return _itself, (_PLACE,)
+        return _restored_leaf, (_LEAF_MARK,)
 
     def _share(self, storage: UntypedStorage) -> Any:
         handle = _registered[UntypedStorage](storage)
@@ -95,15 +95,15 @@ class _Reducers(dict[Any, Any]):
 
 _KINDS: frozenset[Any] = frozenset((torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *storage_classes))
 _registered: Any = reducers
-_PLACE = pickle.PickleBuffer(bytearray(1))  # the mark of a leaf's place, pickled out of band (PEP 574)
+_LEAF_MARK = pickle.PickleBuffer(bytearray(1))  # the mark of a leaf's place, pickled out of band (PEP 574)
 
 
 def _is_data(buffer: pickle.PickleBuffer) -> bool:
     """Return whether a buffer goes into the pickle: each one except the mark of a leaf's place does."""
-    return buffer is not _PLACE
+    return buffer is not _LEAF_MARK
 
 
-def _itself(leaf: Any) -> Any:
+def _restored_leaf(leaf: Any) -> Any:
     return leaf
 
 
@@ -203,8 +203,8 @@ _wanted = threading.local()
 
 def _rebuild_shared(rebuild: Any, arguments: Any) -> Any:
     tensor = rebuild(*arguments)
-    made: Callable[[Any], Any] | None = getattr(_wanted, "made", None)
-    return tensor if made is None else made(tensor)
+    convert: Callable[[Any], Any] | None = getattr(_wanted, "convert", None)
+    return tensor if convert is None else convert(tensor)
 
 
 def take_back(handles: Iterable[Handle]) -> None:
@@ -247,22 +247,22 @@ def dump_without_leaves(obj: Any) -> bytes | None:
     return None if leaves or handles else data
 
 
-def load(data: Any, leaves: Sequence[Any] = (), made: Callable[[Any], Any] | None = None) -> Any:
+def load(data: Any, leaves: Sequence[Any] = (), convert: Callable[[Any], Any] | None = None) -> Any:
     """Return the object of a pickle and its leaves.
 
     Args:
-        made: the function that converts each tensor in torch's shared memory; None: they stay as they were sent.
+        convert: the function that converts each tensor in torch's shared memory; None: they stay as they were sent.
 
     Raises:
         PeerLost: the object refers to shared memory of a process that is gone.
         Exception: any error that the object raises when it is rebuilt.
     """
     # An object's constructor or a finalizer may call get inside this get: restore this get's function afterwards.
-    before = getattr(_wanted, "made", None)
-    if made is before:
+    before = getattr(_wanted, "convert", None)
+    if convert is before:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - a related process wrote it
-    _wanted.made = made
+    _wanted.convert = convert
     try:
         return pickle.loads(data, buffers=leaves)  # noqa: S301 - as above
     finally:
-        _wanted.made = before
+        _wanted.convert = before

@@ -21,7 +21,7 @@ from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
 from tensorpipe_ipc.memory.loan import Loan
-from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.queues.codec import Apart, Codec, Payload
 from tensorpipe_ipc.queues.reader import Reader, Writer
@@ -264,7 +264,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
         decode = self._codec.decode_as(restore, as_numpy, device)
-        if self._codec.lender is None:
+        if self._codec.cuda_sender is None:
             return self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
         self._raise_undeliverable()
         found = self._queue.get(_seconds(block, timeout), decode, lease_from(copy))
@@ -304,7 +304,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         decode = self._codec.decode_as(restore, as_numpy, device)
         self._raise_undeliverable()
         found = self._queue.get_many(max_items, _seconds(True, timeout), decode, lease_from(copy))
-        if self._codec.lender is not None:
+        if self._codec.cuda_sender is not None:
             errors = [each.error for each in found if type(each) is on_device.Undeliverable]
             found = [each for each in found if type(each) is not on_device.Undeliverable]
             self._undeliverable += errors if found else errors[1:]
@@ -344,7 +344,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """Make a loan's tensors, not initialised, in one block of shared memory. ``Loan`` calls this on entering."""
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")
-        return made(specs, self._queue.leases, functools.partial(self._queue.block_for, _seconds(True, timeout)))
+        return make_tensors(
+            specs, self._queue.leases, functools.partial(self._queue.block_for, _seconds(True, timeout))
+        )
 
     def trim(self) -> int:
         """Give back the idle memory that all processes hold ready for this queue and the queues that share its memory.
@@ -421,10 +423,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
 
     def statistics(self) -> QueueStatistics:
         """Return a snapshot of this process's use of the queue, and of the queue's arena."""
-        found, lender, narrows = statistics_of(self._queue), self._codec.lender, self._codec.narrowing
+        found, cuda_sender, narrows = statistics_of(self._queue), self._codec.cuda_sender, self._codec.narrowing
         found = dataclasses.replace(found, shared_by_torch=self._codec.shared_by_torch)
-        if lender is not None:
-            found = dataclasses.replace(found, on_device=lender.on_device, staged_because=lender.staged_because)
+        if cuda_sender is not None:
+            on_device, why_not = cuda_sender.on_device, cuda_sender.staged_because
+            found = dataclasses.replace(found, on_device=on_device, staged_because=why_not)
         if narrows is not None:
             found = dataclasses.replace(found, overflowed=narrows.overflowed, worst_error=narrows.worst)
         return found

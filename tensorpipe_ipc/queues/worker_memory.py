@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.leases import Held
-from tensorpipe_ipc.memory.loans import TensorSpec, made
+from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
@@ -41,8 +41,8 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
     queues = [each for each in arguments if isinstance(each, Queue)]
     for each in queues:
         each.takes_offers = True
-    memory, torchs = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
-    if torchs is None:
+    memory, stock = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
+    if stock is None:
         warnings.warn(
             f"torch {torch.__version__} has no UntypedStorage._new_shared: batches of its own collate functions are copied "
             "once more; give collate_fn=ctx.collate",
@@ -53,7 +53,7 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
     def new_shared(cls: Any, size: Any, /, *args: Any, device: Any = "cpu", **more: Any) -> Any:
         is_ours = cls is torch.UntypedStorage and not args and not more and get_worker_info() is not None
         if not is_ours or type(size) is not int or torch.device(device).type != "cpu":
-            return torchs.__func__(cls, size, *args, device=device, **more)
+            return stock.__func__(cls, size, *args, device=device, **more)
         return memory.storage(size)
 
     storage: Any = torch.UntypedStorage
@@ -98,7 +98,7 @@ class _BatchMemory:
         leases, attachment = self._queues[0].leases, self._queues[0].attachment
         spec = TensorSpec((max(nbytes, self._before if self._block is None else 0),), torch.uint8)
         try:
-            (whole,) = made([spec], leases, attachment.allocate, offered=True)
+            (whole,) = make_tensors([spec], leases, attachment.allocate, offered=True)
         except SharedMemoryError:
             return None  # the put waits for room, and its error names the processes that hold memory
         held = leases.find(whole.data_ptr())
