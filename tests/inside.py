@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, overload
 from unittest import mock
 
+import torch
+
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
 from tensorpipe_ipc.cuda import staging
@@ -65,6 +67,7 @@ __all__ = [
     "open_queue_of",
     "reach_anew",
     "reader_of",
+    "reading_end_of",
     "registered_serializers",
     "set_lease_budget",
     "shared_queue_of",
@@ -80,6 +83,7 @@ __all__ = [
     "tell",
     "warn_of_page_locks_anew",
     "while_blocks_are_withdrawn",
+    "zeros_without_memory",
 ]
 
 
@@ -338,3 +342,13 @@ def instead_of_looking_at_the_log(
     look = tickets._head
     with mock.patch.object(tickets, "_head", functools.partial(function, look)):
         yield
+
+
+def reading_end_of(queue: Any) -> Any:
+    """Return the reading end that libraries take out of a queue of multiprocessing's, and of ours."""
+    return queue._reader
+
+
+def zeros_without_memory(count: int) -> torch.Tensor:
+    """Return one of torch's tensors that have no memory: it makes them in backward passes."""
+    return torch._efficientzerotensor(count)

@@ -12,6 +12,7 @@ import torch
 import zoo
 from children import in_thread
 from exchange import parts, received, sent
+from inside import zeros_without_memory
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.serializers import serializer_named
@@ -188,8 +189,8 @@ NOT_PLAIN = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.ones(3, device="meta"),
     "meta without items": lambda: torch.ones(0, device="meta"),
-    "zeros without memory": lambda: torch._efficientzerotensor(3),
-    "no zeros without memory": lambda: torch._efficientzerotensor(0),
+    "zeros without memory": lambda: zeros_without_memory(3),
+    "no zeros without memory": lambda: zeros_without_memory(0),
     "as wide": lambda: torch.ones(3).half(),
     "integers": lambda: torch.ones(3).int(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.quint8),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from inside import zeros_without_memory
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
@@ -124,7 +125,7 @@ TENSORS: dict[str, Callable[[], Any]] = {
     "conjugated": lambda: bits(torch.complex64, 3, seed=1).conj(),
     "negative bit": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
     "negative bit, dense": lambda: torch._neg_view(torch.arange(3.0)),
-    "zero tensor": lambda: torch._efficientzerotensor(3),
+    "zero tensor": lambda: zeros_without_memory(3),
     "nan and infinity": lambda: torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0]),
     "requires_grad": lambda: torch.ones(3, requires_grad=True),
     "one item of an odd stride": lambda: torch.arange(4.0)[::2][:1],

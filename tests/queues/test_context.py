@@ -13,7 +13,7 @@ import echoing_process
 import pytest
 import torch
 from arenas import CAPACITY, small_context
-from inside import set_lease_budget, shared_queue_of
+from inside import reading_end_of, set_lease_budget, shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import SharedMemoryError
@@ -217,15 +217,15 @@ def test_an_echoing_child_of_each_method(method):
 def test_what_reaches_for_a_queues_reader() -> None:
     """``connection.wait`` waits for several queues by their ``_reader``, and finds them again in what it returns."""
     queues = [tp.Queue(), tp.get_context("fork").Queue(3), tp.JoinableQueue()]
-    by_reader = {each._reader: each for each in queues}
-    assert connection.wait([each._reader for each in queues], 0) == []
-    assert not any(each._reader.poll() for each in queues)
+    by_reader = {reading_end_of(each): each for each in queues}
+    assert connection.wait([reading_end_of(each) for each in queues], 0) == []
+    assert not any(reading_end_of(each).poll() for each in queues)
     queues[1].put("there")
     ready = connection.wait(list(by_reader), 10)
-    assert ready == [queues[1]._reader]
-    assert queues[1]._reader.poll()
+    assert ready == [reading_end_of(queues[1])]
+    assert reading_end_of(queues[1]).poll()
     assert by_reader[ready[0]].get() == "there"
-    assert not queues[1]._reader.poll(0.01)
+    assert not reading_end_of(queues[1]).poll(0.01)
 
 
 def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:
@@ -234,14 +234,14 @@ def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:
     shared_queue_of(there).record.set(shared_queue_of(there).record.spilled)
     shared_queue_of(there).tickets.ring_doorbell()
     began = time.monotonic()
-    assert not there._reader.poll(0.1)
+    assert not reading_end_of(there).poll(0.1)
     assert time.monotonic() - began >= 0.1
     timer = threading.Timer(0.1, there.put, args=["there"])
     timer.start()
-    assert there._reader.poll(None)
+    assert reading_end_of(there).poll(None)
     timer.join()
-    assert there._reader.recv() == "there"
+    assert reading_end_of(there).recv() == "there"
     there.shutdown()
-    assert there._reader.poll(None)
+    assert reading_end_of(there).poll(None)
     with pytest.raises(tp.ShutDown):
-        there._reader.recv()
+        reading_end_of(there).recv()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from arenas import left_in, small_context
-from inside import shared_queue_of
+from inside import reading_end_of, shared_queue_of
 from programs import outliving, ran_in_fork
 
 import tensorpipe_ipc as tp
@@ -141,9 +141,9 @@ def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx):
     tasks = ctx.SimpleQueue()
     tasks.put(1)
     assert tasks._rlock.acquire()
-    assert tasks._reader.poll()
+    assert reading_end_of(tasks).poll()
     assert tasks.get() == 1, "as if by a worker"
-    assert tasks._reader.recv() is None
+    assert reading_end_of(tasks).recv() is None
 
 
 def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):

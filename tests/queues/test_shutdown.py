@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from crash_points import dies_at, in_child, reap
-from inside import drop_one, instead_of_hearing, instead_of_looking_at_the_log, instead_of_refusing, shared_queue_of
+from inside import (
+    drop_one,
+    instead_of_hearing,
+    instead_of_looking_at_the_log,
+    instead_of_refusing,
+    reading_end_of,
+    shared_queue_of,
+)
 from wholeness import points, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
@@ -351,10 +358,10 @@ def test_gets_after_a_shutdown_leave_the_pipe_as_it_is() -> None:
 def test_who_polls_is_told_of_a_shutdown() -> None:
     """``poll`` says that ``recv`` would not wait, also where it is not to wait itself."""
     there = Queue()
-    assert not there._reader.poll()
+    assert not reading_end_of(there).poll()
     there.shutdown()
-    assert there._reader.poll()
-    refused(there, lambda there: there._reader.recv())
+    assert reading_end_of(there).poll()
+    refused(there, lambda there: reading_end_of(there).recv())
 
 
 def test_an_immediate_shutdown_drops_what_was_to_be_got_again() -> None:

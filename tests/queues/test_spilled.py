@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from crash_points import in_child, reap
-from inside import backlog_of, before_each_look_at_a_spilled_message, shared_queue_of
+from inside import backlog_of, before_each_look_at_a_spilled_message, reading_end_of, shared_queue_of
 
 from tensorpipe_ipc.errors import Empty, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import Queue
@@ -43,7 +43,7 @@ def by_select(there: Queue, got: list[object]) -> None:
 
 
 def by_wait(there: Queue, got: list[object]) -> None:
-    reader = there._reader
+    reader = reading_end_of(there)
     while len(got) < MANY:
         assert connection.wait([reader], LIMIT) == [reader], f"silent after {len(got)}"
         with contextlib.suppress(Empty):
@@ -314,7 +314,7 @@ def test_the_descriptor_tells_of_an_object_that_is_to_come_in_another_form() -> 
     there.put(torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(UnsupportedLeaf):
         there.get(as_numpy=True)
-    assert connection.wait([there._reader], LIMIT) == [there._reader]
+    assert connection.wait([reading_end_of(there)], LIMIT) == [reading_end_of(there)]
     assert there.get_nowait().shape == (3,)
 
 

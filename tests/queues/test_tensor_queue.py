@@ -25,7 +25,7 @@ import pytest
 import torch
 import zoo
 from crash_points import in_child, reap
-from inside import shared_queue_of
+from inside import reading_end_of, shared_queue_of
 
 import tensorpipe_ipc
 import tensorpipe_ipc as tp
@@ -296,8 +296,8 @@ def test_it_is_one_of_multiprocessings_to_those_who_ask(name: str) -> None:
     stock, there = getattr(multiprocessing.queues, name), getattr(tensorpipe_ipc, name)()
     assert isinstance(there, stock)
     there._writer.send(torch.ones(3))
-    assert there._reader.recv().sum() == 3
-    ends = (there, there._reader, there._writer)
+    assert reading_end_of(there).recv().sum() == 3
+    ends = (there, reading_end_of(there), there._writer)
     assert not any(each.closed for each in ends)
     there.close()
     assert all(each.closed for each in ends)
