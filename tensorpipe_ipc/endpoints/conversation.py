@@ -677,7 +677,8 @@ class Conversation:
         return hello.end in self._ended_ends or hello.end in self._ended_afar
 
     def join(self, peer: Peer) -> None:
-        """Attach a peer."""
+        """Attach a peer. One that has died by then is only heard to its end: nothing is put to it."""
+        peer.gone_at = time.monotonic() if peer.sight.is_gone() else 0.0
         event = Joined(peer)
         self.peers[peer.routing] = peer
         self.events.append(event)  # no exception comes between the two

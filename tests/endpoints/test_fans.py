@@ -330,3 +330,18 @@ def test_an_exception_that_takes_the_news_of_room_with_it_loses_no_room(
         for number in range(2, 4):
             producer.put_nowait(number)
         assert sorted(consumer.get(PATIENCE) for consumer in crowd) == [2, 3]
+
+
+@pytest.mark.parametrize("endpoint", ["fan", "tcp://127.0.0.1:0"])
+def test_nothing_is_put_to_a_consumer_that_died_before_it_was_heard_of(endpoint: str) -> None:
+    """Two consumers wait, and one is killed, before the producer's first put. The other gets all."""
+    with tp.Producer(endpoint, bind=True) as producer, Child() as dies, Child() as lives:
+        for child in (dies, lives):
+            child.call(children.open_consumer, producer.endpoint, bind=False)
+            child.begin(children.take, 20)
+            child.wait_until_blocked()
+        dies.kill()
+        for number in range(20):
+            producer.put(number, PATIENCE)
+        assert lives.result() == list(range(20))
+        producer.flush(PATIENCE)
