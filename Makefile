@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # The environment's own pip, or, where Debian's python3 made one without (package python3-venv), the system's.
 PIP = $$($(PY) -m pip --version >/dev/null 2>&1 && echo $(PY) -m pip || echo $(PYTHON) -m pip --python $(PY))
 
-.PHONY: demo test kills lint docs bench bench-details clean
+.PHONY: demo test kills lint docs bench figures clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.demo
@@ -34,15 +34,9 @@ bench: $(VENV)/.bench
 	$(PY) -m bench all
 	$(PY) -m bench growth --scale 0.02
 
-# One thing each, in depth; they take longer.
-bench-details: $(VENV)/.bench
-	$(PY) -m bench serializers
-	$(PY) -m bench endpoints
-	$(PY) -m bench tcp
-	$(PY) -m bench queue
-	$(PY) -m bench dataloader
-	$(PY) -m bench precision
-	$(PY) -m bench growth
+# All figures of the README and of docs/performance.md: every comparison in one go, on a machine that does nothing else.
+figures: $(VENV)/.bench
+	$(PY) -m bench figures
 
 $(PY):
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV)

@@ -6,9 +6,9 @@ import argparse
 import sys
 
 from bench import all as everything
-from bench import dataloader, endpoints, gpu, growth, page, precision, queue, serializers, tcp
+from bench import dataloader, endpoints, figures, gpu, growth, page, precision, queue, serializers, tcp
 
-COMMANDS = (everything, growth, page, serializers, endpoints, tcp, queue, dataloader, precision, gpu)
+COMMANDS = (everything, growth, page, serializers, endpoints, tcp, queue, dataloader, precision, gpu, figures)
 
 
 def main(arguments: list[str] | None = None) -> None:

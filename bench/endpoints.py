@@ -33,7 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import keep, machine
+from bench.measure import Ratio, keep, machine, ratio
 
 __all__ = ["add_arguments", "run"]
 
@@ -146,11 +146,9 @@ class Row(NamedTuple):
     one_way: dict[str, float]  # p50, by rival
     one_way_p99: dict[str, float]
     rate: dict[str, float]
-    one_way_ratio: dict[
-        str, tuple[float, float, float]
-    ]  # to bare: under 1 is faster; and the lowest and highest round's
-    rate_ratio: dict[str, tuple[float, float, float]]  # to bare: over 1 is faster; and the lowest and highest round's
-    queue_ratio: tuple[float, float, float]  # ours to the Queue, one way; and the lowest and highest round's
+    one_way_ratio: dict[str, Ratio]  # to bare: under 1 is faster; and the lowest and highest round's
+    rate_ratio: dict[str, Ratio]  # to bare: over 1 is faster; and the lowest and highest round's
+    queue_ratio: Ratio  # ours to the Queue, one way; and the lowest and highest round's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -259,16 +257,10 @@ def _row(clients: dict[str, Client], transport: str, size: int, scale: float) ->
         {name: statistics.median(found) * 1e6 for name, found in p50.items()},
         {name: statistics.median(_p99(found) for found in all_) * 1e6 for name, all_ in times.items()},
         {name: statistics.median(found) for name, found in rates.items()},
-        {name: _ratio(p50[name], p50[BARE]) for name in OURS},
-        {name: _ratio(rates[name], rates[BARE]) for name in OURS},
-        _ratio(p50["ours"], p50[QUEUE]),
+        {name: ratio(p50[name], p50[BARE]) for name in OURS},
+        {name: ratio(rates[name], rates[BARE]) for name in OURS},
+        ratio(p50["ours"], p50[QUEUE]),
     )
-
-
-def _ratio(ours: list[float], bare: list[float]) -> tuple[float, float, float]:
-    """The median of the rounds' ratios, the lowest and the highest."""
-    found = [one / other for one, other in zip(ours, bare, strict=True)]
-    return statistics.median(found), min(found), max(found)
 
 
 def _echoes(client: Client, tensors: list[torch.Tensor], count: int) -> list[float]:

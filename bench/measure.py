@@ -9,19 +9,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorpipe_ipc.benchmark.machine import machine, versions
 
-__all__ = ["child", "interleaved", "keep", "machine", "peak_beyond", "versions"]
+__all__ = ["Ratio", "child", "interleaved", "keep", "machine", "peak_beyond", "ratio", "versions"]
 
 ROUNDS = 10
+Ratio = tuple[float, float, float]  # the median of rounds, the lowest and the highest
 
 
-def interleaved(actions: Mapping[str, Callable[[], object]], iterations: int) -> dict[str, float]:
-    """Seconds for one call of each action: the median of rounds, in each of which every action has its turn.
+def interleaved(actions: Mapping[str, Callable[[], object]], iterations: int) -> dict[str, list[float]]:
+    """Seconds for one call of each action, of each round. Every action has its turn in each.
 
     So whatever disturbs the machine for a while disturbs all alike. The first round warms up and does not count, nor
     does the first call of each turn: it finds the caches as the rival before has left them.
@@ -37,7 +38,7 @@ def interleaved(actions: Mapping[str, Callable[[], object]], iterations: int) ->
             seconds = _timed(action, max(1, iterations // rounds))
             if number:
                 times[name].append(seconds)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return times
 
 
 def _timed(action: Callable[[], object], iterations: int) -> float:
@@ -46,6 +47,12 @@ def _timed(action: Callable[[], object], iterations: int) -> float:
     for _ in range(iterations):
         action()
     return (time.perf_counter() - start) / iterations
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Of the rounds' own ratios the median, the lowest and the highest."""
+    found = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return statistics.median(found), min(found), max(found)
 
 
 def peak_beyond(action: Callable[[], object]) -> int:

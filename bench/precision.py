@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import keep, machine
+from bench.measure import Ratio, keep, machine, ratio
 
 __all__ = ["Precise", "add_arguments", "run"]
 
@@ -36,6 +36,7 @@ class Precise(NamedTuple):
     shared: int  # the same of shared memory
     largest_relative_error: float  # of all items, found afterwards; 1: an item so small that it became 0
     median_relative_error: float
+    to_float32: Ratio  # its time as a multiple of plain float32's in the same rounds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +108,16 @@ def measure(transport: str, size: str, scale: float) -> Iterator[Precise]:
         name = str(dtype or torch.float32).removeprefix("torch.")
         nbytes, unique, shared, worst, usual = found[dtype]
         yield Precise(
-            transport, size, name, nbytes, 1e3 * statistics.median(times[dtype]), unique, shared, worst, usual
+            transport,
+            size,
+            name,
+            nbytes,
+            1e3 * statistics.median(times[dtype]),
+            unique,
+            shared,
+            worst,
+            usual,
+            ratio(times[dtype], times[None]),
         )
 
 
@@ -139,14 +149,13 @@ def _table(rows: list[Precise]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     before = ("", "")
     for row in rows:
-        (plain,) = (r for r in rows if (r.transport, r.size, r.wire_dtype) == (row.transport, row.size, "float32"))
         if (row.transport, row.size) != before:
             table.add_row(f"{row.size}, {row.transport}", style="underline")
         table.add_row(
             f" {row.wire_dtype}",
             f"{row.nbytes / 1e6:,.1f}",
             f"{row.milliseconds:,.2f}",
-            f"{row.milliseconds / plain.milliseconds:.2f}",
+            f"{row.to_float32[0]:.2f}",
             f"{row.unique / 2**20:,.1f}",
             f"{row.shared / 2**20:,.1f}",
             *(f"{error:.0e}" if error else "0" for error in (row.median_relative_error, row.largest_relative_error)),
@@ -170,11 +179,11 @@ def draw(rows: list[Precise], path: str) -> None:
     for place, group in enumerate(groups):
         of = {row.wire_dtype: row for row in rows if (row.transport, row.size) == group}
         for index, name in enumerate(names):
-            ratio = of[name].milliseconds / of["float32"].milliseconds
+            taller = of[name].to_float32[0]
             at = place + (index - (len(names) - 1) / 2) * width
             label = f"{name}: {of[name].nbytes / of['float32'].nbytes:.0%} of the bytes" if place == 0 else None
-            axis.bar(at, ratio, width * 0.92, color=colours[name], label=label)
-            axis.annotate(f"{ratio:.2f}", (at, ratio), ha="center", va="bottom", fontsize=8)
+            axis.bar(at, taller, width * 0.92, color=colours[name], label=label)
+            axis.annotate(f"{taller:.2f}", (at, taller), ha="center", va="bottom", fontsize=8)
     axis.axhline(1, color="#666666", linewidth=0.8)
     plain = {(row.transport, row.size): row.milliseconds for row in rows if row.wire_dtype == "float32"}
     named = [f"{size}, {transport}\nfloat32: {plain[transport, size]:,.1f} ms" for transport, size in groups]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bench.measure import Ratio
+
 __all__ = ["Result"]
 
 
@@ -20,3 +22,5 @@ class Result(NamedTuple):
     max_difference: float
     serialize_peak_kb: float  # resident memory at most, beyond the tensor; -1: not known
     deserialize_peak_kb: float  # the same, beyond the bytes
+    serialize_vs_raw: Ratio  # its time as a multiple of raw's in the same rounds
+    deserialize_vs_raw: Ratio

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import io
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.measure import child, interleaved, keep, machine, peak_beyond
+from bench.measure import child, interleaved, keep, machine, peak_beyond, ratio
 from bench.results import Result
 from tensorpipe_ipc.serializers import serializer_named
 
@@ -32,6 +33,7 @@ SHAPES: dict[tuple[int, ...], int] = {
     (5000, 5000): 100,
 }
 OURS = ("raw", "numpy", "torch_save")
+RAW = "raw (ours)"
 
 
 class Rival(NamedTuple):
@@ -141,14 +143,16 @@ def measure(shape: tuple[int, ...], iterations: int) -> list[Result]:
             Result(
                 method=label,
                 shape=shape,
-                serialize_ms=out[label] * 1e3,
-                deserialize_ms=into[label] * 1e3,
-                serialize_mb_s=mib / out[label],
-                deserialize_mb_s=mib / into[label],
+                serialize_ms=statistics.median(out[label]) * 1e3,
+                deserialize_ms=statistics.median(into[label]) * 1e3,
+                serialize_mb_s=mib / statistics.median(out[label]),
+                deserialize_mb_s=mib / statistics.median(into[label]),
                 buffer_kb=rival.nbytes(sent[label]) / 1024,
                 max_difference=float((again - tensor).abs().max()),
                 serialize_peak_kb=memory[0] / 1024 if memory[0] >= 0 else -1.0,
                 deserialize_peak_kb=memory[1] / 1024 if memory[1] >= 0 else -1.0,
+                serialize_vs_raw=ratio(out[label], out[RAW]),
+                deserialize_vs_raw=ratio(into[label], into[RAW]),
             )
         )
     return results
@@ -163,8 +167,8 @@ def ratios(results: list[Result]) -> list[dict[str, Any]]:
         found.append(
             {
                 "shape": shape,
-                "serialize_vs_data_ptr": of["data_ptr by hand"].serialize_ms / of["raw (ours)"].serialize_ms,
-                "deserialize_vs_best": best.deserialize_ms / of["raw (ours)"].deserialize_ms,
+                "serialize_vs_data_ptr": of["data_ptr by hand"].serialize_vs_raw,
+                "deserialize_vs_best": best.deserialize_vs_raw,
                 "best": best.method,
             }
         )

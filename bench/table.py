@@ -89,8 +89,8 @@ def _ratios(ratios: Sequence[dict[str, Any]]) -> Table:
     for row in ratios:
         table.add_row(
             _shape(row["shape"]),
-            f"{row['serialize_vs_data_ptr']:,.2f} times as fast",
-            f"{row['deserialize_vs_best']:,.2f} times as fast ({row['best'].removesuffix(' by hand')})",
+            f"{row['serialize_vs_data_ptr'][0]:,.2f} times as fast",
+            f"{row['deserialize_vs_best'][0]:,.2f} times as fast ({row['best'].removesuffix(' by hand')})",
         )
     return table
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tensorpipe_ipc as tp
-from bench.measure import keep, machine
+from bench.measure import Ratio, keep, machine, ratio
 from tensorpipe_ipc.security import write_key_pair
 from tensorpipe_ipc.zeromq.curve import key_pair
 
@@ -158,9 +158,9 @@ class Row(NamedTuple):
     size: int
     rate: dict[str, float]
     faults: dict[str, int]
-    to_pyzmq: tuple[float, float, float]  # to the better one in each round
-    to_bare: tuple[float, float, float]
-    keys_to_none: tuple[float, float, float]
+    to_pyzmq: Ratio  # to the better one in each round
+    to_bare: Ratio
+    keys_to_none: Ratio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,15 +210,10 @@ def _row(size: int, scale: float, rivals: dict[str, Any]) -> Row:
         size,
         {name: statistics.median(found) for name, found in rates.items()},
         {name: round(statistics.median(found)) for name, found in faults.items()},
-        _ratio(rates[OURS], pyzmq),
-        _ratio(rates[OURS], rates[BARE]),
-        _ratio(rates[KEYS], rates[OURS]),
+        ratio(rates[OURS], pyzmq),
+        ratio(rates[OURS], rates[BARE]),
+        ratio(rates[KEYS], rates[OURS]),
     )
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
-    found = [one / other for one, other in zip(ours, theirs, strict=True)]
-    return statistics.median(found), min(found), max(found)
 
 
 def _start(make: Any, size: int) -> tuple[Any, Connection, Any]:
@@ -280,5 +275,5 @@ def _show(rows: list[Row]) -> None:
     console.print(" · ".join(f"{name} {value}" for name, value in _MACHINE.items()), style="dim", highlight=False)
 
 
-def _spread(ratio: tuple[float, float, float]) -> str:
+def _spread(ratio: Ratio) -> str:
     return f"{ratio[0]:.2f} ({ratio[1]:.2f}..{ratio[2]:.2f})"

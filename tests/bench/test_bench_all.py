@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from bench.all.links import Shape
 from bench.all.peers import FLOORS, OURS, PEERS, Peer
 from bench.all.programs import ONE_WAY, STREAM, Message
 from bench.all.tree import PeerFailed
-from bench.page import readme, results, tables
+from bench.page import results, tables
 from bench.page.words import headline
 from bench.progress import Steps
 from bench.queue.rivals import Ours, pattern
@@ -149,40 +148,6 @@ def test_the_page(tmp_path: Path) -> None:
         results.read(tmp_path / "other.json")
 
 
-def test_the_documents_have_their_tables_between_two_marks(tmp_path: Path) -> None:
-    """An update replaces only the text between the two marks. A second update changes nothing."""
-    (tmp_path / "run.json").write_text(json.dumps(_recorded()))
-    pages = [tmp_path / "README.md", tmp_path / readme.PAGE]
-    pages[1].parent.mkdir()
-    for page in pages:
-        page.write_text(f"# before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
-    code = "import sys; from bench.page import readme, results; readme.update(results.read(sys.argv[1]), sys.argv[2])"
-    code = f"{code}; [print(open(at).read()) for at in sys.argv[2:]]; {code}"
-    done = ran_in_fork("-c", code, str(tmp_path / "run.json"), *map(str, pages), folder=tmp_path)
-    assert done.status == 0, done.err
-    short, long = (page.read_text() for page in pages)
-    assert done.out == f"{short}\n{long}\n"
-    for text in (short, long):
-        assert text.startswith(f"# before\n{readme.BEGIN}\n")
-        assert text.endswith(f"\n{readme.END}\nafter\n")
-        assert "old" not in text
-        assert "`python -m bench all`" in text
-    assert len(re.findall("^[|]", short, re.MULTILINE)) == 7  # five rows
-    assert "| **tensorpipe_ipc.Queue** | **160 µs** | **160 µs** | **160 µs** |" in short
-    assert "| multiprocessing.Queue, NumPy | 320 µs (2×) | 320 µs (2×) | 320 µs (2×) |" in short
-    assert "| pyzmq, copy=False | - | - | - | - |" in short  # it took no part
-    assert "| the machine's floor | - | - | - | - |" in short  # a wake-up alone is none
-    assert "torch Queue, fd" in long
-    pictures = sorted((tmp_path / readme.FOLDER).iterdir())
-    assert [picture.name in long for picture in pictures] == [True, True]
-    assert f"({readme.FOLDER}/one-way.svg)" in short
-    assert max(picture.stat().st_size for picture in pictures) < 150_000
-    pages[1].write_text("no marks")
-    with pytest.raises(ValueError, match="has no lines"):
-        readme.update(_recorded(), pages[0])
-    assert pages[0].read_text() == short
-
-
 def test_the_floor_is_a_wake_up_and_a_memcpy() -> None:
     """One row tells the least that the machine takes: both together."""
     found = _recorded()
@@ -213,16 +178,6 @@ def test_a_part_of_a_run_has_its_page(tmp_path: Path) -> None:
         assert "A part of the comparison" in text
         assert ("## One way" in text) is (left_out == OURS)
         assert "| torch Queue, fd |" in text
-
-
-def test_the_projects_documents_have_the_marks() -> None:
-    """So `bench page --readme README.md` finds its places, and the pictures are there."""
-    for page, pictures in (("README.md", ["one-way.svg"]), (readme.PAGE, ["one-way.svg", "stream.svg"])):
-        text = (ROOT / page).read_text()
-        between = text[text.index(readme.BEGIN) : text.index(readme.END)]
-        for name in pictures:
-            assert f"{Path(readme.FOLDER).name}/{name})" in between
-            assert (ROOT / readme.FOLDER / name).is_file()
 
 
 def test_why_a_peer_is_not_installed() -> None:

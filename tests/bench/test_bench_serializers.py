@@ -75,7 +75,7 @@ def test_rounds_alternate() -> None:
     times = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 20)
     assert "".join(calls) == "aaabbb" * 11
     assert set(times) == {"a", "b"}
-    assert min(times.values()) > 0
+    assert all(len(found) == 10 and min(found) > 0 for found in times.values())
 
 
 def test_peak_sees_what_is_let_go_again() -> None:

@@ -14,7 +14,7 @@ class Endpoints(_Tensors):
 
     def __init__(self, shape: Shape) -> None:
         self._endpoint, self._bound = f"ipc://{address()}", shape.bound or 64
-        self._producer_binds = shape.receivers > 1
+        self._producer_binds, self._senders = shape.receivers > 1, shape.senders
 
     def open(self, sends: bool) -> None:
         """Bind or connect."""
@@ -22,5 +22,6 @@ class Endpoints(_Tensors):
             producer = tp.Producer(self._endpoint, bind=self._producer_binds, maxsize=self._bound)
             self.send, self.close = producer.put, producer.close  # type: ignore[method-assign]
         else:
-            consumer = tp.Consumer(self._endpoint, bind=not self._producer_binds, maxsize=self._bound)
+            bind = not self._producer_binds
+            consumer = tp.Consumer(self._endpoint, bind=bind, maxsize=self._bound, producers=self._senders)
             self.receive, self.close = consumer.get, consumer.close  # type: ignore[method-assign]
