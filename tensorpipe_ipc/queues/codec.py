@@ -36,10 +36,12 @@ from tensorpipe_ipc.wire.in_block import (
     PICKLED,
     in_one_block,
     metadata_of,
+    one_tensor_in_block,
     parts_of,
 )
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import EncodedMessage, Encoder, encode
+from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.rebuild import array_of
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
@@ -48,6 +50,8 @@ __all__ = ["Apart", "Codec", "Payload"]
 # Bytes of a pickle: only a longer one is a leaf. A leaf costs as much as another tensor, and makes each schema a new one.
 _BRIEF = 1 << 12
 _A_PICKLE = metadata_of(A_PICKLE, b"", b"")
+_MOST_ALONE = 1024
+_alone: dict[bytes, TensorMeta] = {}  # by metadata: of messages that were one tensor, as it was sent
 _NOT_PUT = (Full, ShutDown, SharedMemoryError)
 
 
@@ -100,6 +104,8 @@ class Codec:
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing
         self.cuda_sender = on_device.CudaIpcSender(queue) if cuda_ipc else None
         self._in_one_block = in_one_block if self.cuda_sender is None else self.cuda_sender.in_one_block
+        self._is_plain = narrowing is None and not cuda_ipc
+        self._has_decode_in = hasattr(serializer, "decode_in")
         self._last_had_no_leaves = False
         self.shared_by_torch = 0
 
@@ -142,6 +148,12 @@ class Codec:
         if apart is not None:
             flat, pickled, have_own = apart
         elif type(obj) is torch.Tensor and not is_shared_by_torch(obj):  # the most common object
+            if self._is_plain and obj.is_cpu and not obj.requires_grad:
+                self._last_had_no_leaves = False
+                try:
+                    return one_tensor_in_block(obj, self._serializer)
+                except UnsupportedLeaf:
+                    pass  # what is to be done then stands below
             flat, pickled, have_own = None, None, True
         else:
             flat, pickled, have_own = self.take_apart(obj)
@@ -231,6 +243,9 @@ class Codec:
             UnsupportedLeaf: ``as_numpy``, and NumPy lacks a tensor's dtype or layout.
             Exception: any error that the object raises when it is rebuilt.
         """
+        meta = _alone.get(metadata)
+        if meta is not None and arrival is AS_SENT:
+            return self._serializer.decode(meta, self._region(payload)[:])
         if metadata == _A_PICKLE:
             return pickling.load(payload, (), _as_wanted(arrival))
         how, read, placement = parts_of(metadata)
@@ -251,14 +266,22 @@ class Codec:
         elif how & BY_REFERENCE:
             tree = schema.tree(values, frames, self._serializer, ALIAS, arrival)
         else:
-            # Each payload's buffer must count its references, see ``handover.py``. The arrays of ``decode_in`` do.
-            many = hasattr(self._serializer, "decode_in") or type(payload) is bytearray
-            region: Any = memoryview(payload) if many else Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
-            tree = schema.tree_in(values, region, self._serializer, arrival)
+            tree = schema.tree_in(values, self._region(payload), self._serializer, arrival)
+            if not how and arrival is AS_SENT and not placement and (meta := schema.meta_of_one()) is not None:
+                if len(_alone) >= _MOST_ALONE:  # a stream of ever new shapes
+                    _alone.clear()
+                _alone[metadata] = meta
         if not how & PICKLED:
             return tree
         convert = _as_wanted(arrival)
         return pickling.load(data, tree, convert) if data else pickling.load(tree[0], tree[1:], convert)
+
+    def _region(self, payload: bytearray | Octets) -> Any:
+        """Return what tensors may lie on. Each payload's buffer must count its references, see ``handover.py``. The arrays of
+        ``decode_in`` do."""
+        if self._has_decode_in or type(payload) is bytearray:
+            return memoryview(payload)  # type: ignore[arg-type, unused-ignore]
+        return Frame(payload, 0, len(payload))  # type: ignore[arg-type, unused-ignore]
 
 
 def _memory_of(leaves: list[torch.Tensor]) -> tuple[bool, bool]:

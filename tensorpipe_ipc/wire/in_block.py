@@ -17,12 +17,24 @@ from __future__ import annotations
 
 import struct
 
+import torch
+
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.header import MAX_HEADER
 from tensorpipe_ipc.wire.layout import Block
-from tensorpipe_ipc.wire.message import EncodedMessage
+from tensorpipe_ipc.wire.message import EncodedMessage, Encoder, schema_of_one
 
-__all__ = ["A_PICKLE", "BY_REFERENCE", "OFFERS", "ON_DEVICE", "PICKLED", "in_one_block", "metadata_of", "parts_of"]
+__all__ = [
+    "A_PICKLE",
+    "BY_REFERENCE",
+    "OFFERS",
+    "ON_DEVICE",
+    "PICKLED",
+    "in_one_block",
+    "metadata_of",
+    "one_tensor_in_block",
+    "parts_of",
+]
 
 PICKLED, BY_REFERENCE, A_PICKLE, ON_DEVICE, OFFERS = 1, 2, 4, 8, 16
 _HEAD = struct.Struct("<BI")
@@ -31,6 +43,21 @@ _HEAD = struct.Struct("<BI")
 def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
     """Return a message's metadata."""
     return _HEAD.pack(flags, len(schema)) + schema + values
+
+
+def one_tensor_in_block(tensor: torch.Tensor, serializer: Encoder) -> tuple[Block, bytes]:
+    """Return the same as ``in_one_block`` for a tree that is one tensor of the CPU's without history: in half the time.
+
+    Raises:
+        UnsupportedLeaf: the serializer does not take it.
+    """
+    meta, payload = serializer.encode(tensor)
+    nbytes, (name, metadata) = len(payload), meta.alone
+    if name != serializer.name or nbytes != meta.nbytes:
+        metadata = metadata_of(0, schema_of_one(serializer.name, meta, nbytes), b"")
+        if nbytes == meta.nbytes:
+            meta.alone = serializer.name, metadata
+    return Block([payload], nbytes, tensor), metadata
 
 
 def in_one_block(message: EncodedMessage, flags: int = 0) -> tuple[Block, bytes]:

@@ -26,7 +26,7 @@ from tensorpipe_ipc.wire.schema import SPAN
 from tensorpipe_ipc.wire.sharing import Sharing
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Encoder", "EncodedMessage", "encode"]
+__all__ = ["Encoder", "EncodedMessage", "encode", "schema_of_one"]
 
 _U32 = struct.Struct("<I")
 _NO_SPANS_ONE_LEAF = _U32.pack(0) + _U32.pack(1)
@@ -100,10 +100,7 @@ def encode(
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
         nbytes = len(payload)
-        schema = _short_leaf(serializer.name, _ONE_TENSOR) + (
-            meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
-        )
-        return EncodedMessage(schema, instead, [payload], nbytes, tree)
+        return EncodedMessage(schema_of_one(serializer.name, meta, nbytes), instead, [payload], nbytes, tree)
     flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
     values = _encode_values(flat.values) if flat.values else instead
@@ -130,6 +127,15 @@ def encode(
     )
     _see_that_it_fits(schema, values)
     return EncodedMessage(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
+
+
+def schema_of_one(name: str, meta: TensorMeta, nbytes: int) -> bytes:
+    """Return the schema of a tree that is one tensor, whose payload has so many bytes.
+
+    Args:
+        name: the serializer's.
+    """
+    return _short_leaf(name, _ONE_TENSOR) + (meta.packed if nbytes == meta.nbytes else meta.pack(nbytes))
 
 
 def _see_that_it_fits(schema: bytes, values: bytes) -> None:

@@ -69,12 +69,14 @@ class TensorMeta:
         order: the dimensions from outermost to innermost in memory; None where that is 0, 1, 2, ...
         numpy_dtype: the same dtype in NumPy, None where NumPy has none.
         direct: whether NumPy can show it as it lies: it has the dtype, the order is the usual, and there are bytes.
+        alone: the last serializer by which such a tensor was a message by itself, and that message's metadata.
         window: makes a buffer of ``nbytes`` bytes at an address (which it does not keep alive).
     """
 
     __slots__ = (
         "_head",
         "_tail",
+        "alone",
         "complex",
         "direct",
         "dtype",
@@ -105,6 +107,7 @@ class TensorMeta:
         self.nbytes = math.prod(shape) * row.itemsize if row else 0
         self.direct = self.numpy_dtype is not None and order is None and self.nbytes > 0
         self.window: Window = self._first_window
+        self.alone = "", b""
         layout = _OPAQUE if row is None else _PLAIN if order is None else _ORDERED
         self._head = (row.code if row else 0, layout, len(shape), own.code if own else 0)
         self._tail = struct.pack(f"<{len(shape)}q", *shape) + (bytes(order) if order else b"")

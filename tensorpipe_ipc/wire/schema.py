@@ -234,6 +234,11 @@ class Schema:
         ]
         return self._plan.build(leaves, items)
 
+    def meta_of_one(self) -> TensorMeta | None:
+        """Return the meta of a message that is one tensor and crosses as it is; None of others, and of one not read yet."""
+        opened = self._opened
+        return opened.metas[0] if opened is not None and self._plan.is_leaf and not opened.narrowed else None
+
     def _open(self) -> _Opened:
         if self._opened is None:
             self._opened = _open(self._data, self._tensors_at)

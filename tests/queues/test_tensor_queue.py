@@ -132,6 +132,22 @@ def test_trees_and_pickles_of_one_queue_may_alternate() -> None:
                 zoo.same(obj, got) if obj is not print else None
 
 
+@pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
+def test_tensors_of_ever_new_shapes_and_dtypes_come_as_they_were_sent(serializer: str) -> None:
+    """More shapes than are remembered, twice over, by several queues in turn; and tensors that are not plain between them."""
+    plain, other = tp.Queue(serializer=serializer), tp.Queue()
+    for _ in range(2):
+        for rows in range(1, 1200 if serializer == "raw" else 40):
+            dtype = (torch.float32, torch.int16, torch.uint8, torch.complex64)[rows % 4]
+            sent = torch.arange(2 * rows).reshape(rows, 2).to(dtype)
+            for tensor in (sent, sent.T, sent.clone().requires_grad_(dtype.is_floating_point), sent[:0]):
+                for each in (plain, other):
+                    each.put(tensor)
+                    got = each.get()
+                    assert (got.dtype, got.shape, got.requires_grad) == (dtype, tensor.shape, tensor.requires_grad)
+                    assert torch.equal(got, tensor)
+
+
 def test_small_and_large_tensors_are_writable_and_the_receivers_own() -> None:
     """A received tensor is writable. Neither the sender's tensor nor the next message sees what is written."""
     there = Queue()
