@@ -1,8 +1,12 @@
 """Contexts with a small arena of their own, and what lies in it: for the tests of moving, loans and leases."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import queue
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ CAPACITY = 64 << 20
 
 
 @pytest.fixture
-def ctx():
+def ctx() -> Iterator[Any]:
     """One whose children are forked. They compute in one thread: those of OpenMP do not survive a fork."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -26,20 +30,20 @@ def ctx():
     torch.set_num_threads(threads)
 
 
-def small_context(method="fork", capacity=CAPACITY):
+def small_context(method: str = "fork", capacity: Any = CAPACITY) -> Any:
     ctx = get_context(method).__class__()
     ctx.__dict__["_attachment"] = Attachment(Arena(Segment.create(1 << 32), capacity))
     ctx.tensorpipe_attachment().attach()
     return ctx
 
 
-def blocks_in_use(ctx):
+def blocks_in_use(ctx: Any) -> Any:
     """Return how many blocks are not free, by step. Blocks of the queues' own records do not count."""
     gc.collect()
     return _blocks(ctx)
 
 
-def _blocks(ctx):
+def _blocks(ctx: Any) -> Any:
     attachment, found = ctx.tensorpipe_attachment(), {}
     attachment.leases.settle()
     arena = attachment.arena
@@ -51,7 +55,7 @@ def _blocks(ctx):
     return found
 
 
-def left_in(ctx):
+def left_in(ctx: Any) -> Any:
     """``blocks_in_use``, once what dead children had is taken from them."""
     found = {}
     for collect in (lambda: 0, gc.collect):  # which takes 50 ms and more, so only where something is left
@@ -64,7 +68,7 @@ def left_in(ctx):
     return found
 
 
-def drained(there):
+def drained(there: Any) -> Any:
     got = []
     with contextlib.suppress(queue.Empty):
         while True:

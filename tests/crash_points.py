@@ -4,12 +4,16 @@ A step is the moment before or after a store to a subscript (every store to shar
 system call is one). They are counted by Python's own tracing, in a forked child.
 """
 
+from __future__ import annotations
+
 import dis
 import faulthandler
 import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import tensorpipe_ipc.errors
 
@@ -17,7 +21,7 @@ PACKAGE = os.path.dirname(tensorpipe_ipc.errors.__file__)
 LIMIT = 40  # seconds that any child may take, on a machine with much else to do
 
 
-def _steps_of(prefixes):
+def _steps_of(prefixes: Any) -> Any:
     return frozenset(code for name, code in dis.opmap.items() if name.startswith(prefixes))
 
 
@@ -28,7 +32,7 @@ SIGNAL_CHECKS = _steps_of(
 
 
 @functools.cache
-def _instructions(code):
+def _instructions(code: Any) -> Any:
     return code.co_code
 
 
@@ -40,12 +44,12 @@ class Tracer:
         returns: count the moments after a function in Python has returned, where only Python 3.10 looks for signals.
     """
 
-    def __init__(self, point, at_point, opcodes, before, returns=False):
+    def __init__(self, point: int, at_point: Any, opcodes: Any, before: Any, returns: bool = False) -> None:
         self.left, self.at_point, self.opcodes, self.before = point, at_point, opcodes, before
         self.returns = returns
         self.after = {}  # frames whose last instruction was a step
 
-    def __call__(self, frame, event, _):
+    def __call__(self, frame: Any, event: Any, _: Any) -> Any:
         if event == "call" and not self.before and not self.returns:
             self.after[id(frame.f_back)] = False  # CPython does not look for signals when a Python function returns
         if not frame.f_code.co_filename.startswith(PACKAGE):
@@ -59,21 +63,28 @@ class Tracer:
             self.after[id(frame)] = False  # nor does it when a call has raised
         return self
 
-    def opcode(self, frame):
+    def opcode(self, frame: Any) -> None:
         is_step = _instructions(frame.f_code)[frame.f_lasti] in self.opcodes
         was_step = self.after.get(id(frame), False)
         self.after[id(frame)] = is_step
         if was_step or (is_step and self.before):
             self.step()
 
-    def step(self):
+    def step(self) -> None:
         self.left -= 1
         if self.left == 0:
             sys.settrace(None)
             self.at_point()
 
 
-def run_traced(action, point, at_point, opcodes=STORES_AND_CALLS, before=True, returns=False):
+def run_traced(
+    action: Callable[[], Any],
+    point: int,
+    at_point: Any,
+    opcodes: Any = STORES_AND_CALLS,
+    before: bool = True,
+    returns: bool = False,
+) -> Any:
     tracer = Tracer(point, at_point, opcodes, before, returns)
     sys.settrace(tracer)
     try:
@@ -83,7 +94,7 @@ def run_traced(action, point, at_point, opcodes=STORES_AND_CALLS, before=True, r
     return tracer.left
 
 
-def die():
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -91,12 +102,12 @@ class Interrupt(Exception):
     """The exception that a signal's handler raises."""
 
 
-def raise_interrupt(*_):
+def raise_interrupt(*_: Any) -> None:
     """Be the handler of a signal, that raises."""
     raise Interrupt
 
 
-def interrupted_at(point, action):
+def interrupted_at(point: int, action: Callable[[], Any]) -> Any:
     """Return whether an action had an n-th moment at which a signal's handler may run. The handler raised there."""
     try:
         run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
@@ -105,7 +116,7 @@ def interrupted_at(point, action):
     return False
 
 
-def in_child(action, code=0, alarm=LIMIT):
+def in_child(action: Callable[[], Any], code: int = 0, alarm: Any = LIMIT) -> Any:
     """Fork a child that runs ``action`` and exits with ``code``; 99 if it raised.
 
     One that hangs dies of SIGALRM, and says on stderr, which pytest shows with the failure, where each of its threads was.
@@ -130,16 +141,16 @@ def in_child(action, code=0, alarm=LIMIT):
     return pid
 
 
-def reap(pid):
+def reap(pid: int) -> Any:
     """Its exit status as os.waitstatus_to_exitcode gives it. Bounded by the child's own alarm."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def told_by_child(action):
+def told_by_child(action: Callable[[], Any]) -> Any:
     """Return the result of ``action`` in a forked child, or the exception that it raises, as text."""
     reader, writer = os.pipe()
 
-    def tell():
+    def tell() -> None:
         try:
             told = str(action())
         except Exception as error:
@@ -154,13 +165,13 @@ def told_by_child(action):
     return told
 
 
-def dies_at(point, action, first=None):
+def dies_at(point: int, action: Callable[[], Any], first: Any = None) -> Any:
     """Run ``action`` in a child that is killed at its n-th step. False when it has fewer steps, and so has done it all.
 
     ``first`` is run before that, and not counted.
     """
 
-    def child():
+    def child() -> None:
         if first is not None:
             first()
         run_traced(action, point, die)

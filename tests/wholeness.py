@@ -4,15 +4,20 @@ The tests of deaths at every step take every n-th of them where that is many, so
 TENSORPIPE_IPC_STRIDE=1 in the environment they take all.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tensorpipe_ipc.errors import Empty, Full
 from tensorpipe_ipc.memory.arena import HOLDER, KEPT
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 
 
-def drain(queue):
+def drain(queue: Any) -> Any:
     got = []
     while True:
         try:
@@ -21,7 +26,7 @@ def drain(queue):
             return got
 
 
-def check_whole(attachment, queue, payload):
+def check_whole(attachment: Attachment, queue: Any, payload: Any) -> None:
     """Nothing is missing and nothing is there twice: places, credits, blocks."""
     queue.leases.settle()
     for i in range(queue.maxsize):
@@ -41,17 +46,17 @@ def check_whole(attachment, queue, payload):
     assert steps <= {0, KEPT}, f"blocks that nobody holds are not free: {sorted(map(hex, steps))}"
 
 
-def stride(usual):
+def stride(usual: Any) -> Any:
     """Return how many steps to go on by."""
     return int(os.environ.get("TENSORPIPE_IPC_STRIDE", usual))
 
 
-def strides(fine, coarse):
+def strides(fine: Any, coarse: Any) -> Any:
     """Parametrize a test by its ``step``: a coarse one in ``make test``, and the fine one with ``make kills``."""
     return pytest.mark.parametrize("step", [coarse, pytest.param(stride(fine), marks=pytest.mark.kills)])
 
 
-def points(action_dies, first=1, stride=1, limit=20_000):
+def points(action_dies: Any, first: int = 1, stride: int = 1, limit: int = 20_000) -> Iterator[Any]:
     """Numbers of steps, up to the one at which the action was complete."""
     for point in range(first, limit, stride):
         if not action_dies(point):

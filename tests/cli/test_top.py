@@ -87,7 +87,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
             os.waitpid(each.pid, 0)
 
 
-def test_it_shows_what_changes(ctx, terminal: Callable[..., Terminal]) -> None:
+def test_it_shows_what_changes(ctx: Any, terminal: Callable[..., Terminal]) -> None:
     """``top`` shows waiting messages, rates and holders, and shows them anew on a change. Ctrl-C ends it with 130."""
     queue = ctx.Queue(8)
     number = shared_queue_of(queue).number & 0xFFFFFFFF

@@ -132,7 +132,7 @@ def getting(ctx: Any, queue: Any, folder: Path, **options: Any) -> Iterator[Gett
         made.line.close()
 
 
-def test_it_stays_on_its_gpu_once_the_consumer_has_passed(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_it_stays_on_its_gpu_once_the_consumer_has_passed(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """The first message is staged and offers a test block; when that was read, device blocks go, opened and made once."""
     queue = ctx.Queue(cuda_ipc=True)
     with getting(ctx, queue, tmp_path) as consumer:
@@ -160,7 +160,7 @@ def test_it_stays_on_its_gpu_once_the_consumer_has_passed(ctx, there: StandIn, t
     assert not left_in(ctx)
 
 
-def test_all_that_is_known_of_a_tensor_arrives(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_all_that_is_known_of_a_tensor_arrives(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """Every dtype, channels-last strides, parameters, views of one memory, storages, two GPUs' tensors in one tree."""
     queue = ctx.Queue(cuda_ipc=True)
     # Here both ends are this process: what it lent itself it reads without opening it.
@@ -212,7 +212,7 @@ def test_all_that_is_known_of_a_tensor_arrives(ctx, there: StandIn, tmp_path: Pa
     assert queue.statistics().on_device >= 8
 
 
-def test_many_at_once_have_a_block_each(ctx, there: StandIn) -> None:
+def test_many_at_once_have_a_block_each(ctx: Any, there: StandIn) -> None:
     """``put_many`` names device blocks of all before any is queued: none is named twice."""
     queue = ctx.Queue(cuda_ipc=True)
     queue.put(_gpu(there))
@@ -223,7 +223,7 @@ def test_many_at_once_have_a_block_each(ctx, there: StandIn) -> None:
     assert [_bits({"": tensor}) for tensor in got] == [_bits({"": _gpu(there, number)}) for number in range(4)]
 
 
-def test_received_tensors_are_copies(ctx, there: StandIn) -> None:
+def test_received_tensors_are_copies(ctx: Any, there: StandIn) -> None:
     """A received tensor stays as it is when its device block is used again. A program can put it again."""
     queue = ctx.Queue(cuda_ipc=True)
     queue.put(_gpu(there))
@@ -248,7 +248,9 @@ def test_received_tensors_are_copies(ctx, there: StandIn) -> None:
     ],
     ids=["refused", "another GPU", "to the CPU"],
 )
-def test_where_it_cannot_be_it_is_staged_and_said(ctx, there: StandIn, tmp_path: Path, told: Any, says: str) -> None:
+def test_where_it_cannot_be_it_is_staged_and_said(
+    ctx: Any, there: StandIn, tmp_path: Path, told: Any, says: str
+) -> None:
     """A consumer that cannot read the test block, or wants no GPU, gets everything all the same, and statistics say why."""
     queue = ctx.Queue(cuda_ipc=True)
     options = {"device": "cuda:0"} if "options" not in told else told.pop("options")
@@ -261,7 +263,7 @@ def test_where_it_cannot_be_it_is_staged_and_said(ctx, there: StandIn, tmp_path:
         assert queue.statistics().on_device == 0
 
 
-def test_where_cuda_exports_nothing_it_is_asked_once(ctx, there: StandIn) -> None:
+def test_where_cuda_exports_nothing_it_is_asked_once(ctx: Any, there: StandIn) -> None:
     """If CUDA exports nothing, a queue asks it once, frees the memory, and stages messages. The reason quotes CUDA."""
     there.files.refuses = "cuIpcGetMemHandle: CUDA_ERROR_NOT_SUPPORTED (801)"
     queue = ctx.Queue(cuda_ipc=True)
@@ -272,7 +274,7 @@ def test_where_cuda_exports_nothing_it_is_asked_once(ctx, there: StandIn) -> Non
     assert there.files.calls == ["allocate 2097152", "export", "free"]
 
 
-def test_other_bytes_than_were_written_are_not_trusted(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_other_bytes_than_were_written_are_not_trusted(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """If a consumer reads other bytes in the test block than the producer wrote, the producer stages all tensors."""
     queue = ctx.Queue(cuda_ipc=True)
     there.blocks.test_block(0).memory[3] += 1
@@ -285,7 +287,7 @@ def test_other_bytes_than_were_written_are_not_trusted(ctx, there: StandIn, tmp_
         consumer.get()
 
 
-def test_one_who_has_not_passed_keeps_all_on_the_usual_way(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_one_who_has_not_passed_keeps_all_on_the_usual_way(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """As anybody may take a message, all who get must have passed; one that is dead, and recovered, does not count."""
     queue = ctx.Queue(cuda_ipc=True)
     with getting(ctx, queue, tmp_path) as able:
@@ -307,7 +309,7 @@ def test_one_who_has_not_passed_keeps_all_on_the_usual_way(ctx, there: StandIn, 
         assert queue.statistics().on_device == 2
 
 
-def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """Its message is lost and counted, as any; the device block is used again; what comes next arrives elsewhere."""
     queue = ctx.Queue(cuda_ipc=True)
     with getting(ctx, queue, tmp_path) as consumer:
@@ -360,7 +362,7 @@ def _put_by_one_that_was_killed(ctx: Any, queue: Any, folder: Path) -> int:
     return pid
 
 
-def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """PeerLost names the process; the message is taken all the same, and the queue goes on."""
     queue = ctx.Queue(cuda_ipc=True)
     pid = _put_by_one_that_was_killed(ctx, queue, tmp_path)
@@ -371,7 +373,7 @@ def test_what_lay_in_a_dead_producers_gpu_is_lost_and_said(ctx, there: StandIn, 
     assert torch.equal(queue.get(device="cuda:0"), zoo.bits(torch.int32, ITEMS))
 
 
-def test_of_many_only_the_lost_are_missing(ctx, there: StandIn, tmp_path: Path) -> None:
+def test_of_many_only_the_lost_are_missing(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """``get_many`` gives what there is, and the next get says what was lost."""
     queue = ctx.Queue(cuda_ipc=True)
     _put_by_one_that_was_killed(ctx, queue, tmp_path)
@@ -383,7 +385,7 @@ def test_of_many_only_the_lost_are_missing(ctx, there: StandIn, tmp_path: Path) 
         queue.get(timeout=0)
 
 
-def test_device_blocks_are_bounded(ctx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_blocks_are_bounded(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If all device blocks are in use, messages are staged without delay. A put that fails gives its block back."""
     there = StandIn(tmp_path, size=5 * (2 << 20) * 8 // 2).install(
         monkeypatch.setattr
@@ -407,7 +409,7 @@ def test_device_blocks_are_bounded(ctx, tmp_path: Path, monkeypatch: pytest.Monk
     there.close()
 
 
-def test_a_full_queue_gives_the_device_block_back(ctx, there: StandIn) -> None:
+def test_a_full_queue_gives_the_device_block_back(ctx: Any, there: StandIn) -> None:
     """A put that fails leaves no device block behind."""
     queue = ctx.Queue(1, cuda_ipc=True)
     queue.put(_gpu(there))
@@ -422,7 +424,7 @@ def test_a_full_queue_gives_the_device_block_back(ctx, there: StandIn) -> None:
     assert queue.get() == 1
 
 
-def test_opened_blocks_are_few(ctx, there: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opened_blocks_are_few(ctx: Any, there: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one longest not used is closed; those of the dead are, when the next one is opened."""
     other = StandIn(tmp_path)
     monkeypatch.setattr("tensorpipe_ipc.cuda.device_blocks.MOST_OPENED", 3)
@@ -437,7 +439,7 @@ def test_opened_blocks_are_few(ctx, there: StandIn, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["gpu", "handle", "nbytes", "token", "frames", "start"])
-def test_names_are_looked_at(ctx, there: StandIn, name: str) -> None:
+def test_names_are_looked_at(ctx: Any, there: StandIn, name: str) -> None:
     """Whatever is no name, or goes beyond its block, is refused by a ProtocolError before CUDA is asked."""
     block = there.blocks.test_block(0).name
     wrong = {"gpu": b"short", "handle": b"short", "nbytes": 5, "token": 0}
@@ -510,7 +512,7 @@ def test_frames_never_carry_names(there: StandIn, tmp_path: Path) -> None:
     assert there.files.calls == []
 
 
-def test_it_is_off_by_default(ctx, there: StandIn) -> None:
+def test_it_is_off_by_default(ctx: Any, there: StandIn) -> None:
     """Nothing is offered, and nothing said, where it was not asked for."""
     queue = ctx.Queue()
     for _ in range(2):

@@ -9,7 +9,7 @@ import functools
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def _gpu(cuda: Recording, *shape: int) -> torch.Tensor:
     return cuda.put_on(torch.randn(shape))
 
 
-def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
+def test_put_copies_on_a_side_stream_and_waits(ctx: Any, cuda: Recording) -> None:
     """Registered, ordered after the caller's stream, copied, kept, waited for: then it is queued. The block once only."""
     at_work, queue = Staging(cuda), ctx.Queue()
     sent = _gpu(cuda, LARGE)
@@ -74,7 +74,7 @@ def test_put_copies_on_a_side_stream_and_waits(ctx, cuda: Recording) -> None:
     assert "stream" not in " ".join(call.split()[0] for call in cuda.calls)
 
 
-def test_small_and_strange_ones_go_the_usual_way(ctx, cuda: Recording) -> None:
+def test_small_and_strange_ones_go_the_usual_way(ctx: Any, cuda: Recording) -> None:
     """Small tensors are not staged; channels-last ones are, and keep their strides; with gaps they are gathered."""
     at_work, queue = Staging(cuda), ctx.Queue()
     _put(queue, _gpu(cuda, 3), at_work)
@@ -129,7 +129,7 @@ class _Elsewhere(torch.Tensor):
     is_cpu = False
 
 
-def test_get_holds_the_block_until_the_copy_is_done(ctx, cuda: Recording) -> None:
+def test_get_holds_the_block_until_the_copy_is_done(ctx: Any, cuda: Recording) -> None:
     """The block is HELD while the copy is under way, and free at the next look after it."""
     at_work, queue = Staging(cuda), ctx.Queue()
     sent = torch.randn(LARGE)
@@ -153,7 +153,7 @@ def test_get_holds_the_block_until_the_copy_is_done(ctx, cuda: Recording) -> Non
     assert torch.equal(got, sent)
 
 
-def test_not_too_many_are_held(ctx, cuda: Recording) -> None:
+def test_not_too_many_are_held(ctx: Any, cuda: Recording) -> None:
     """Of copies that do not end the oldest is waited for; ``finish`` waits for all."""
     at_work, queue = Staging(cuda), ctx.Queue()
     for _ in range(staging.MOST_PENDING + 3):
@@ -164,7 +164,7 @@ def test_not_too_many_are_held(ctx, cuda: Recording) -> None:
     assert queue.statistics().leases == 0
 
 
-def test_several_devices_have_a_stream_each(ctx, cuda: Recording) -> None:
+def test_several_devices_have_a_stream_each(ctx: Any, cuda: Recording) -> None:
     """Each device has one side stream, made once."""
     at_work, queue = Staging(cuda), ctx.Queue()
     for device in (GPU, OTHER, GPU, OTHER):
@@ -174,7 +174,7 @@ def test_several_devices_have_a_stream_each(ctx, cuda: Recording) -> None:
     at_work.finish()
 
 
-def test_tensors_of_several_devices_in_one_tree(ctx, cuda: Recording) -> None:
+def test_tensors_of_several_devices_in_one_tree(ctx: Any, cuda: Recording) -> None:
     """Each is copied on its own GPU's side stream, after what the caller told that GPU; all are there when put returns."""
     at_work, queue = Staging(cuda), ctx.Queue()
     tree = [cuda.put_on(torch.randn(LARGE), device) for device in (GPU, OTHER, GPU)]
@@ -187,7 +187,7 @@ def test_tensors_of_several_devices_in_one_tree(ctx, cuda: Recording) -> None:
     assert all(map(torch.equal, queue.get(), tree))
 
 
-def _killed_in(ctx, queue, action) -> None:
+def _killed_in(ctx: Any, queue: Any, action: Callable[[], Any]) -> None:
     """Run something in a forked child, which stops where a copy's end is waited for, and is killed there."""
     process = ctx.Process(target=action)
     process.start()
@@ -207,7 +207,7 @@ def _stopping() -> Recording:
     return cuda
 
 
-def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx) -> None:
+def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx: Any) -> None:
     """The block that its GPU was reading is free again, for whoever puts next, and nobody else's message is missing."""
     queue = ctx.Queue()
     queue.put(torch.ones(LARGE))
@@ -225,7 +225,7 @@ def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx) -> None:
     assert not left_in(ctx)
 
 
-def test_a_producer_killed_in_its_copy_puts_nothing(ctx) -> None:
+def test_a_producer_killed_in_its_copy_puts_nothing(ctx: Any) -> None:
     """A message is all or nothing: what was not copied to its end is not queued, and its block is free again."""
     queue = ctx.Queue(2)
 
@@ -241,7 +241,7 @@ def test_a_producer_killed_in_its_copy_puts_nothing(ctx) -> None:
     assert not left_in(ctx)
 
 
-def test_a_block_is_not_written_before_its_copy_is_done(ctx, cuda: Recording) -> None:
+def test_a_block_is_not_written_before_its_copy_is_done(ctx: Any, cuda: Recording) -> None:
     """However many messages follow, none is put into a block that a GPU is still reading."""
     at_work, queue = Staging(cuda), ctx.Queue()
     queue.put(torch.full((LARGE,), 5.0))
@@ -254,7 +254,7 @@ def test_a_block_is_not_written_before_its_copy_is_done(ctx, cuda: Recording) ->
     at_work.finish()
 
 
-def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
+def test_a_tree_is_moved_where_it_can_be(ctx: Any, cuda: Recording) -> None:
     """Tensors and parameters move, views of one storage together; arrays, bytes and storages stay."""
     queue, moved = ctx.Queue(), []
 
@@ -282,7 +282,7 @@ def test_a_tree_is_moved_where_it_can_be(ctx, cuda: Recording) -> None:
 
 
 @pytest.mark.parametrize(("code", "says"), [(2, "ulimit -l"), (801, "WSL2"), (999, "error 999")])
-def test_without_page_locks_it_copies_and_says_so_once(ctx, code: int, says: str) -> None:
+def test_without_page_locks_it_copies_and_says_so_once(ctx: Any, code: int, says: str) -> None:
     """A registration that fails gives one warning with reason and remedy, and right bytes all the same."""
     warn_of_page_locks_anew()
     cuda = Recording(code)
@@ -306,7 +306,7 @@ def test_what_is_no_segment_is_not_locked(cuda: Recording) -> None:
     assert place.sum() == LARGE
 
 
-def test_locked_pages_are_not_punched_out(ctx, cuda: Recording) -> None:
+def test_locked_pages_are_not_punched_out(ctx: Any, cuda: Recording) -> None:
     """Once any page is locked, free blocks keep their memory."""
     segment = ctx.tensorpipe_attachment().arena.segment
     queue = ctx.Queue()

@@ -1,7 +1,11 @@
 """Fixtures of the shared-memory tests."""
 
+from __future__ import annotations
+
 import os
 import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,18 +16,18 @@ LIMIT = 20  # seconds that any child may take
 
 
 @pytest.fixture
-def arena():
+def arena() -> Iterator[Any]:
     made = Arena(Segment.create(1 << 32), capacity=64 << 20)
     yield made
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
 
 
 @pytest.fixture
-def child():
+def child() -> Iterator[Any]:
     """Run something in a forked child, which then waits to be killed, with what it returned in hand."""
     pids = []
 
-    def start(action):
+    def start(action: Callable[[], Any]) -> Any:
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -53,8 +57,8 @@ def child():
 
 
 @pytest.fixture
-def kill():
-    def kill_and_reap(pid):
+def kill() -> Any:
+    def kill_and_reap(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the fixture to reap
 

@@ -1,5 +1,7 @@
 """Memory goes to who needs it, whatever it was used for and whoever had it; and it is given back when nobody does."""
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import os
@@ -8,6 +10,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,21 +47,21 @@ LIMIT = 20  # seconds
 
 
 @pytest.fixture
-def ctx():
+def ctx() -> Iterator[Any]:
     yield from context_of(32 * PART)
 
 
 @pytest.fixture
-def medium_ctx():
+def medium_ctx() -> Iterator[Any]:
     yield from context_of(16 * MIB)
 
 
 @pytest.fixture
-def large_ctx():
+def large_ctx() -> Iterator[Any]:
     yield from context_of(32 * MIB)
 
 
-def context_of(capacity):
+def context_of(capacity: int) -> Iterator[Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     made = small_context(capacity=capacity)
@@ -65,15 +70,15 @@ def context_of(capacity):
     torch.set_num_threads(threads)
 
 
-def resident(there):
+def resident(there: Any) -> Any:
     return there.statistics().resident
 
 
-def octets(nbytes, value=1):
+def octets(nbytes: int, value: int = 1) -> Any:
     return torch.full((nbytes,), value % 251, dtype=torch.uint8)
 
 
-def peak_memory(*, start=False):
+def peak_memory(*, start: bool = False) -> Any:
     """Return the most bytes that this process has had in memory since the last start."""
     if start:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as peak:
@@ -83,19 +88,19 @@ def peak_memory(*, start=False):
     return int(line.split()[1]) << 10
 
 
-def worth(memory, nbytes):
+def worth(memory: Any, nbytes: int) -> Any:
     """Return about how many messages of a size take so much memory."""
     return max(1, memory // (1 << size_class_of(nbytes + 100) if nbytes < 4096 else nbytes + 5000))
 
 
-def burst(there, nbytes, count):
+def burst(there: Any, nbytes: int, count: int) -> None:
     for _ in range(count):
         there.put(octets(nbytes), timeout=LIMIT / 2)
     for _ in range(count):
         there.get(copy=True)
 
 
-def wait_for(what):
+def wait_for(what: Any) -> None:
     until = time.monotonic() + LIMIT
     while not what():
         assert time.monotonic() < until
@@ -105,12 +110,12 @@ def wait_for(what):
 class Helper:
     """A forked process that does something, says so, and then stays alive, idle."""
 
-    def __init__(self, action, *, goes_on=False):
+    def __init__(self, action: Callable[[], Any], *, goes_on: bool = False) -> None:
         self._told, tell = os.pipe()
         self.pid = in_child(lambda: self._run(action, tell, goes_on))
         os.close(tell)
 
-    def _run(self, action, tell, goes_on):
+    def _run(self, action: Callable[[], Any], tell: Any, goes_on: Any) -> None:
         if goes_on:
             os.write(tell, b".")
             action()
@@ -120,13 +125,13 @@ class Helper:
             signal.pause()
             del kept
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         if os.read(self._told, 1) != b".":
             self.__exit__()
             pytest.fail("the helper failed")
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         os.close(self._told)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -134,7 +139,7 @@ class Helper:
 
 
 @pytest.mark.parametrize("nbytes", [400, 3000, 20_000, 300_000])
-def test_after_a_burst_of_small_messages_there_is_room_for_large_ones(ctx, nbytes):
+def test_after_a_burst_of_small_messages_there_is_room_for_large_ones(ctx: Any, nbytes: int) -> None:
     there = ctx.Queue()
     burst(there, nbytes, worth(20 * PART, nbytes))
     for number in range(2):
@@ -146,7 +151,7 @@ def test_after_a_burst_of_small_messages_there_is_room_for_large_ones(ctx, nbyte
 
 @pytest.mark.parametrize("state", ["idle", "stopped", "dead"])
 @pytest.mark.parametrize("nbytes", [400, 100_000, 24 * PART])
-def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
+def test_what_lies_free_with_another_process_is_found(ctx: Any, nbytes: int, state: Any) -> None:
     """Also with one that is alive, and will never use it; or is stopped, and cannot say so."""
     there, other = ctx.Queue(), ctx.Queue()
     there.put(0)  # so that no large one is let in as the first
@@ -164,21 +169,23 @@ def test_what_lies_free_with_another_process_is_found(ctx, nbytes, state):
 
 
 @pytest.mark.parametrize("where", ["before it fills new memory", "as it takes a block", "as it gives back"])
-def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, monkeypatch):
+def test_who_is_stopped_does_not_keep_what_lies_with_others(
+    large_ctx: Any, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part of this is his, or may be: then other memory is found that is enough."""
     many, one, mine = (large_ctx.Queue() for _ in range(3))
     told, tell = os.pipe()
 
-    def have():
+    def have() -> None:
         for _ in range(60):
             many.put(octets(300_000))
         os.write(tell, b".")
         signal.pause()
 
-    def stop(*_):
+    def stop(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def stops():
+    def stops() -> None:
         arena = large_ctx.tensorpipe_attachment().arena
         if where == "before it fills new memory":
             monkeypatch.setattr(Segment, "reserve", stop)
@@ -212,24 +219,26 @@ def test_who_is_stopped_does_not_keep_what_lies_with_others(large_ctx, where, mo
         os.close(tell)
 
 
-def test_what_was_asked_for_and_never_filled_is_found(large_ctx):
+def test_what_was_asked_for_and_never_filled_is_found(large_ctx: Any) -> None:
     there = large_ctx.Queue()
     there.put(0)
 
-    def action():
+    def action() -> None:
         large_ctx.empty((24 * MIB,), torch.uint8)
 
     with Helper(action):
         there.put(octets(20 * MIB), timeout=1)
 
 
-def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroyed(ctx, monkeypatch):
+def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroyed(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what waits in it, when nobody has it any more."""
     there = ctx.Queue()
     there.put(octets(20 * PART))
     arena = ctx.tensorpipe_attachment().arena
 
-    def take_all():
+    def take_all() -> None:
         ctx.tensorpipe_attachment().attach()
         monkeypatch.setattr(barrier, "quick", die)
         take_all_extents(arena)
@@ -248,12 +257,12 @@ def test_a_queue_whose_record_lay_where_a_killed_process_took_memory_is_destroye
 
 @pytest.mark.parametrize("nbytes", [300, 5000, 20_000])
 @pytest.mark.parametrize("mine", [True, False])
-def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx, nbytes, mine):
+def test_a_few_small_messages_do_not_keep_the_memory_of_many(ctx: Any, nbytes: int, mine: Any) -> None:
     """A few waiting messages, which lie anywhere between the taken ones, keep little memory."""
     waiting, taken = ctx.Queue(), ctx.Queue()
     every = worth(MIB, nbytes)
 
-    def action():
+    def action() -> None:
         count = 0
         with contextlib.suppress(Full):
             while True:
@@ -278,10 +287,10 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("function", ["_start", "_has_pages", "_allocate", "allocate"])
-def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
+def test_an_exception_when_memory_was_taken_gives_it_back(ctx: Any, function: Any, many: Any) -> None:
     there = ctx.Queue()
 
-    def tracer(frame, event, _):
+    def tracer(frame: Any, event: Any, _: Any) -> Any:
         if event == "return":
             raise Interrupted
         return tracer
@@ -300,11 +309,11 @@ def test_an_exception_when_memory_was_taken_gives_it_back(ctx, function, many):
 @pytest.mark.limit(200)
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # raised between open() and its ``with``
 @strides(61, 397)
-def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_ctx, step):
+def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_ctx: Any, step: Any) -> None:
     """Of a process whose memory nobody else takes."""
     there = medium_ctx.Queue()
 
-    def action():
+    def action() -> None:
         for nbytes in (3 * MIB, 400, 3000, 20_000, 9 * MIB):
             there.put(octets(nbytes), timeout=LIMIT)
         for _ in range(5):
@@ -327,15 +336,15 @@ def test_an_exception_at_any_step_of_a_put_leaves_all_memory_to_be_used(medium_c
         point += step
 
 
-def _interrupt():
+def _interrupt() -> None:
     raise Interrupted
 
 
-def test_who_lost_free_memory_gets_other_memory(ctx):
+def test_who_lost_free_memory_gets_other_memory(ctx: Any) -> None:
     """And nothing of what it puts then is anybody else's."""
     there, back, go = ctx.Queue(), ctx.Queue(), ctx.Queue()
 
-    def action():
+    def action() -> None:
         burst(back, 20_000, 200)
         go.put(1)
         for _ in range(200):
@@ -354,19 +363,19 @@ def test_who_lost_free_memory_gets_other_memory(ctx):
         assert reap_quietly(helper.pid)
 
 
-def reap_quietly(pid):
+def reap_quietly(pid: int) -> Any:
     wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
     return True
 
 
 @pytest.mark.parametrize("count", [1000, 7000], ids=["in the pipe", "in the log, too"])
-def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
+def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx: Any, count: int) -> None:
     """It had put many messages; the other process got them all, and gave the memory back."""
     there = large_ctx.Queue()
     for _ in range(count):
         there.put(octets(3000))
 
-    def action():
+    def action() -> None:
         for _ in range(count):
             there.get(copy=True)
         there.trim()
@@ -380,7 +389,7 @@ def test_who_lost_free_memory_makes_no_memory_of_what_it_knew(large_ctx, count):
         assert resident(there) < MIB
 
 
-def test_memory_that_is_nobodys_is_found(large_ctx):
+def test_memory_that_is_nobodys_is_found(large_ctx: Any) -> None:
     """A look at blocks may be a moment too late, and make pages where others have just given up the memory."""
     there = large_ctx.Queue()
     burst(there, 3000, 5000)
@@ -395,14 +404,14 @@ def test_memory_that_is_nobodys_is_found(large_ctx):
     assert (there.get(), len(there.get())) == (1, 24 * MIB)
 
 
-def _pages_of_no_extent(ctx):
+def _pages_of_no_extent(ctx: Any) -> Any:
     arena = ctx.tensorpipe_attachment().arena
     extents = [(start, start + (units << 20)) for start, _, units, _ in arena.all_extents()]
     pages = arena.written(first_unit_of(arena) << 20, arena.segment.size)
     return [run for run in pages if not any(start <= run[0] and run[1] <= stop for start, stop in extents)]
 
 
-def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx):
+def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx: Any) -> None:
     """Not the cold memory of the peak, one after the other."""
     there = large_ctx.Queue()
     for _ in range(12):
@@ -416,7 +425,7 @@ def test_after_a_peak_what_was_freed_last_is_used_first(large_ctx):
     assert len(places) <= 2
 
 
-def test_a_block_that_grows_is_charged(ctx):
+def test_a_block_that_grows_is_charged(ctx: Any) -> None:
     """Blocks are sizes of a power of two: written in part once, they have pages for that part."""
     there = ctx.Queue()
     there.put(0)
@@ -430,19 +439,19 @@ def test_a_block_that_grows_is_charged(ctx):
         there.put(0)
 
 
-def test_many_processes_stay_within_the_capacity_together(ctx):
+def test_many_processes_stay_within_the_capacity_together(ctx: Any) -> None:
     """Each puts at once whatever fits, in all sizes."""
     there = ctx.Queue()
     there.put(0)
     most, stop = [0], threading.Event()
 
-    def action(seed):
+    def action(seed: int) -> None:
         torch.manual_seed(seed)
         for _ in range(30):
             with contextlib.suppress(Full):
                 there.put(octets(int(torch.randint(100, 9 * PART, (1,)))), timeout=0)
 
-    def look():
+    def look() -> None:
         while not stop.is_set():
             most[0] = max(most[0], resident(there))
             stop.wait(0.002)
@@ -458,7 +467,7 @@ def test_many_processes_stay_within_the_capacity_together(ctx):
     assert 20 * PART < most[0] <= 35 * PART
 
 
-def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx):
+def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx: Any) -> None:
     """A few per cent of what it took to put all that waits: in processor time, as others may be running."""
     there, each, costs = medium_ctx.Queue(), [octets(100)] * 64, []
     began = time.thread_time()
@@ -475,7 +484,9 @@ def test_a_put_that_may_not_wait_does_not_look_for_long(medium_ctx):
     assert min(costs) < 0.08 * filling
 
 
-def test_a_large_message_after_many_small_ones_looks_at_what_the_machine_leaves_a_few_times(medium_ctx, monkeypatch):
+def test_a_large_message_after_many_small_ones_looks_at_what_the_machine_leaves_a_few_times(
+    medium_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That takes longer than to give a block back."""
     there, looks = medium_ctx.Queue(), []
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.headroom", lambda: looks.append(1) or headroom())
@@ -506,7 +517,9 @@ print("done")
 """
 
 
-def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask_for_each_block(large_ctx, monkeypatch):
+def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask_for_each_block(
+    large_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took seconds after a million messages."""
     there, number, asked = large_ctx.Queue(), 64 * 100, []
     for _ in range(100):
@@ -521,7 +534,9 @@ def test_a_put_after_a_burst_whose_memory_another_process_gave_back_does_not_ask
     assert 32 < len(asked) < 400
 
 
-def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_ctx, monkeypatch):
+def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(
+    large_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took 0.8 s after 500,000, also with no timeout left. The order stays, and so does what others put."""
     there, number, looks = large_ctx.Queue(), 64 * 400, []
     for first in range(0, number, 64):
@@ -542,7 +557,7 @@ def test_a_put_after_a_burst_that_was_taken_does_not_look_at_each_message(large_
     assert len(looks) < 200  # it is over: what was a burst costs later puts nothing
 
 
-def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
+def test_memory_that_cannot_be_given_back_is_used_again(large_ctx: Any) -> None:
     """As that of an arena whose pages a GPU has locked: also once there was no room for something larger."""
     there = large_ctx.Queue()
     large_ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
@@ -556,7 +571,7 @@ def test_memory_that_cannot_be_given_back_is_used_again(large_ctx):
     assert resident(there) == before
 
 
-def fill_and_empty(there):
+def fill_and_empty(there: Any) -> None:
     """Put whatever there is memory for, and get it."""
     with contextlib.suppress(Full):
         while True:
@@ -566,7 +581,7 @@ def fill_and_empty(there):
 
 
 @pytest.mark.parametrize("nbytes", [3000, 5000])
-def test_a_put_that_may_not_wait_finds_what_lies_free_beside_the_little_that_is_its_own(ctx, nbytes):
+def test_a_put_that_may_not_wait_finds_what_lies_free_beside_the_little_that_is_its_own(ctx: Any, nbytes: int) -> None:
     there, other = ctx.Queue(), ctx.Queue()
     burst(there, 3000, 100)
     there.put(octets(10))
@@ -577,7 +592,7 @@ def test_a_put_that_may_not_wait_finds_what_lies_free_beside_the_little_that_is_
 
 
 @pytest.mark.parametrize("state", ["alive", "dead"])
-def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ctx, state):
+def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ctx: Any, state: Any) -> None:
     """It needs a block of its own."""
     there, other = ctx.Queue(), ctx.Queue()
 
@@ -591,7 +606,9 @@ def test_a_lease_of_a_small_message_finds_what_lies_free_with_another_process(ct
 
 
 @pytest.mark.parametrize("nbytes", [300, 5000])
-def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkeypatch):
+def test_a_lease_that_the_budget_refuses_looks_for_no_memory(
+    ctx: Any, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It took milliseconds where there was much: too long for a program that gets a copy then."""
     there, attachment = ctx.Queue(), ctx.tensorpipe_attachment()
     there.put(octets(nbytes, 7))
@@ -602,16 +619,16 @@ def test_a_lease_that_the_budget_refuses_looks_for_no_memory(ctx, nbytes, monkey
     assert int(there.get(copy=True)[0]) == 7
 
 
-def few_addresses(ctx, units):
+def few_addresses(ctx: Any, units: int) -> None:
     """Leave an arena so many MiB of addresses, as under ``ulimit -v``."""
     leave_addresses(ctx.tensorpipe_attachment().arena, units)
 
 
-def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_found(ctx):
+def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_found(ctx: Any) -> None:
     there, other = ctx.Queue(), ctx.Queue()
     few_addresses(ctx, 2)
 
-    def action():
+    def action() -> None:
         burst(other, 100_000, 3)
         other.put(octets(100_000, 77))
 
@@ -624,13 +641,13 @@ def test_where_addresses_are_few_blocks_that_are_free_with_another_process_are_f
             assert [(int(x[0]), int(x[-1])) for x in drained(queue_)] == [(value, value) for value in values]
 
 
-def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_found(ctx):
+def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_found(ctx: Any) -> None:
     """It lies between messages that wait, and all of it is needed."""
     there, other, waiting = ctx.Queue(), ctx.Queue(), ctx.Queue()
     few_addresses(ctx, 11)
     there.put(octets(500_000))
 
-    def action():
+    def action() -> None:
         for number in range(72):
             (other if number % 8 else waiting).put(octets(100_000, number), timeout=0)
         for _ in range(other.qsize()):
@@ -642,12 +659,12 @@ def test_where_addresses_are_few_memory_that_is_free_with_another_process_is_fou
         assert [int(x[-1]) for x in drained(waiting)] == list(range(0, 72, 8))
 
 
-def test_few_addresses_do_for_all_sizes_in_turn(tmp_path):
+def test_few_addresses_do_for_all_sizes_in_turn(tmp_path: Path) -> None:
     done = ran_in_fork("-c", ADDRESSES, folder=tmp_path)
     assert (done.status, done.out) == (0, "True\ndone\n"), done.err
 
 
-def test_trim_gives_back_what_nobody_needs(large_ctx):
+def test_trim_gives_back_what_nobody_needs(large_ctx: Any) -> None:
     there, other = large_ctx.Queue(), large_ctx.Queue()
     held = octets(3 * MIB, 7)
     there.put(held)
@@ -665,14 +682,14 @@ def test_trim_gives_back_what_nobody_needs(large_ctx):
 
 
 @pytest.mark.parametrize("who", ["waits", "waits with a timeout", "polls", "puts"])
-def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
+def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever gets or puts, also if it never had that memory."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
     there, other, go = large_ctx.Queue(), large_ctx.Queue(), large_ctx.Queue()
     make_look_due(large_ctx.tensorpipe_attachment().arena)
 
-    def wait():
+    def wait() -> None:
         there.get(timeout=LIMIT if who == "waits with a timeout" else None)
 
     with Helper(lambda: burst(other, 2 * MIB, 8)):
@@ -693,7 +710,9 @@ def test_what_lies_idle_is_given_back(large_ctx, who, monkeypatch):
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(100_000, 128), (5000, 1200)])
-def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, count, monkeypatch):
+def test_what_lies_idle_between_a_few_leases_is_given_back(
+    large_ctx: Any, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And they stay as they are; what was given back is used again."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     there, taken = large_ctx.Queue(), []
@@ -711,7 +730,9 @@ def test_what_lies_idle_between_a_few_leases_is_given_back(large_ctx, nbytes, co
 
 
 @pytest.mark.parametrize("timeout", [None, LIMIT])
-def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout, monkeypatch):
+def test_what_a_killed_process_had_is_given_back_by_who_waits(
+    large_ctx: Any, timeout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a message that does not come: who waits never needs memory."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
     monkeypatch.setattr("tensorpipe_ipc.shared_queue.get_end.IDLE", 0.1)
@@ -730,17 +751,17 @@ def test_what_a_killed_process_had_is_given_back_by_who_waits(large_ctx, timeout
         assert not waiter.is_alive()
 
 
-def test_memory_that_an_exception_left_half_made_is_found(large_ctx, monkeypatch):
+def test_memory_that_an_exception_left_half_made_is_found(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By others: who began the put is idle now."""
     there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
 
-    def interrupted(segment, start, stop):
+    def interrupted(segment: Any, start: Any, stop: Any) -> Any:
         steps.append(start)
         if len(steps) == 5:
             raise Interrupted
         return reserve(segment, start, stop)
 
-    def begin():
+    def begin() -> None:
         monkeypatch.setattr(Segment, "reserve", interrupted)
         with pytest.raises(Interrupted):
             there.put(octets(24 * MIB))
@@ -753,11 +774,13 @@ def test_memory_that_an_exception_left_half_made_is_found(large_ctx, monkeypatch
 
 
 @pytest.mark.parametrize("ending", ["raises", "dies"])
-def test_memory_that_was_made_and_not_told_of_is_found(large_ctx, ending, monkeypatch):
+def test_memory_that_was_made_and_not_told_of_is_found(
+    large_ctx: Any, ending: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By others, who need it all: who made it is idle now, or another has its row."""
     there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
 
-    def interrupted(segment, start, stop):
+    def interrupted(segment: Any, start: Any, stop: Any) -> Any:
         steps.append(reserve(segment, start, stop))
         if len(steps) == 5:
             if ending == "dies":
@@ -765,7 +788,7 @@ def test_memory_that_was_made_and_not_told_of_is_found(large_ctx, ending, monkey
             raise Interrupted
         return steps[-1]
 
-    def begin():
+    def begin() -> None:
         monkeypatch.setattr(Segment, "reserve", interrupted)
         with pytest.raises(Interrupted):
             there.put(octets(24 * MIB))
@@ -780,14 +803,14 @@ def test_memory_that_was_made_and_not_told_of_is_found(large_ctx, ending, monkey
         assert (there.get(), len(there.get())) == (1, 30 * MIB)
 
 
-def between_endpoints():
+def between_endpoints() -> Any:
     """Return the bytes that the one segment of this process takes."""
     (segment,) = survey([os.getpid()])
     return segment.resident
 
 
 @pytest.mark.parametrize("way", ["a consumer waits", "a consumer trims", "a producer trims"])
-def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
+def test_what_lies_idle_between_endpoints_is_given_back(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a burst that is over: by a consumer that waits for the next one, or by either end's trim."""
     monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1 if way == "a consumer waits" else 1e9)
     with tp.Consumer("idle", shared_memory="require") as consumer, tp.Producer("idle") as producer:
@@ -809,7 +832,7 @@ def test_what_lies_idle_between_endpoints_is_given_back(way, monkeypatch):
             assert end.trim() == 0
 
 
-def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds():
+def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds() -> None:
     with tp.Consumer("next", producers=2, shared_memory="require") as consumer:
         with tp.Producer("next") as producer:
             putting = in_thread(lambda: [producer.put(octets(MIB, n), LIMIT) for n in range(12)])
@@ -827,7 +850,7 @@ def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds
 
 
 @pytest.mark.parametrize("between", ["a queue's ends", "a context's", "a context's, which goes last", "endpoints"])
-def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between):
+def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between: Any) -> None:
     """Nobody would find what is free there; and some tensors last as long as their program."""
     if between == "endpoints":
         with tp.Consumer("last", shared_memory="require") as consumer, tp.Producer("last") as producer:
@@ -854,7 +877,7 @@ def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between)
 
 
 @pytest.mark.parametrize("between", ["a queue's ends", "a context's", "endpoints"])
-def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_keeps_the_segment(between):
+def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_keeps_the_segment(between: Any) -> None:
     """A long-lived child, as of another pool, never uses it: each queue of its parent's past cost all that it ever had."""
     if between == "endpoints":
         first, last = tp.Consumer("last", shared_memory="require"), tp.Producer("last")
@@ -878,10 +901,10 @@ def test_what_is_free_is_given_back_with_the_last_queue_though_a_forked_child_ke
         assert segment.resident() < MIB
 
 
-def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_keeps_a_tensor():
+def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_keeps_a_tensor() -> None:
     """A consumer takes weights and closes, say: it kept all that its producer had ever needed, as long as the weights."""
 
-    def keep():
+    def keep() -> Any:
         with tp.Consumer("keeper", bind=False, shared_memory="require") as consumer:
             return [consumer.get(LIMIT) for _ in range(12)][0]
 
@@ -896,15 +919,15 @@ def test_what_is_free_is_given_back_with_the_last_queue_though_another_process_k
             assert segment.resident < 2 * MIB
 
 
-def test_threads_put_while_others_take_their_memory_away(ctx):
+def test_threads_put_while_others_take_their_memory_away(ctx: Any) -> None:
     """Nothing is ever in two messages: each arrives as it was."""
     queues, failed = [ctx.Queue() for _ in range(3)], []
 
-    def trim():
+    def trim() -> None:
         for _ in range(60):
             ctx.trim()
 
-    def use(there, seed):
+    def use(there: Any, seed: int) -> None:
         try:
             for number in range(150):
                 sizes = [(number * 7919 + seed * 31 + each * 104_729) % 90_000 + 1 for each in range(4)]
@@ -928,7 +951,7 @@ def test_threads_put_while_others_take_their_memory_away(ctx):
 
 @pytest.mark.parametrize("serializer", ["raw", "numpy"])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16])
-def test_a_producer_refuses_what_can_never_fit_before_it_is_gathered(serializer, wire_dtype):
+def test_a_producer_refuses_what_can_never_fit_before_it_is_gathered(serializer: str, wire_dtype: Any) -> None:
     """It knows the capacity once a consumer has come, and says the sizes at once; no memory is used for it."""
     with (
         tp.Consumer("narrow") as consumer,
@@ -945,7 +968,7 @@ def test_a_producer_refuses_what_can_never_fit_before_it_is_gathered(serializer,
 
 
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16])
-def test_a_producer_that_knows_no_capacity_yet_says_that_there_is_no_memory(wire_dtype):
+def test_a_producer_that_knows_no_capacity_yet_says_that_there_is_no_memory(wire_dtype: Any) -> None:
     """Nobody has come, and more is to be gathered than there are addresses for."""
     with tp.Producer("nobody", serializer="numpy", wire_dtype=wire_dtype) as producer:
         with pytest.raises(OutOfMemory, match="It was not sent"):
@@ -962,7 +985,7 @@ with tp.Consumer(sys.argv[1], bind=False, shared_memory="require") as consumer:
 """
 
 
-def test_one_capacity_counts_for_both_ends(tmp_path):
+def test_one_capacity_counts_for_both_ends(tmp_path: Path) -> None:
     """A consumer on whose side the machine has less takes what the producer may put."""
     endpoint = f"capacity-{os.getpid()}"
     with tp.Producer(endpoint, bind=True, shared_memory="require") as producer:
@@ -975,7 +998,7 @@ def test_one_capacity_counts_for_both_ends(tmp_path):
 
 @pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16])
-def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx, serializer, wire_dtype):
+def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx: Any, serializer: str, wire_dtype: Any) -> None:
     """The sizes are named at once, and no memory is used for it."""
     there = ctx.Queue(serializer=serializer, wire_dtype=wire_dtype)
     wide = torch.ones(1, 1000).expand(40_000_000, 1000)  # 160 GB
@@ -989,7 +1012,7 @@ def test_what_can_never_fit_is_refused_before_it_is_gathered(ctx, serializer, wi
     assert there.get() == 1
 
 
-def test_a_tree_that_can_never_fit_is_refused_before_all_of_it_is_gathered(ctx):
+def test_a_tree_that_can_never_fit_is_refused_before_all_of_it_is_gathered(ctx: Any) -> None:
     """Each of its tensors would fit: no more is copied than the capacity, and one of them."""
     there, wide = ctx.Queue(), [torch.ones(1, 1000).expand(1000, 1000) for _ in range(400)]  # 1.6 GB
     before = peak_memory(start=True)
@@ -1001,7 +1024,7 @@ def test_a_tree_that_can_never_fit_is_refused_before_all_of_it_is_gathered(ctx):
 
 
 @pytest.mark.parametrize("page", [pytest.param(16 << 10, marks=pytest.mark.kills), 64 << 10])
-def test_pages_may_be_larger(page, monkeypatch):
+def test_pages_may_be_larger(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on arm64: what is given back are whole pages of that size, and nothing else is lost."""
     monkeypatch.setattr(Segment, "page", page)
     ctx = small_context(capacity=32 * PART)
@@ -1018,13 +1041,13 @@ def test_pages_may_be_larger(page, monkeypatch):
     vars(ctx).clear()
 
 
-def test_a_killed_consumers_memory_is_found_by_who_waits(ctx):
+def test_a_killed_consumers_memory_is_found_by_who_waits(ctx: Any) -> None:
     """One that held leases, with another alive that has free memory: together they are enough."""
     there, other = ctx.Queue(), ctx.Queue()
     there.put(octets(10 * PART))
     there.put(0)
 
-    def hold():
+    def hold() -> Any:
         burst(other, 5 * PART, 2)
         return there.get(copy=False)
 

@@ -1,10 +1,13 @@
 """A process that takes memory from others may be killed or stopped at any step; so may the process that has it."""
 
+from __future__ import annotations
+
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crash_points import die, dies_at, in_child, reap
@@ -21,7 +24,7 @@ SIZES = (400, 3000, 20_000, 300_000, 3 << 20)
 
 
 @pytest.fixture
-def arena():
+def arena() -> Iterator[Any]:
     made = Arena(Segment.create(1 << 29), CAPACITY)
     made.attach()
     yield made
@@ -31,10 +34,10 @@ def arena():
 class Ledger:
     """Puts and takes blocks as a queue does, and sees to it that no block has a generation twice."""
 
-    def __init__(self, arena):
+    def __init__(self, arena: Arena) -> None:
         self.arena, self.seen = arena, {}
 
-    def use(self):
+    def use(self) -> None:
         arena, words, held = self.arena, self.arena.words, []
         for nbytes in SIZES:
             for _ in range(2):
@@ -54,13 +57,13 @@ class Ledger:
             words[block >> 3] &= ~HOLDER
 
 
-def check_layout(arena):
+def check_layout(arena: Arena) -> None:
     extents = list(arena.all_extents())
     for (start, _, units, _), (following, *_) in zip(extents, extents[1:], strict=False):
         assert start + (units << 20) <= following
 
 
-def settle(arena):
+def settle(arena: Arena) -> None:
     """Finish the dead, as others would at their next look."""
     for row in arena.rows.used():
         with arena.rows.locked(row) as dead:
@@ -71,16 +74,16 @@ def settle(arena):
 @pytest.mark.kills
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("work", ["trim", "collect"])
-def test_who_takes_memory_may_die_at_any_step(arena, work):
+def test_who_takes_memory_may_die_at_any_step(arena: Arena, work: Any) -> None:
     ledger = Ledger(arena)
 
-    def action():
+    def action() -> None:
         if work == "trim":
             arena.trim()
         else:
             arena.collect(15 << 20)
 
-    def dies(point):
+    def dies(point: int) -> Any:
         ledger.use()
         return dies_at(point, action, first=arena.attach)
 
@@ -96,11 +99,11 @@ def test_who_takes_memory_may_die_at_any_step(arena, work):
 
 @pytest.mark.kills
 @pytest.mark.limit(300)
-def test_who_allocates_may_die_at_any_step_while_others_take(arena):
+def test_who_allocates_may_die_at_any_step_while_others_take(arena: Arena) -> None:
     """The dead one's extents, in doubt or not, come to who needs them; nothing is left over."""
     ledger = Ledger(arena)
 
-    def action():
+    def action() -> None:
         for nbytes in SIZES:
             block = arena.allocate(nbytes)
             arena.words[block >> 3] += (1 << 32) + QUEUED - WRITING
@@ -116,18 +119,20 @@ def test_who_allocates_may_die_at_any_step_while_others_take(arena):
     assert not list(arena.all_extents())
 
 
-def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(arena, monkeypatch):
+def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though nobody needs memory now. It had said what it takes, and was killed before it knew whether it could have it."""
     told, tell = os.pipe()
 
-    def own():
+    def own() -> None:
         arena.attach()
         for nbytes in SIZES:
             arena.words[arena.allocate(nbytes) >> 3] += HELD - WRITING
         os.write(tell, b".")
         signal.pause()
 
-    def take_all():
+    def take_all() -> None:
         arena.attach()
         monkeypatch.setattr(barrier, "quick", die)
         take_all_extents(arena)
@@ -144,12 +149,12 @@ def test_what_the_dead_had_is_free_where_a_killed_process_took_memory(arena, mon
     os.close(tell)
 
 
-def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
+def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena: Arena) -> None:
     """Before it has written the block's state, and after it has said which it takes: nobody else uses that extent, all others
     are taken; and when it goes on, it has the block or another, not one that somebody has."""
     told, tell = os.pipe()
 
-    def allocate():
+    def allocate() -> None:
         arena.attach()
         blocks = [arena.allocate(300_000) for _ in range(8)]
         for block in blocks:
@@ -164,10 +169,10 @@ def test_who_is_stopped_while_it_takes_a_block_keeps_one_extent(arena):
         class Stopping:
             """The words, whose store of a hazard stops the process."""
 
-            def __getitem__(self, index):
+            def __getitem__(self, index: int) -> Any:
                 return words[index]
 
-            def __setitem__(self, index, value):
+            def __setitem__(self, index: int, value: Any) -> None:
                 words[index] = value
                 if index == word and value and arena.words is self:
                     arena.words = words  # once

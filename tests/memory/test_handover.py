@@ -20,17 +20,17 @@ SIZE = 100_000  # items
 LIMIT = 20
 
 
-def filled(ctx, dtype=torch.float32):
+def filled(ctx: Any, dtype: Any = torch.float32) -> Any:
     return ctx.empty((100, SIZE // 100), dtype=dtype).fill_(3)
 
 
-def received(there):
+def received(there: Any) -> Any:
     there.put(torch.full((100, SIZE // 100), 3.0))
     return there.get()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_a_tensor_made_in_the_arena_goes_without_a_copy(ctx, dtype):
+def test_a_tensor_made_in_the_arena_goes_without_a_copy(ctx: Any, dtype: torch.dtype) -> None:
     there = ctx.Queue()
     sent = filled(ctx, dtype)
     address = sent.data_ptr()
@@ -43,7 +43,7 @@ def test_a_tensor_made_in_the_arena_goes_without_a_copy(ctx, dtype):
 
 @pytest.mark.parametrize("maxsize", [0, 2, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lease_is_forwarded_again_and_again_without_a_copy(ctx, maxsize, dtype):
+def test_a_lease_is_forwarded_again_and_again_without_a_copy(ctx: Any, maxsize: int, dtype: torch.dtype) -> None:
     one, other = ctx.Queue(), ctx.Queue(maxsize)
     one.put({"step": 0, "x": torch.full((100, SIZE // 100), 3, dtype=dtype), "label": torch.ones(3)})
     tree = one.get()
@@ -59,7 +59,7 @@ def test_a_lease_is_forwarded_again_and_again_without_a_copy(ctx, maxsize, dtype
     assert blocks_in_use(ctx) == {}
 
 
-def test_small_leaves_from_elsewhere_and_any_picklable_object_travel_with_it(ctx):
+def test_small_leaves_from_elsewhere_and_any_picklable_object_travel_with_it(ctx: Any) -> None:
     there = ctx.Queue()
     sent = filled(ctx)
     address = sent.data_ptr()
@@ -70,7 +70,7 @@ def test_small_leaves_from_elsewhere_and_any_picklable_object_travel_with_it(ctx
     assert sent.shape == (0,)
 
 
-def test_views_of_one_tensor_go_together_and_still_share(ctx):
+def test_views_of_one_tensor_go_together_and_still_share(ctx: Any) -> None:
     there = ctx.Queue()
     sent = filled(ctx)
     tree, address = {"all": sent, "row": sent[3], "turned": sent.t()}, sent.data_ptr()
@@ -82,7 +82,7 @@ def test_views_of_one_tensor_go_together_and_still_share(ctx):
     assert got["turned"][:, 3].tolist() == [7.0] * (SIZE // 100)
 
 
-def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx):
+def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx: Any) -> None:
     there = ctx.Queue()
     sent = filled(ctx)[20:]
     address = sent.data_ptr()
@@ -92,7 +92,7 @@ def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx):
 
 
 @pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
-def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx, alias):
+def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx: Any, alias: Any) -> None:
     """The object is copied then: what is written through the alias, the receiver does not see."""
     there, sent = ctx.Queue(1), filled(ctx)
     there.put("full")
@@ -108,7 +108,7 @@ def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx, alias):
     assert sent.unique().tolist() == [9.0]
 
 
-def wait_until_asleep(thread):
+def wait_until_asleep(thread: Any) -> None:
     """Until a thread waits in the kernel."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
@@ -118,7 +118,7 @@ def wait_until_asleep(thread):
         time.sleep(0.001)
 
 
-def test_one_tensor_that_two_threads_move_at_once_reaches_two_receivers_of_its_own(ctx):
+def test_one_tensor_that_two_threads_move_at_once_reaches_two_receivers_of_its_own(ctx: Any) -> None:
     queues, sent = [ctx.Queue(1), ctx.Queue(1)], filled(ctx)
     threads = [
         threading.Thread(target=each.put, args=(sent,), kwargs={"move": True, "timeout": LIMIT}) for each in queues
@@ -135,7 +135,7 @@ def test_one_tensor_that_two_threads_move_at_once_reaches_two_receivers_of_its_o
     assert other.sum() == 3 * SIZE
 
 
-def saved_for_backward(tensor):
+def saved_for_backward(tensor: torch.Tensor) -> Any:
     return (tensor * torch.ones(1, requires_grad=True)).sum()
 
 
@@ -155,7 +155,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("make", [filled, lambda ctx: received(ctx.Queue())], ids=["made", "got"])
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
-def test_what_has_an_alias_is_copied_and_stays_as_it_was(ctx, make, alias):
+def test_what_has_an_alias_is_copied_and_stays_as_it_was(ctx: Any, make: Any, alias: Any) -> None:
     there = ctx.Queue()
     sent = make(ctx)
     kept = alias(sent)
@@ -171,7 +171,7 @@ def test_what_has_an_alias_is_copied_and_stays_as_it_was(ctx, make, alias):
     assert there.get().data_ptr() == address
 
 
-def test_what_shares_its_block_with_another_leaf_that_is_kept_is_copied(ctx):
+def test_what_shares_its_block_with_another_leaf_that_is_kept_is_copied(ctx: Any) -> None:
     there = ctx.Queue()
     there.put({"x": torch.ones(SIZE), "y": torch.ones(SIZE)})
     got = there.get()
@@ -185,7 +185,7 @@ def test_what_shares_its_block_with_another_leaf_that_is_kept_is_copied(ctx):
     assert there.get().data_ptr() == address
 
 
-def test_arrays_parameters_and_storages_of_a_block_are_copied(ctx):
+def test_arrays_parameters_and_storages_of_a_block_are_copied(ctx: Any) -> None:
     there = ctx.Queue()
     for sent in (
         filled(ctx).numpy(),
@@ -199,7 +199,7 @@ def test_arrays_parameters_and_storages_of_a_block_are_copied(ctx):
         assert len(sent) == len(got)
 
 
-def test_what_does_not_lie_in_one_block_of_this_arena_is_copied(ctx):
+def test_what_does_not_lie_in_one_block_of_this_arena_is_copied(ctx: Any) -> None:
     there, elsewhere = ctx.Queue(), small_context()
     for sent in (torch.full((100, SIZE // 100), 3.0), filled(elsewhere), [filled(ctx), filled(ctx)]):
         there.put(sent, move=True)
@@ -210,7 +210,7 @@ def test_what_does_not_lie_in_one_block_of_this_arena_is_copied(ctx):
     vars(elsewhere).clear()
 
 
-def test_a_plain_put_of_a_lease_copies_it(ctx):
+def test_a_plain_put_of_a_lease_copies_it(ctx: Any) -> None:
     there = ctx.Queue()
     lease = received(there)
     there.put(lease)
@@ -219,7 +219,7 @@ def test_a_plain_put_of_a_lease_copies_it(ctx):
     assert lease.sum() == 3 * SIZE
 
 
-def test_under_inference_mode_it_goes_by_reference_too(ctx):
+def test_under_inference_mode_it_goes_by_reference_too(ctx: Any) -> None:
     there = ctx.Queue()
     with torch.inference_mode():
         for sent in (filled(ctx), received(there)):
@@ -228,7 +228,7 @@ def test_under_inference_mode_it_goes_by_reference_too(ctx):
             assert there.get().data_ptr() == address
 
 
-def test_a_small_tensor_is_copied(ctx):
+def test_a_small_tensor_is_copied(ctx: Any) -> None:
     there = ctx.Queue()
     sent = ctx.empty(10).fill_(3)
     there.put(sent, move=True)
@@ -249,13 +249,13 @@ def test_without_counts_that_can_be_believed_everything_is_copied(ctx: Any, monk
         look_at_counts().cache_clear()
 
 
-def test_a_lease_inherited_over_a_fork_is_copied_by_the_child_and_by_the_parent_while_it_lives(ctx):
+def test_a_lease_inherited_over_a_fork_is_copied_by_the_child_and_by_the_parent_while_it_lives(ctx: Any) -> None:
     there = ctx.Queue()
     lease = received(there)
     address = lease.data_ptr()
     read, write = os.pipe()
 
-    def child():
+    def child() -> None:
         there.put(lease, move=True)
         assert lease.sum() == 3 * SIZE
         os.read(read, 1)
@@ -275,7 +275,7 @@ def test_a_lease_inherited_over_a_fork_is_copied_by_the_child_and_by_the_parent_
     os.close(write)
 
 
-def test_its_owner_finds_the_block_again(ctx):
+def test_its_owner_finds_the_block_again(ctx: Any) -> None:
     there, back = ctx.Queue(), ctx.Queue()
     resident = []
     for _ in range(50):
@@ -286,10 +286,10 @@ def test_its_owner_finds_the_block_again(ctx):
     assert len(set(resident[5:])) == 1
 
 
-def test_it_survives_the_sigkill_of_its_producer_bytes_unchanged(ctx):
+def test_it_survives_the_sigkill_of_its_producer_bytes_unchanged(ctx: Any) -> None:
     there = ctx.Queue()
 
-    def child():
+    def child() -> None:
         there.put(filled(ctx), move=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -302,7 +302,7 @@ def test_it_survives_the_sigkill_of_its_producer_bytes_unchanged(ctx):
     assert got.sum() == 3 * SIZE
 
 
-def test_full_leaves_the_tensor_with_the_caller(ctx):
+def test_full_leaves_the_tensor_with_the_caller(ctx: Any) -> None:
     there = ctx.Queue(1)
     there.put(1)
     sent = filled(ctx)
@@ -321,7 +321,7 @@ class Interrupt(Exception):
     """The exception that a signal handler raises."""
 
 
-def interrupt():
+def interrupt() -> None:
     raise Interrupt
 
 
@@ -329,7 +329,7 @@ def interrupt():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside a release
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("maxsize", [0, 2])
-def test_an_exception_at_any_moment_leaves_the_tensor_here_or_there_and_whole(ctx, maxsize):
+def test_an_exception_at_any_moment_leaves_the_tensor_here_or_there_and_whole(ctx: Any, maxsize: int) -> None:
     there = ctx.Queue(maxsize)
     first = filled(ctx)
     there.put(first, move=True)  # the counts are believed from now on

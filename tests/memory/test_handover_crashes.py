@@ -1,6 +1,10 @@
 """A process may die at any store and any system call of a moving put, of forwarding, of empty and of a loan."""
 
+from __future__ import annotations
+
 import queue
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +22,14 @@ SIZE = 20_000
 MAXSIZE = 3
 
 
-def warm(there):
+def warm(there: Any) -> None:
     """So that the steps are the same each time: a row, and an operation."""
     assert look_at_counts()()
     shared_queue_of(there).attachment.attach()
     keep_spare(shared_queue_of(there), PUT)
 
 
-def put_held(there, tree):
+def put_held(there: Any, tree: Any) -> Any:
     """The shared stores of a moving put, as something to be called."""
     queue, calls = shared_queue_of(there), []
     queue.put_held = lambda *arguments: calls.append(arguments) or True
@@ -35,7 +39,7 @@ def put_held(there, tree):
     return lambda: queue.put_held(*calls[0])
 
 
-def check_whole(ctx, *queues):
+def check_whole(ctx: Any, *queues: Any) -> None:
     """Nothing is missing and nothing is there twice: blocks, places, credits."""
     assert blocks_in_use(ctx) == {}
     for there in queues:
@@ -47,7 +51,7 @@ def check_whole(ctx, *queues):
         assert drained(there) == list(range(shared_queue_of(there).maxsize))
 
 
-def points(dies, step=1):
+def points(dies: Any, step: int = 1) -> Iterator[Any]:
     for point in range(1, 5000, step):
         if not dies(point):
             assert point > 10, "nothing was traced"
@@ -58,16 +62,18 @@ def points(dies, step=1):
 
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE, 10_000])
 @pytest.mark.parametrize("forwarded", [False, True], ids=["made", "forwarded"])
-def test_a_process_killed_at_any_step_of_a_moving_put_leaves_a_whole_message_or_none(ctx, maxsize, forwarded):
+def test_a_process_killed_at_any_step_of_a_moving_put_leaves_a_whole_message_or_none(
+    ctx: Any, maxsize: int, forwarded: Any
+) -> None:
     one, there = ctx.Queue(), ctx.Queue(maxsize)
     seen, steps = set(), []
 
-    def first():
+    def first() -> None:
         warm(there)
         tensor = one.get() if forwarded else ctx.empty(SIZE).fill_(3)
         steps.append(put_held(there, [tensor, "text"]))
 
-    def dies(point):
+    def dies(point: int) -> Any:
         if forwarded:
             one.put(torch.full((SIZE,), 3.0))
         return dies_at(point, lambda: steps[-1](), first)
@@ -87,10 +93,10 @@ def test_a_process_killed_at_any_step_of_a_moving_put_leaves_a_whole_message_or_
     check_whole(ctx, one, there)
 
 
-def test_a_recovering_process_killed_at_any_step_of_finishing_a_moving_put_is_followed_by_another(ctx):
+def test_a_recovering_process_killed_at_any_step_of_finishing_a_moving_put_is_followed_by_another(ctx: Any) -> None:
     there, steps, verdicts, far = ctx.Queue(MAXSIZE), [], set(), stride(299)
 
-    def first():
+    def first() -> None:
         warm(there)
         steps.append(put_held(there, ctx.empty(SIZE).fill_(3)))
 
@@ -115,8 +121,8 @@ def test_a_recovering_process_killed_at_any_step_of_finishing_a_moving_put_is_fo
     assert verdicts == {0, 1}
 
 
-def test_a_process_killed_at_any_step_of_making_a_tensor_leaves_nothing(ctx):
-    def first():
+def test_a_process_killed_at_any_step_of_making_a_tensor_leaves_nothing(ctx: Any) -> None:
+    def first() -> None:
         ctx.tensorpipe_attachment().attach()
         arena = ctx.tensorpipe_attachment().arena
         arena.discard(arena.allocate(4 * SIZE + 1000))
@@ -126,10 +132,10 @@ def test_a_process_killed_at_any_step_of_making_a_tensor_leaves_nothing(ctx):
         assert blocks_in_use(ctx) == {}
 
 
-def test_a_process_killed_at_any_step_of_a_loan_leaves_a_whole_message_or_none(ctx):
+def test_a_process_killed_at_any_step_of_a_loan_leaves_a_whole_message_or_none(ctx: Any) -> None:
     there, seen = ctx.Queue(MAXSIZE), set()
 
-    def fill_a_loan():
+    def fill_a_loan() -> None:
         with there.loan({"x": TensorSpec((SIZE,)), "y": TensorSpec((3,), torch.int64), "n": 5}) as tree:
             tree["x"].fill_(3)
             tree["y"].fill_(7)

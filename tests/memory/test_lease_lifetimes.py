@@ -1,11 +1,14 @@
 """A received object lasts as long as anything lies on it, and its block comes back then: one test for each promise."""
 
+from __future__ import annotations
+
 import gc
 import os
 import queue
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +36,7 @@ KEEPERS = {
 }
 
 
-def leased(there, dtype=torch.float32, **how):
+def leased(there: Any, dtype: Any = torch.float32, **how: Any) -> Any:
     there.put(torch.full((SIZE,), 3, dtype=dtype))
     return there.get(**how)
 
@@ -43,7 +46,7 @@ def leased(there, dtype=torch.float32, **how):
     [(name, torch.float32) for name in KEEPERS]
     + [(name, torch.bfloat16) for name in KEEPERS if name not in ("numpy", "a view of an array")],  # NumPy has none
 )
-def test_a_lease_is_kept_by(ctx, name, dtype):
+def test_a_lease_is_kept_by(ctx: Any, name: str, dtype: torch.dtype) -> None:
     there = ctx.Queue()
     kept = KEEPERS[name](leased(there, dtype))
     assert blocks_in_use(ctx) == {"held": 1}
@@ -57,7 +60,7 @@ def test_a_lease_is_kept_by(ctx, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["x", "small", "array"])
-def test_each_leaf_of_a_message_keeps_its_block(ctx, name):
+def test_each_leaf_of_a_message_keeps_its_block(ctx: Any, name: str) -> None:
     there = ctx.Queue()
     there.put({"x": torch.ones(SIZE), "small": torch.ones(4), "array": torch.ones(SIZE).numpy()})
     kept = there.get()[name]
@@ -69,7 +72,7 @@ def test_each_leaf_of_a_message_keeps_its_block(ctx, name):
     assert blocks_in_use(ctx) == {}
 
 
-def test_it_is_released_by_another_thread(ctx):
+def test_it_is_released_by_another_thread(ctx: Any) -> None:
     box = [leased(ctx.Queue())]
     thread = threading.Thread(target=box.clear)
     thread.start()
@@ -77,7 +80,7 @@ def test_it_is_released_by_another_thread(ctx):
     assert blocks_in_use(ctx) == {}
 
 
-def hold_until_exit(there, told):
+def hold_until_exit(there: Any, told: Any) -> None:
     global _held
     _held = there.get(timeout=LIMIT)
     told.put(1)
@@ -87,7 +90,7 @@ _held = None
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_it_is_released_by_the_interpreters_exit(method):
+def test_it_is_released_by_the_interpreters_exit(method: str) -> None:
     ctx = small_context(method)
     there, told = ctx.Queue(), ctx.Queue()
     there.put(torch.ones(SIZE))
@@ -102,13 +105,13 @@ def test_it_is_released_by_the_interpreters_exit(method):
     vars(ctx).clear()
 
 
-def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx):
+def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx: Any) -> None:
     there = ctx.Queue()
     there.put(torch.full((SIZE,), 3.0))
     told, tell = os.pipe()
     wait, go = os.pipe()
 
-    def child():
+    def child() -> None:
         lease = there.get(timeout=LIMIT)
         shared_queue_of(there).close()
         vars(there).clear()
@@ -130,10 +133,10 @@ def test_it_outlives_its_queue_and_its_context_while_others_use_the_arena(ctx):
         os.close(end)
 
 
-def test_it_outlives_its_killed_producer(ctx):
+def test_it_outlives_its_killed_producer(ctx: Any) -> None:
     there = ctx.Queue()
 
-    def child():
+    def child() -> None:
         there.put(torch.full((SIZE,), 3.0))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,12 +149,12 @@ def test_it_outlives_its_killed_producer(ctx):
     assert lease.unique().tolist() == [3.0]
 
 
-def test_a_forked_child_reads_what_its_parent_lets_go(ctx):
+def test_a_forked_child_reads_what_its_parent_lets_go(ctx: Any) -> None:
     there = ctx.Queue()
     box = [leased(there)]
     read, write = os.pipe()
 
-    def child():
+    def child() -> None:
         os.read(read, 1)
         assert box[0].unique().tolist() == [3.0]
 
@@ -168,12 +171,12 @@ def test_a_forked_child_reads_what_its_parent_lets_go(ctx):
     os.close(write)
 
 
-def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx):
+def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx: Any) -> None:
     there, told = ctx.Queue(), ctx.Queue()
     count = CAPACITY // (4 << 20) - 1
     payload = torch.ones(1 << 20)
 
-    def hold():
+    def hold() -> None:
         leases = ctx.tensorpipe_attachment().leases
         ctx.tensorpipe_attachment().attach()
         set_lease_budget(leases, CAPACITY)
@@ -197,7 +200,7 @@ def test_the_leases_of_a_killed_consumer_are_back_within_100_ms(ctx):
 
 
 @pytest.mark.parametrize("size", [1, 10, SIZE])
-def test_copy_true_gives_own_memory_and_copy_false_a_lease(ctx, size):
+def test_copy_true_gives_own_memory_and_copy_false_a_lease(ctx: Any, size: int) -> None:
     there = ctx.Queue()
     for copy, held in ((True, {}), (False, {"held": 1}), ("auto", {"held": 1} if size == SIZE else {})):
         there.put({"x": torch.full((size,), 3.0), "n": 1})
@@ -209,7 +212,7 @@ def test_copy_true_gives_own_memory_and_copy_false_a_lease(ctx, size):
     assert blocks_in_use(ctx) == {}
 
 
-def test_copy_true_copies_what_was_moved(ctx):
+def test_copy_true_copies_what_was_moved(ctx: Any) -> None:
     there = ctx.Queue()
     there.put([ctx.empty(SIZE).fill_(3), "text"], move=True)
     got = there.get(copy=True)
@@ -218,7 +221,7 @@ def test_copy_true_copies_what_was_moved(ctx):
 
 
 @pytest.mark.parametrize("obj", [5, "text", torch.empty(0, 4), [torch.empty(0)]], ids=str)
-def test_copy_false_of_what_has_no_memory_holds_none(ctx, obj):
+def test_copy_false_of_what_has_no_memory_holds_none(ctx: Any, obj: Any) -> None:
     there = ctx.Queue()
     there.put(obj)
     got = there.get(copy=False)
@@ -226,11 +229,11 @@ def test_copy_false_of_what_has_no_memory_holds_none(ctx, obj):
     assert type(got) is type(obj)
 
 
-def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx):
+def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx: Any) -> None:
     there, told, large = ctx.Queue(), ctx.Queue(), torch.ones(CAPACITY // 2 - (2 << 20), dtype=torch.uint8)
     resident = ctx.tensorpipe_attachment().arena.segment.resident
 
-    def hold():
+    def hold() -> None:
         held = there.get(timeout=LIMIT)
         told.put(held[0].item())
         signal.pause()
@@ -253,7 +256,7 @@ def test_leases_of_many_processes_pin_no_more_than_the_capacity(ctx):
     assert there.get(copy=False).sum() == len(large)
 
 
-def test_loans_pin_no_more_than_the_capacity(ctx):
+def test_loans_pin_no_more_than_the_capacity(ctx: Any) -> None:
     there, large = ctx.Queue(), (CAPACITY // 2 - (2 << 20),)
     loans = [there.loan(large, torch.uint8) for _ in range(4)]
     for number, each in enumerate([loan.__enter__() for loan in loans]):
@@ -267,11 +270,13 @@ def test_loans_pin_no_more_than_the_capacity(ctx):
     assert blocks_in_use(ctx) == {}
 
 
-def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx, monkeypatch):
+def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, arena, large = ctx.Queue(), ctx.tensorpipe_attachment().arena, (CAPACITY // 4 * 3,)
     held, allocate = [ctx.empty(large, torch.uint8)], arena.allocate
 
-    def allocate_and_let_go(*args, **kwargs):
+    def allocate_and_let_go(*args: Any, **kwargs: Any) -> Any:
         block = allocate(*args, **kwargs)
         if kwargs.get("collected"):  # the look in vain
             held.clear()
@@ -284,7 +289,7 @@ def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(ctx,
     assert (there.get() == 3).all()
 
 
-def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx):
+def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx: Any) -> None:
     there, held = ctx.Queue(), []
     leases = ctx.tensorpipe_attachment().leases
     set_lease_budget(leases, MIB)
@@ -299,7 +304,7 @@ def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ct
     assert there.statistics().bytes_leased == MIB
 
 
-def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx):
+def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx: Any) -> None:
     there = ctx.Queue(3)
     leases = ctx.tensorpipe_attachment().leases
     set_lease_budget(leases, 2 * 4 * SIZE)

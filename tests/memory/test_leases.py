@@ -1,16 +1,20 @@
 """A lease lasts as long as the storage on it: one test for each promise."""
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from crash_points import interrupted_at
 
-from tensorpipe_ipc.memory.arena import FREE, HELD
+from tensorpipe_ipc.memory.arena import FREE, HELD, Arena
 from tensorpipe_ipc.memory.leases import Leases
 
 NBYTES = 40_000
@@ -19,30 +23,30 @@ NBYTES = 40_000
 class Held:
     """A leased block with a tensor on it."""
 
-    def __init__(self, arena):
+    def __init__(self, arena: Arena) -> None:
         arena.attach()
         self.arena, self.leases = arena, Leases(arena)
         self.block = arena.allocate(NBYTES)
 
-    def tensor(self):
+    def tensor(self) -> Any:
         array = self.leases.lease(self.block, self.block + 64, NBYTES)
         self.arena.words[self.block >> 3] = self.leases.live[self.block >> 3].held
         return torch.frombuffer(array, dtype=torch.float32)
 
     @property
-    def step(self):
+    def step(self) -> Any:
         gc.collect()
         return self.arena.words[self.block >> 3] & 15
 
 
 @pytest.fixture
-def held(arena):
+def held(arena: Arena) -> Iterator[Any]:
     made = Held(arena)
     yield made
     vars(made).clear()
 
 
-def autograd(tensor):
+def autograd(tensor: torch.Tensor) -> Any:
     leaf = tensor.requires_grad_()
     return (leaf * leaf).sum()
 
@@ -59,7 +63,7 @@ KEEPERS = {
 
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
-def test_it_is_kept_by(held, keep):
+def test_it_is_kept_by(held: Any, keep: Any) -> None:
     kept = keep(held.tensor())
     assert held.step == HELD
     if isinstance(kept, list):
@@ -68,20 +72,20 @@ def test_it_is_kept_by(held, keep):
     assert held.step == FREE
 
 
-def test_an_array_that_is_lost_before_the_block_is_held_frees_nothing(held):
+def test_an_array_that_is_lost_before_the_block_is_held_frees_nothing(held: Any) -> None:
     before = held.arena.words[held.block >> 3]
     held.leases.lease(held.block, held.block + 64, NBYTES)
     assert held.arena.words[held.block >> 3] == before
 
 
-def test_the_generation_stays(held):
+def test_the_generation_stays(held: Any) -> None:
     held.arena.words[held.block >> 3] += 5 << 32
     held.tensor()
     gc.collect()
     assert held.arena.words[held.block >> 3] == 5 << 32
 
 
-def test_it_may_end_on_any_thread(held):
+def test_it_may_end_on_any_thread(held: Any) -> None:
     box = [held.tensor()]
     thread = threading.Thread(target=box.clear)
     thread.start()
@@ -89,7 +93,7 @@ def test_it_may_end_on_any_thread(held):
     assert held.step == FREE
 
 
-def test_a_forked_childs_copy_ends_without_a_word(held, child):
+def test_a_forked_childs_copy_ends_without_a_word(held: Any, child: Any) -> None:
     tensor = held.tensor()
     kept, anchors = [tensor], list(held.leases.live.values())  # with its anchor alive, the child's release is called
     child(lambda: (kept.clear(), gc.collect()))
@@ -98,7 +102,7 @@ def test_a_forked_childs_copy_ends_without_a_word(held, child):
     del anchors
 
 
-def test_a_late_release_frees_nobody_elses_block(held):
+def test_a_late_release_frees_nobody_elses_block(held: Any) -> None:
     tensor = held.tensor()
     held.arena.words[held.block >> 3] = 9 << 32 | held.arena.queued  # not ours any more
     del tensor
@@ -106,7 +110,7 @@ def test_a_late_release_frees_nobody_elses_block(held):
     assert held.arena.words[held.block >> 3] == 9 << 32 | held.arena.queued
 
 
-def test_beyond_the_budget_there_is_no_lease_until_one_ends(arena):
+def test_beyond_the_budget_there_is_no_lease_until_one_ends(arena: Arena) -> None:
     arena.attach()
     leases = Leases(arena, budget=3 * NBYTES)
     blocks = [arena.allocate(NBYTES) for _ in range(4)]
@@ -116,7 +120,7 @@ def test_beyond_the_budget_there_is_no_lease_until_one_ends(arena):
     assert leases.lease(blocks[3], blocks[3] + 64, NBYTES) is not None
 
 
-def test_a_fork_keeps_leases_that_it_may_read(held, child, kill):
+def test_a_fork_keeps_leases_that_it_may_read(held: Any, child: Any, kill: Any) -> None:
     tensor = held.tensor()
     pid = child(lambda: None)
     del tensor
@@ -128,10 +132,10 @@ def test_a_fork_keeps_leases_that_it_may_read(held, child, kill):
     assert held.step == FREE
 
 
-def test_a_fork_keeps_the_leases_of_its_killed_parent(held, child, kill):
+def test_a_fork_keeps_the_leases_of_its_killed_parent(held: Any, child: Any, kill: Any) -> None:
     told, tell = os.pipe()
 
-    def parent():
+    def parent() -> Any:
         held.arena.attach()
         held.block = held.arena.allocate(NBYTES)
         tensor = held.tensor()
@@ -161,7 +165,7 @@ def test_a_fork_keeps_the_leases_of_its_killed_parent(held, child, kill):
     os.close(tell)
 
 
-def test_leases_younger_than_the_fork_are_not_kept(held, child):
+def test_leases_younger_than_the_fork_are_not_kept(held: Any, child: Any) -> None:
     other = held.tensor()
     child(lambda: None)
     held.block = held.arena.allocate(NBYTES)
@@ -171,18 +175,18 @@ def test_leases_younger_than_the_fork_are_not_kept(held, child):
     del other
 
 
-def test_a_fork_without_leases_leaves_no_fork_marker(held, child):
+def test_a_fork_without_leases_leaves_no_fork_marker(held: Any, child: Any) -> None:
     child(lambda: None)
     assert not held.arena.rows.has_fork_marker(held.arena.rows.index)
     assert held.arena.rows.forks == 0
 
 
-def test_what_gives_its_memory_back_is_nobodys_until_then(held, monkeypatch):
+def test_what_gives_its_memory_back_is_nobodys_until_then(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may look for dead leases, and allocate, at any moment."""
     held.leases.gives_back, given, other = True, [], []
     shrink = held.arena.shrink
 
-    def shrink_late(block):
+    def shrink_late(block: int) -> None:
         held.leases.settle()
         held.arena.reclaim()
         other.append(held.arena.allocate(NBYTES))
@@ -197,8 +201,8 @@ def test_what_gives_its_memory_back_is_nobodys_until_then(held, monkeypatch):
     assert (held.arena.segment.octets[other[0] + 64 : other[0] + NBYTES] == 7).all()
 
 
-def test_what_gives_its_memory_back_is_free_whatever_ends_that(held, monkeypatch):
-    def fail(block):
+def test_what_gives_its_memory_back_is_free_whatever_ends_that(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(block: int) -> None:
         raise KeyboardInterrupt
 
     held.leases.gives_back = True
@@ -210,10 +214,10 @@ def test_what_gives_its_memory_back_is_free_whatever_ends_that(held, monkeypatch
     held.tensor()  # what was cut short keeps the arena until the next one goes
 
 
-def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held, monkeypatch):
+def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal's handler may raise there; its array dies without a word on stderr."""
 
-    def interrupt():
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(held.arena.rows, "reserve_fork_marker", interrupt)
@@ -223,7 +227,9 @@ def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held, monkeypa
     assert not held.leases.live
 
 
-def test_a_tensor_that_is_let_go_of_drops_a_signals_exception_at_one_moment_at_most(held, monkeypatch):
+def test_a_tensor_that_is_let_go_of_drops_a_signals_exception_at_one_moment_at_most(
+    held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python drops what is raised in a finalizer, and a worker that missed its Ctrl-C waits for ever."""
     dropped = []
     monkeypatch.setattr("sys.unraisablehook", lambda _: dropped.append(1))

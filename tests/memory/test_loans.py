@@ -1,7 +1,10 @@
 """loan(): tensors that are filled where they will be read; and TensorSpec."""
 
+from __future__ import annotations
+
 import queue
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from tensorpipe_ipc.memory.loans import TensorSpec
 
 
 @pytest.mark.parametrize("shape", [(100, 200), torch.Size([100, 200]), [100, 200], 20_000])
-def test_a_shape_is_lent_and_arrives_where_it_was_filled(ctx, shape):
+def test_a_shape_is_lent_and_arrives_where_it_was_filled(ctx: Any, shape: Any) -> None:
     there = ctx.Queue()
     with there.loan(shape, torch.int64) as batch:
         address = batch.data_ptr()
@@ -24,7 +27,7 @@ def test_a_shape_is_lent_and_arrives_where_it_was_filled(ctx, shape):
     assert got.numel() == 20_000
 
 
-def test_a_tree_lies_in_one_block_and_travels_with_its_plain_values(ctx):
+def test_a_tree_lies_in_one_block_and_travels_with_its_plain_values(ctx: Any) -> None:
     there = ctx.Queue()
     specs = {
         "x": TensorSpec((300, 300)),
@@ -49,7 +52,7 @@ def test_a_tree_lies_in_one_block_and_travels_with_its_plain_values(ctx):
     assert blocks_in_use(ctx) == {}
 
 
-def test_an_exception_gives_it_back_and_goes_on(ctx):
+def test_an_exception_gives_it_back_and_goes_on(ctx: Any) -> None:
     there = ctx.Queue()
     with pytest.raises(ZeroDivisionError), there.loan((1000, 1000)) as batch:
         batch[0] = 1 / 0
@@ -58,7 +61,7 @@ def test_an_exception_gives_it_back_and_goes_on(ctx):
     assert blocks_in_use(ctx) == {}
 
 
-def test_full_on_leaving_keeps_what_was_written_and_it_can_be_put_later(ctx):
+def test_full_on_leaving_keeps_what_was_written_and_it_can_be_put_later(ctx: Any) -> None:
     there = ctx.Queue(1)
     there.put(1)
     with pytest.raises(queue.Full), there.loan((1000, 100), timeout=0.01) as batch:
@@ -70,7 +73,7 @@ def test_full_on_leaving_keeps_what_was_written_and_it_can_be_put_later(ctx):
     assert there.get().data_ptr() == address
 
 
-def test_full_on_entering_comes_in_time(ctx):
+def test_full_on_entering_comes_in_time(ctx: Any) -> None:
     there = ctx.Queue()
     there.put(1)  # a queue with nothing in it may always place one
     held = [ctx.empty((1 << 20,)).fill_(1) for _ in range(CAPACITY // (1 << 22) - 1)]
@@ -86,7 +89,7 @@ def test_full_on_entering_comes_in_time(ctx):
     assert drained(there)[1].shape == (1 << 20,)
 
 
-def test_what_is_still_used_is_copied(ctx):
+def test_what_is_still_used_is_copied(ctx: Any) -> None:
     there = ctx.Queue()
     with there.loan((1000, 100)) as batch:
         array = batch.numpy()
@@ -97,7 +100,7 @@ def test_what_is_still_used_is_copied(ctx):
     assert blocks_in_use(ctx) == {}
 
 
-def test_a_small_or_an_empty_loan_is_sent_too(ctx):
+def test_a_small_or_an_empty_loan_is_sent_too(ctx: Any) -> None:
     there = ctx.Queue()
     for shape in ((3,), (0, 5), ()):
         with there.loan(shape) as batch:
@@ -106,14 +109,14 @@ def test_a_small_or_an_empty_loan_is_sent_too(ctx):
         assert (got.shape, got.unique().tolist()) == (shape, [2.0] if got.numel() else [])
 
 
-def test_a_closed_queue_lends_nothing(ctx):
+def test_a_closed_queue_lends_nothing(ctx: Any) -> None:
     there = ctx.Queue()
     there.close()
     with pytest.raises(Closed), there.loan((3,)):
         pass
 
 
-def test_a_spec_is_compared_by_value_and_checked():
+def test_a_spec_is_compared_by_value_and_checked() -> None:
     assert TensorSpec([3, 4]) == TensorSpec((3, 4), torch.float32)
     assert len({TensorSpec((3,)), TensorSpec((3,))}) == 1
     assert TensorSpec((3, 4), torch.float64).nbytes == 96
@@ -121,7 +124,7 @@ def test_a_spec_is_compared_by_value_and_checked():
         TensorSpec((3, -1))
 
 
-def test_a_dtype_that_is_not_torchs_is_named(ctx):
+def test_a_dtype_that_is_not_torchs_is_named(ctx: Any) -> None:
     """A string or NumPy's dtype is a TypeError of loan, which says what to give."""
     for dtype in ("float32", np.float32, None):
         with pytest.raises(TypeError, match="give a torch.dtype, as torch.float32"):

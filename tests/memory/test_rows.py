@@ -1,10 +1,14 @@
 """The rows of attached processes. A lock that the kernel drops tells the living from the dead."""
 
+from __future__ import annotations
+
 import os
 import resource
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +33,7 @@ from tensorpipe_ipc.memory.segment import Segment
 
 
 @pytest.fixture
-def rows():
+def rows() -> Iterator[Any]:
     made = Rows(Segment.create(1 << 28))
     made.attach(lambda _: True)
     yield made
@@ -37,12 +41,12 @@ def rows():
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
 
 
-def attached(rows):
+def attached(rows: Any) -> Any:
     rows.attach(lambda _: True)
     return rows
 
 
-def test_a_process_has_one_row(rows):
+def test_a_process_has_one_row(rows: Any) -> None:
     assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
     rows.attach(lambda _: True)
     assert (rows.index, rows.incarnation, rows.used()) == (0, 1, [0])
@@ -51,7 +55,9 @@ def test_a_process_has_one_row(rows):
     assert Rows(rows.segment).used() == [0]
 
 
-def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_stopped(rows, child, kill):
+def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_stopped(
+    rows: Any, child: Any, kill: Any
+) -> None:
     pid = child(lambda: attached(rows))
     assert rows.used() == [0, 1]
     assert rows.is_alive(1)
@@ -66,10 +72,10 @@ def test_a_row_is_dead_at_once_when_its_process_is_killed_and_not_when_it_is_sto
     assert rows.describe(1) == f"pid {pid} (dead)"
 
 
-def test_a_grandchild_does_not_keep_its_killed_parents_row_alive(rows, child, kill):
+def test_a_grandchild_does_not_keep_its_killed_parents_row_alive(rows: Any, child: Any, kill: Any) -> None:
     told, tell = os.pipe()
 
-    def parent():
+    def parent() -> None:
         attached(rows)
         if os.fork() == 0:
             os.write(tell, os.getpid().to_bytes(4, "little"))
@@ -86,7 +92,7 @@ def test_a_grandchild_does_not_keep_its_killed_parents_row_alive(rows, child, ki
     os.close(tell)
 
 
-def test_exec_is_death(rows, child):
+def test_exec_is_death(rows: Any, child: Any) -> None:
     told, tell = os.pipe()
     os.set_inheritable(tell, True)
     pid = os.fork()
@@ -119,7 +125,9 @@ def test_other_descriptors_of_the_memfd_may_come_and_go(rows: Rows, child: Any) 
     assert rows.is_alive(1)
 
 
-def test_a_dead_row_is_adopted_before_a_fresh_one_and_only_when_it_is_finished(rows, child, kill):
+def test_a_dead_row_is_adopted_before_a_fresh_one_and_only_when_it_is_finished(
+    rows: Any, child: Any, kill: Any
+) -> None:
     kill(child(lambda: attached(rows)))
     asked = []
     child(lambda: (rows.attach(lambda row: asked.append(row) or False), assert_is(rows.index, 2)))
@@ -127,11 +135,11 @@ def test_a_dead_row_is_adopted_before_a_fresh_one_and_only_when_it_is_finished(r
     assert rows.used() == [0, 1, 2]
 
 
-def assert_is(value, expected):
+def assert_is(value: Any, expected: Any) -> None:
     assert value == expected
 
 
-def test_a_finished_row_is_not_finished_again(rows, child, kill):
+def test_a_finished_row_is_not_finished_again(rows: Any, child: Any, kill: Any) -> None:
     kill(child(lambda: attached(rows)))
     with rows.locked(1) as dead:
         assert dead
@@ -141,7 +149,7 @@ def test_a_finished_row_is_not_finished_again(rows, child, kill):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), ((1 << 16) - 2, (1 << 16) - 1), ((1 << 16) - 1, 1)])
-def test_incarnations_go_round(rows, before, after):
+def test_incarnations_go_round(rows: Any, before: Any, after: Any) -> None:
     """A block's state has 16 bits for it, and 0 is a row that nobody ever had."""
     rows.words[rows_module.INCARNATIONS + 1] = rows.words[rows_module.FINISHED + 1] = before
     second = Rows(rows.segment)
@@ -150,7 +158,7 @@ def test_incarnations_go_round(rows, before, after):
     second.detach()
 
 
-def test_a_record_that_nobody_uses(rows):
+def test_a_record_that_nobody_uses(rows: Any) -> None:
     """Of a dead row: the last that has no purpose, or nothing in its words; none, when all have."""
     words, base = rows.words, row_word(1)
     for number in range(SINGLES):
@@ -169,11 +177,11 @@ def test_a_record_that_nobody_uses(rows):
     assert rows.unused_record(1) == record_of(1, 9)
 
 
-def test_only_one_thread_recovers(rows, child, kill):
+def test_only_one_thread_recovers(rows: Any, child: Any, kill: Any) -> None:
     kill(child(lambda: attached(rows)))
     inside = []
 
-    def other():
+    def other() -> None:
         with rows.locked(1) as dead:
             inside.append(dead)
 
@@ -187,7 +195,7 @@ def test_only_one_thread_recovers(rows, child, kill):
     assert inside == [False, False]
 
 
-def test_when_all_rows_are_taken_it_says_so(rows, child, monkeypatch):
+def test_when_all_rows_are_taken_it_says_so(rows: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_module, "MAX_ROWS", 2)
     child(lambda: attached(rows))
     second = Rows(rows.segment)
@@ -195,7 +203,7 @@ def test_when_all_rows_are_taken_it_says_so(rows, child, monkeypatch):
         second.attach(lambda _: True)
 
 
-def test_threads_get_different_operations_and_spare_ones_are_used_again(rows):
+def test_threads_get_different_operations_and_spare_ones_are_used_again(rows: Any) -> None:
     operations = [rows.operation(7, PUT) for _ in range(3)] + [rows.operation(7, GET, BATCH)]
     words = [
         word
@@ -211,18 +219,18 @@ def test_threads_get_different_operations_and_spare_ones_are_used_again(rows):
     assert len(list(rows.records(0, 7))) == 3
 
 
-def test_so_many_operations_that_there_is_no_room_say_so(rows):
+def test_so_many_operations_that_there_is_no_room_say_so(rows: Any) -> None:
     for _ in range(rows_module.BATCHES):
         rows.operation(7, PUT, BATCH)
     with pytest.raises(SharedMemoryError, match="operations"):
         rows.operation(7, PUT, BATCH)
 
 
-def test_after_a_fork_the_child_has_no_row_and_is_told(rows, child):
+def test_after_a_fork_the_child_has_no_row_and_is_told(rows: Any, child: Any) -> None:
     class Owner:
         told = False
 
-        def forget(self):
+        def forget(self) -> None:
             self.told = True
 
     owner = Owner()
@@ -231,7 +239,7 @@ def test_after_a_fork_the_child_has_no_row_and_is_told(rows, child):
     assert (rows.index, owner.told) == (0, False)
 
 
-def test_a_fork_while_a_thread_attaches_waits(tmp_path):
+def test_a_fork_while_a_thread_attaches_waits(tmp_path: Path) -> None:
     """Else the child would inherit a descriptor that nobody knows, and with it the parent's row."""
     code = (
         "import os, threading\n"
@@ -260,7 +268,7 @@ def test_a_fork_while_a_thread_attaches_waits(tmp_path):
     assert done.out == "[0]\n", done.err
 
 
-def test_what_a_dead_row_counted_goes_on(rows):
+def test_what_a_dead_row_counted_goes_on(rows: Any) -> None:
     """A single operation's tally, for the end that it was of, once; others begin at zero, and pass over such words."""
     words = rows.words
     rows.words[rows_module.INCARNATIONS + 1] = rows.words[rows_module.FINISHED + 1] = 1
@@ -283,12 +291,12 @@ def test_what_a_dead_row_counted_goes_on(rows):
         second.detach()
 
 
-def test_who_is_interrupted_while_it_attaches_has_no_row(rows):
+def test_who_is_interrupted_while_it_attaches_has_no_row(rows: Any) -> None:
     """Its lock is gone with its descriptor, so that others, and itself, may have the row."""
     second, third = Rows(rows.segment), Rows(rows.segment)
     before = os.listdir("/proc/self/fd")
 
-    def interrupt(row):
+    def interrupt(row: int) -> None:
         assert (row, second.index, second.is_alive(row)) == (1, -1, False)  # to itself it is free
         assert rows.is_alive(row)
         raise KeyboardInterrupt
@@ -304,7 +312,7 @@ def test_who_is_interrupted_while_it_attaches_has_no_row(rows):
         each.detach()
 
 
-def test_a_row_that_somebody_had_since_it_looked_is_no_fresh_one(rows, monkeypatch):
+def test_a_row_that_somebody_had_since_it_looked_is_no_fresh_one(rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be dead by now, and not finished."""
     second = Rows(rows.segment)
     monkeypatch.setattr(second, "used", list)
@@ -314,7 +322,7 @@ def test_a_row_that_somebody_had_since_it_looked_is_no_fresh_one(rows, monkeypat
     second.detach()
 
 
-def test_without_a_descriptor_it_says_so(rows):
+def test_without_a_descriptor_it_says_so(rows: Any) -> None:
     second, (before, hard) = Rows(rows.segment), resource.getrlimit(resource.RLIMIT_NOFILE)
     left = os.dup(0)
     os.close(left)
@@ -330,7 +338,7 @@ def test_without_a_descriptor_it_says_so(rows):
     second.detach()
 
 
-def test_the_parts_of_a_row_follow_each_other_to_the_word():
+def test_the_parts_of_a_row_follow_each_other_to_the_word() -> None:
     """As drawn in row.py: none overlaps the next, and all lie within the row."""
     base = row_word(3)
     assert (base, row_word(4)) == (4 << 15, 5 << 15)

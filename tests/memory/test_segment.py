@@ -1,5 +1,7 @@
 """A segment is sealed, sparse, verified where it is attached, and refused with sizes and a remedy."""
 
+from __future__ import annotations
+
 import ctypes
 import fcntl
 import mmap
@@ -8,6 +10,8 @@ import os
 import pickle
 import resource
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from crash_points import told_by_child
@@ -17,7 +21,7 @@ from tensorpipe_ipc.memory.segment import DEFAULT_SIZE, MINIMUM_SIZE, PAGE, VERS
 from tensorpipe_ipc.owned_fd import OwnedFd
 
 
-def test_a_segment_is_large_and_costs_a_page():
+def test_a_segment_is_large_and_costs_a_page() -> None:
     segment = Segment.create()
     assert segment.size == DEFAULT_SIZE
     assert segment.resident() <= PAGE
@@ -26,7 +30,7 @@ def test_a_segment_is_large_and_costs_a_page():
 
 
 @pytest.mark.parametrize("change", [lambda fd: os.ftruncate(fd, 0), lambda fd: os.ftruncate(fd, DEFAULT_SIZE * 2)])
-def test_nobody_can_resize_it(change):
+def test_nobody_can_resize_it(change: Any) -> None:
     segment = Segment.create()
     with pytest.raises(PermissionError):
         change(segment.descriptor)
@@ -34,14 +38,14 @@ def test_nobody_can_resize_it(change):
         fcntl.fcntl(segment.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-def test_what_one_mapping_writes_another_reads():
+def test_what_one_mapping_writes_another_reads() -> None:
     segment = Segment.create(MINIMUM_SIZE)
     other = Segment.attach(segment.descriptor)
     segment.words[1000] = 42
     assert other.words[1000] == 42
 
 
-def unsealed(size):
+def unsealed(size: int) -> Any:
     descriptor = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     return descriptor
@@ -50,18 +54,18 @@ def unsealed(size):
 SEALS = {"shrinking": fcntl.F_SEAL_SHRINK, "growing": fcntl.F_SEAL_GROW, "further seals": fcntl.F_SEAL_SEAL}
 
 
-def sealed_with(size, head=b"", without=""):
+def sealed_with(size: int, head: Any = b"", without: str = "") -> Any:
     descriptor = unsealed(size)
     os.pwrite(descriptor, head, 0)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sum(seal for name, seal in SEALS.items() if name != without))
     return descriptor
 
 
-def head_of(size, magic=b"TPIPESEG", version=VERSION):
+def head_of(size: int, magic: bytes = b"TPIPESEG", version: Any = VERSION) -> Any:
     return magic + version.to_bytes(8, sys.byteorder) + size.to_bytes(8, sys.byteorder)
 
 
-def test_what_is_right_in_all_is_attached():
+def test_what_is_right_in_all_is_attached() -> None:
     descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
     assert Segment.attach(descriptor).size == MINIMUM_SIZE
     assert read_head(descriptor) == (MINIMUM_SIZE, 0)
@@ -70,14 +74,14 @@ def test_what_is_right_in_all_is_attached():
     os.close(descriptor)
 
 
-def test_it_is_as_large_as_was_said():
+def test_it_is_as_large_as_was_said() -> None:
     descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE))
     with pytest.raises(SharedMemoryError, match=f"has {MINIMUM_SIZE} bytes, {2 * MINIMUM_SIZE} were expected"):
         Segment(OwnedFd.fromfd(descriptor), 2 * MINIMUM_SIZE)  # which closes it
 
 
 @pytest.mark.parametrize("without", SEALS)
-def test_each_seal_counts(without):
+def test_each_seal_counts(without: Any) -> None:
     descriptor = sealed_with(MINIMUM_SIZE, head_of(MINIMUM_SIZE), without)
     with pytest.raises(SharedMemoryError, match="not sealed"):
         Segment.attach(descriptor)
@@ -95,7 +99,7 @@ def test_each_seal_counts(without):
     ],
     ids=["magic", "an older version", "a newer version", "a smaller size", "a larger size"],
 )
-def test_each_word_of_the_head_counts(head):
+def test_each_word_of_the_head_counts(head: Any) -> None:
     descriptor = sealed_with(MINIMUM_SIZE, head)
     with pytest.raises(SharedMemoryError, match=f"no segment of version {VERSION}"):
         Segment.attach(descriptor)
@@ -104,7 +108,7 @@ def test_each_word_of_the_head_counts(head):
 
 
 @pytest.mark.parametrize(("size", "found"), [(31, (0, 0)), (32, (32, 0))])
-def test_a_head_is_looked_at_where_there_is_one(size, found):
+def test_a_head_is_looked_at_where_there_is_one(size: int, found: Any) -> None:
     descriptor = sealed_with(size, head_of(size))
     assert read_head(descriptor) == found
     os.close(descriptor)
@@ -128,17 +132,17 @@ def test_a_head_is_looked_at_where_there_is_one(size, found):
     ],
     ids=["no memfd", "not sealed", "far too small", "too small by a page", "no magic", "another version"],
 )
-def test_something_else_is_not_attached(descriptor, words):
+def test_something_else_is_not_attached(descriptor: int, words: Any) -> None:
     opened = descriptor()
     with pytest.raises(SharedMemoryError, match=words):
         Segment.attach(opened)
     os.close(opened)
 
 
-def limited(limit, nbytes):
+def limited(limit: int, nbytes: int) -> Any:
     """Make a segment in a process with that limit. Return its size or its error, as text."""
 
-    def make():
+    def make() -> Any:
         resource.setrlimit(getattr(resource, limit), (nbytes, nbytes))
         return Segment.create().size
 
@@ -146,7 +150,7 @@ def limited(limit, nbytes):
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
-def test_under_a_limit_it_is_smaller_and_under_a_small_one_refused_with_the_remedy(limit):
+def test_under_a_limit_it_is_smaller_and_under_a_small_one_refused_with_the_remedy(limit: int) -> None:
     size = int(limited(limit, 8 << 30))
     assert 1 << 30 <= size <= (4 << 30 if limit == "RLIMIT_AS" else 8 << 30)  # addresses are left for the program
     refused = limited(limit, 200 << 20)
@@ -156,8 +160,8 @@ def test_under_a_limit_it_is_smaller_and_under_a_small_one_refused_with_the_reme
 
 
 @pytest.mark.parametrize(("flags", "is_refused"), [(2, True), (2 | 4, False)], ids=["all", "what is used"])
-def test_a_process_that_locks_what_it_maps_is_refused_what_all_would_become_memory(flags, is_refused):
-    def make():
+def test_a_process_that_locks_what_it_maps_is_refused_what_all_would_become_memory(flags: Any, is_refused: Any) -> None:
+    def make() -> Any:
         assert ctypes.CDLL(None).mlockall(flags) == 0  # MCL_FUTURE, MCL_ONFAULT
         return Segment.create(MINIMUM_SIZE).resident()
 
@@ -170,7 +174,7 @@ def test_a_process_that_locks_what_it_maps_is_refused_what_all_would_become_memo
 
 
 @pytest.mark.parametrize("page", [PAGE, 64 << 10])  # where the system's are larger, the kernel refuses a part of one
-def test_punched_pages_cost_nothing_and_read_as_zeros(page, monkeypatch):
+def test_punched_pages_cost_nothing_and_read_as_zeros(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Segment, "page", page)
     segment = Segment.create(MINIMUM_SIZE)
     segment.octets[page : 64 * page] = 7
@@ -181,8 +185,8 @@ def test_punched_pages_cost_nothing_and_read_as_zeros(page, monkeypatch):
     assert segment.octets[ends].tolist() == [0, 0, 7, 7]
 
 
-def test_a_process_that_locks_what_it_maps_gives_pages_back_and_never_those_of_another_file(tmp_path):
-    def punch():
+def test_a_process_that_locks_what_it_maps_gives_pages_back_and_never_those_of_another_file(tmp_path: Path) -> None:
+    def punch() -> Any:
         assert ctypes.CDLL(None).mlockall(2 | 4) == 0  # MCL_FUTURE, MCL_ONFAULT
         segment = Segment.create(MINIMUM_SIZE)
         segment.octets[PAGE : 64 * PAGE] = 7
@@ -196,7 +200,7 @@ def test_a_process_that_locks_what_it_maps_gives_pages_back_and_never_those_of_a
     assert told_by_child(punch) == "(True, 32, 0, False, 64)"
 
 
-def test_it_is_kept_out_of_core_files():
+def test_it_is_kept_out_of_core_files() -> None:
     segment = Segment.create(MINIMUM_SIZE)
     with open("/proc/self/smaps", encoding="utf-8") as smaps:
         entry = smaps.read().split("memfd:tensorpipe_ipc", 1)[1].split("memfd:", 1)[0]
@@ -204,7 +208,7 @@ def test_it_is_kept_out_of_core_files():
     assert segment.memory.madvise  # still mapped
 
 
-def test_it_holds_one_descriptor_also_where_addresses_count_as_memory(monkeypatch):
+def test_it_holds_one_descriptor_also_where_addresses_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with vm.overcommit_memory=2: there it may hold a second one, and works."""
     before = len(os.listdir("/proc/self/fd"))
     segment = Segment.create(MINIMUM_SIZE)
@@ -217,17 +221,17 @@ def test_it_holds_one_descriptor_also_where_addresses_count_as_memory(monkeypatc
     assert segment.words[1000] == 41
 
 
-def test_it_is_pickled_only_while_spawning():
+def test_it_is_pickled_only_while_spawning() -> None:
     with pytest.raises(RuntimeError, match="inheritance"):
         pickle.dumps(Segment.create(MINIMUM_SIZE))
 
 
-def answer(segment):
+def answer(segment: Any) -> None:
     segment.words[2000] = segment.words[1000] + 1
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_a_child_has_it(method):
+def test_a_child_has_it(method: str) -> None:
     segment = Segment.create(MINIMUM_SIZE)
     segment.words[1000] = 41
     process = multiprocessing.get_context(method).Process(target=answer, args=(segment,))
@@ -238,14 +242,14 @@ def test_a_child_has_it(method):
     assert segment.words[2000] == 42
 
 
-def test_the_mapping_outlives_the_segment_object_under_an_array():
+def test_the_mapping_outlives_the_segment_object_under_an_array() -> None:
     array = Segment.create(MINIMUM_SIZE).octets[PAGE : 2 * PAGE]
     array[:] = 3
     assert array.sum() == 3 * PAGE
     assert mmap.PAGESIZE >= PAGE
 
 
-def test_which_segment_an_address_lies_in():
+def test_which_segment_an_address_lies_in() -> None:
     segment = Segment.create(MINIMUM_SIZE)
     start = segment.octets.ctypes.data
     for address in (start, start + MINIMUM_SIZE - 1):

@@ -5,12 +5,16 @@ are replaced (the names in the module are bound methods), and ``close_queue``, w
 this file again, so everything is at module level; which start method, the environment tells them.
 """
 
+from __future__ import annotations
+
 import collections
 import multiprocessing
 import multiprocessing.context
 import os
 import sys
 import unittest
+from collections.abc import Iterator
+from typing import Any
 
 import test._test_multiprocessing as cpython
 
@@ -43,25 +47,25 @@ CASES = {
 made = collections.Counter()
 
 
-def maker(kind):
+def maker(kind: Any) -> Any:
     """Return a function that makes queues of ours of that kind, and counts them.
 
     A count too low would mean that the replacement did not take.
     """
 
-    def make(*args, **kwargs):
+    def make(*args: Any, **kwargs: Any) -> Any:
         made[kind] += 1
         return getattr(tensorpipe_ipc, kind)(*args, **kwargs)
 
     return make
 
 
-def of_context(make):
+def of_context(make: Any) -> Any:
     """The same as a method of a context."""
     return lambda self, *args, **kwargs: make(*args, ctx=self, **kwargs)
 
 
-def close_queue(queue):
+def close_queue(queue: Any) -> None:
     """As CPython's, for any class."""
     if hasattr(queue, "close"):
         queue.close()
@@ -81,7 +85,7 @@ cpython.PRELOAD = [
 cpython.install_tests_in_module_dict(globals(), os.environ["TENSORPIPE_IPC_START_METHOD"])
 
 
-def cases():
+def cases() -> Iterator[Any]:
     """Yield those of CPython's cases that concern a queue."""
     for name, methods in CASES.items():
         if name not in (sys.argv[2:] or CASES):
@@ -92,7 +96,7 @@ def cases():
                 yield case
 
 
-def main():
+def main() -> None:
     """Run them, print how many ran and how many queues were made, and exit with 1 where one failed."""
     setUpModule()  # noqa: F821 - CPython's, installed above
     result = unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite(cases()))

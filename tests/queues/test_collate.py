@@ -29,7 +29,7 @@ class Point(NamedTuple):
 class Checked(Point):
     """Looks at what it is made of."""
 
-    def __new__(cls, x, y):
+    def __new__(cls, x: Any, y: Any) -> Any:
         assert float(torch.as_tensor(x).float().sum()) >= 0
         return super().__new__(cls, x, y)
 
@@ -37,43 +37,43 @@ class Checked(Point):
 class Frozen(collections.abc.Mapping):
     """A mapping that cannot be changed, and looks at what it is made of."""
 
-    def __init__(self, items):
+    def __init__(self, items: Any) -> None:
         self._items = dict(items)
         self.total = float(sum(torch.as_tensor(each).float().sum() for each in self._items.values()))
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         return self._items[key]
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return iter(self._items)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._items)
 
-    def __eq__(self, other):
+    def __eq__(self, other: Any) -> bool:
         return self.total == other.total
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Frozen, (self._items,)
 
 
 class Steps(collections.abc.Sequence):
     """A sequence that is no list."""
 
-    def __init__(self, items):
+    def __init__(self, items: Any) -> None:
         self.items = list(items)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return self.items[index]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.items)
 
 
 class Own:
     """Of a type that only a function of one's own can collate."""
 
-    def __init__(self, value):
+    def __init__(self, value: Any) -> None:
         self.value = value
 
 
@@ -81,11 +81,11 @@ class Tagged(torch.Tensor):
     """A subclass."""
 
 
-def large(value, dtype=torch.float32):
+def large(value: Any, dtype: Any = torch.float32) -> Any:
     return torch.full((LARGE,), value).to(dtype)
 
 
-def ordered(i):
+def ordered(i: int) -> Any:
     made = collections.OrderedDict(x=large(i), y=i)
     made.tag = "kept"
     return made
@@ -143,7 +143,7 @@ CASES = {
 class Cases:
     """A dataset whose items are named by a case and a number."""
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         name, i = key
         return CASES[name](i)
 
@@ -151,7 +151,7 @@ class Cases:
 BATCHES = [[(name, i) for i in range(3)] for name in CASES]
 
 
-def outcome(function, batch):
+def outcome(function: Any, batch: Any) -> Any:
     """Return the result of a function on a batch, or its exception as text."""
     try:
         return function(batch)
@@ -162,14 +162,14 @@ def outcome(function, batch):
 class Both:
     """Collates with torch's and with ours."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: Any) -> None:
         self.collate = ctx.collate
 
-    def __call__(self, batch):
+    def __call__(self, batch: Any) -> Any:
         return outcome(default_collate, batch), outcome(self.collate, batch)
 
 
-def assert_same(theirs, ours):
+def assert_same(theirs: Any, ours: Any) -> None:
     assert type(theirs) is type(ours)
     if isinstance(theirs, torch.Tensor):
         assert (theirs.dtype, theirs.shape, theirs.stride()) == (ours.dtype, ours.shape, ours.stride())
@@ -189,7 +189,7 @@ def assert_same(theirs, ours):
 
 @pytest.mark.filterwarnings("ignore:.*functions with out=.*")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_makes_what_default_collate_makes(ctx, workers):
+def test_makes_what_default_collate_makes(ctx: Any, workers: int) -> None:
     options = {"multiprocessing_context": ctx} if workers else {}
     loader = DataLoader(Cases(), batch_sampler=BATCHES, num_workers=workers, collate_fn=Both(ctx), **options)
     made = dict(zip(CASES, loader, strict=True))
@@ -203,7 +203,7 @@ def test_makes_what_default_collate_makes(ctx, workers):
     assert left_in(ctx) == {}
 
 
-def to_sum(batch, *, collate_fn_map):
+def to_sum(batch: Any, *, collate_fn_map: Any) -> Any:
     """A user's function: it reads what collate makes."""
     return torch_collate([each.value for each in batch], collate_fn_map=collate_fn_map).sum(0)
 
@@ -211,10 +211,10 @@ def to_sum(batch, *, collate_fn_map):
 class WithOwn:
     """Both, with a map of one's own."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: Any) -> None:
         self.collate = ctx.collate
 
-    def __call__(self, batch):
+    def __call__(self, batch: Any) -> Any:
         functions = {Own: to_sum, **default_collate_fn_map}
         return torch_collate(batch, collate_fn_map=functions), self.collate(batch, collate_fn_map=functions)
 
@@ -222,15 +222,15 @@ class WithOwn:
 class Owns:
     """A dataset of what only a function of one's own can collate."""
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return {"own": Own(large(i)), "x": large(i)}
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 4
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_takes_functions_of_ones_own(ctx, workers):
+def test_takes_functions_of_ones_own(ctx: Any, workers: int) -> None:
     options = {"multiprocessing_context": ctx} if workers else {}
     for theirs, ours in DataLoader(Owns(), 2, num_workers=workers, collate_fn=WithOwn(ctx), **options):
         assert_same(theirs, ours)
@@ -239,10 +239,10 @@ def test_takes_functions_of_ones_own(ctx, workers):
 class Kept:
     """Collates, and does something with the batch that somebody may do. Says where it lies."""
 
-    def __init__(self, ctx, keep):
+    def __init__(self, ctx: Any, keep: Any) -> None:
         self.collate, self.keep, self.kept = ctx.collate, keep, []
 
-    def __call__(self, batch):
+    def __call__(self, batch: Any) -> Any:
         made = self.collate(batch)
         first = made if isinstance(made, torch.Tensor) else made[0] if type(made) is list else made["x"]
         whole = all(bool((torch.as_tensor(each) == 3).all()) for each in map(_tensor_in, self.kept))
@@ -253,7 +253,7 @@ class Kept:
         return [made, where]
 
 
-def _tensor_in(kept):
+def _tensor_in(kept: Any) -> Any:
     while isinstance(kept, (dict, list)):
         kept = kept["x"] if isinstance(kept, dict) else kept[0]
     return kept
@@ -262,13 +262,13 @@ def _tensor_in(kept):
 class Threes:
     """A dataset of threes, in a dict, a list or bare."""
 
-    def __init__(self, wrap):
+    def __init__(self, wrap: Any) -> None:
         self.wrap = wrap
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return self.wrap(torch.full((LARGE,), 3.0))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 8
 
 
@@ -276,7 +276,7 @@ WRAPS = {"bare": lambda x: x, "dict": lambda x: {"x": x, "y": 1}, "list": lambda
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_a_batch_goes_by_reference(ctx, wrap):
+def test_a_batch_goes_by_reference(ctx: Any, wrap: Any) -> None:
     loader = DataLoader(Threes(WRAPS[wrap]), 2, num_workers=1, collate_fn=Kept(ctx, None), multiprocessing_context=ctx)
     for made, where in loader:
         first = made if wrap == "bare" else made["x" if wrap == "dict" else 0]
@@ -297,7 +297,7 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-def test_what_somebody_keeps_is_copied_and_stays(ctx, keep):
+def test_what_somebody_keeps_is_copied_and_stays(ctx: Any, keep: Any) -> None:
     collate = Kept(ctx, KEEPS[keep])
     loader = DataLoader(Threes(WRAPS["dict"]), 2, num_workers=1, collate_fn=collate, multiprocessing_context=ctx)
     for made, where in loader:
@@ -312,10 +312,10 @@ def test_what_somebody_keeps_is_copied_and_stays(ctx, keep):
 class Cached:
     """A dataset, or a collate function, with a cache: each batch is made once, and given out again and again."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: Any) -> None:
         self.collate, self.cache = ctx.collate, {}
 
-    def __call__(self, batch):
+    def __call__(self, batch: Any) -> Any:
         key = int(batch[0][0])
         if key not in self.cache:
             self.cache[key] = self.collate(batch)
@@ -325,17 +325,17 @@ class Cached:
 class Numbers:
     """A dataset of large tensors, each full of its number."""
 
-    def __init__(self, length=8):
+    def __init__(self, length: int = 8) -> None:
         self.length = length
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return large(i)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
 
-def test_a_cache_of_batches_stays_whole(ctx):
+def test_a_cache_of_batches_stays_whole(ctx: Any) -> None:
     loader = DataLoader(
         Numbers(4), 2, num_workers=1, collate_fn=Cached(ctx), multiprocessing_context=ctx, persistent_workers=True
     )
@@ -346,35 +346,35 @@ def test_a_cache_of_batches_stays_whole(ctx):
 class PartOfOwn:
     """A collate function of one's own, which has a part collated, and adds many small tensors."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: Any) -> None:
         self.collate = ctx.collate
 
-    def __call__(self, batch):
+    def __call__(self, batch: Any) -> Any:
         images = self.collate(batch)
         return images, [{"boxes": torch.ones(i, 4), "at": images.data_ptr()} for i in range(40)]
 
 
-def test_a_part_that_was_collated_takes_the_rest_with_it(ctx):
+def test_a_part_that_was_collated_takes_the_rest_with_it(ctx: Any) -> None:
     loader = DataLoader(Numbers(), 2, num_workers=1, collate_fn=PartOfOwn(ctx), multiprocessing_context=ctx)
     for images, targets in loader:
         assert images.data_ptr() == targets[0]["at"]
         assert [len(each["boxes"]) for each in targets] == list(range(40))
 
 
-def test_without_room_it_stacks_in_memory_of_its_own(ctx):
+def test_without_room_it_stacks_in_memory_of_its_own(ctx: Any) -> None:
     ctx.tensorpipe_attachment().arena.words[CAPACITY] = 700_000  # for one batch, and not for two
     loader = DataLoader(Numbers(), 2, num_workers=1, collate_fn=ctx.collate, multiprocessing_context=ctx)
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_it_may_be_another_contexts(ctx):
+def test_it_may_be_another_contexts(ctx: Any) -> None:
     other = small_context()
     loader = DataLoader(Numbers(), 4, num_workers=1, collate_fn=other.collate, multiprocessing_context=ctx)
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     vars(other).clear()
 
 
-def test_only_what_was_offered_goes_by_itself(ctx):
+def test_only_what_was_offered_goes_by_itself(ctx: Any) -> None:
     """A put outside of a worker never empties what was not said to be moved."""
     there = ctx.Queue()
     made = ctx.empty(LARGE).fill_(3)

@@ -1,5 +1,7 @@
 """get_context(): multiprocessing's contexts with our queues, which share one arena, here and in children."""
 
+from __future__ import annotations
+
 import copy
 import gc
 import multiprocessing
@@ -8,6 +10,7 @@ import threading
 import time
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
+from typing import Any
 
 import echoing_process
 import pytest
@@ -22,7 +25,7 @@ LIMIT = 20
 METHODS = ["fork", "spawn", "forkserver"]
 
 
-def segments():
+def segments() -> Any:
     """Return how many mappings of segments this process has, and how many descriptors lead to one."""
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -37,7 +40,7 @@ def segments():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_context_is_multiprocessings_with_our_queues(method):
+def test_a_context_is_multiprocessings_with_our_queues(method: str) -> None:
     ctx = tp.get_context(method)
     assert isinstance(ctx, BaseContext)
     assert isinstance(ctx, type(multiprocessing.get_context(method)))
@@ -50,7 +53,7 @@ def test_a_context_is_multiprocessings_with_our_queues(method):
     assert ctx.Lock().acquire(timeout=1)
 
 
-def test_the_default_method_is_multiprocessings_and_stays_unset():
+def test_the_default_method_is_multiprocessings_and_stays_unset() -> None:
     chosen = multiprocessing.get_start_method(allow_none=True)
     expected = chosen or multiprocessing.get_all_start_methods()[0]
     assert tp.get_context().get_start_method() == expected
@@ -59,14 +62,14 @@ def test_the_default_method_is_multiprocessings_and_stays_unset():
         tp.get_context("nosuch")
 
 
-def test_a_pool_works():
+def test_a_pool_works() -> None:
     with tp.get_context("fork").Pool(1) as pool:
         assert pool.map(abs, [-1, 2]) == [1, 2]
         pool.close()
         pool.join()
 
 
-def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_goes_with_it():
+def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_goes_with_it() -> None:
     before = segments()
     ctx = small_context().__class__()
     assert segments() == before
@@ -80,7 +83,7 @@ def test_all_queues_of_a_context_share_one_arena_which_is_made_at_first_use_and_
 
 @pytest.mark.parametrize("given", [None, multiprocessing.get_context("fork")], ids=["none", "multiprocessing's"])
 @pytest.mark.parametrize("last", ["queue", "lease"])
-def test_without_a_context_of_ours_queues_share_a_default_arena_until_the_last_user_goes(given, last):
+def test_without_a_context_of_ours_queues_share_a_default_arena_until_the_last_user_goes(given: Any, last: Any) -> None:
     before = segments()
     one, other = tp.Queue(ctx=given), tp.Queue()
     assert shared_queue_of(one).attachment is shared_queue_of(other).attachment
@@ -94,7 +97,7 @@ def test_without_a_context_of_ours_queues_share_a_default_arena_until_the_last_u
     assert segments() == before
 
 
-def use(ctx, queues, back):
+def use(ctx: Any, queues: Any, back: Any) -> None:
     """In a child: whether what was pickled apart has met again; and a lease goes on without a copy."""
     torch.set_num_threads(1)  # those of OpenMP do not survive a fork
     (one,), (other,) = queues
@@ -107,7 +110,7 @@ def use(ctx, queues, back):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_child_has_the_same_arena_once(method):
+def test_a_child_has_the_same_arena_once(method: str) -> None:
     ctx = small_context(method)
     one, other = ctx.Queue(), ctx.Queue(2)
     process = ctx.Process(target=use, args=(ctx, ([one], [other]), ctx.Queue()))
@@ -127,14 +130,14 @@ def test_a_child_has_the_same_arena_once(method):
     vars(ctx).clear()
 
 
-def test_a_copy_of_a_context_is_the_context():
+def test_a_copy_of_a_context_is_the_context() -> None:
     """A program that copies its DataLoader copies the context in it."""
     ctx = small_context("fork")
     ctx.Queue()
     assert copy.deepcopy([ctx])[0] is copy.copy(ctx) is ctx
 
 
-def test_a_segment_unpickled_twice_is_attached_once():
+def test_a_segment_unpickled_twice_is_attached_once() -> None:
     ctx = small_context("spawn")
     attachment = ctx.tensorpipe_attachment()
     rebuild, (segment,) = _reduced(attachment)
@@ -145,14 +148,14 @@ def test_a_segment_unpickled_twice_is_attached_once():
 
 
 class _Duplicate:
-    def __init__(self, descriptor):
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
-    def detach(self):
+    def detach(self) -> Any:
         return self.descriptor
 
 
-def _reduced(thing):
+def _reduced(thing: Any) -> Any:
     from multiprocessing import context, spawn  # noqa: F401
 
     context.set_spawning_popen(_Popen())
@@ -163,14 +166,14 @@ def _reduced(thing):
 
 
 class _Popen:
-    def duplicate_for_child(self, fd):
+    def duplicate_for_child(self, fd: int) -> Any:
         return fd
 
-    def DupFd(self, fd):
+    def DupFd(self, fd: int) -> Any:
         return fd
 
 
-def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes():
+def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes() -> None:
     ctx = small_context()
     for shape in ((), (3,), (0, 3), (2, 3, 4), 5):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2):
@@ -188,7 +191,7 @@ def test_empty_makes_tensors_of_any_shape_and_dtype_and_refuses_with_sizes():
     vars(ctx).clear()
 
 
-def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up():
+def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up() -> None:
     ctx = small_context()
     leases = ctx.tensorpipe_attachment().leases
     set_lease_budget(leases, 500_000)
@@ -201,7 +204,7 @@ def test_empty_is_not_refused_by_the_lease_budget_and_does_not_use_it_up():
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_an_echoing_child_of_each_method(method):
+def test_an_echoing_child_of_each_method(method: str) -> None:
     ctx = tp.get_context(method)
     there, back = ctx.Queue(), ctx.Queue()
     process = ctx.Process(target=echoing_process.echo, args=(there, back))

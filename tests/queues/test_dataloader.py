@@ -9,6 +9,7 @@ import random
 import signal
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,13 +34,13 @@ class Sample(NamedTuple):
 class Images(Dataset):
     """Random images: of torch's, NumPy's and Python's generators, which the loader seeds in each worker."""
 
-    def __init__(self, length=24):
+    def __init__(self, length: int = 24) -> None:
         self.length = length
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         image = torch.rand(SHAPE) + float(np.random.rand()) + random.random()
         return Sample(image, i, f"image {i}")
 
@@ -47,7 +48,7 @@ class Images(Dataset):
 class Stream(IterableDataset):
     """The same without an end known before; each worker has its part."""
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         info = get_worker_info()
         return iter([Images()[i] for i in range(info.id, 23, info.num_workers)])
 
@@ -55,22 +56,22 @@ class Stream(IterableDataset):
 class Nested(Dataset):
     """Items that another loader, in the worker, has made."""
 
-    def __init__(self, ctx):
+    def __init__(self, ctx: Any) -> None:
         self.collate = ctx.collate if ctx is not None else None
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 6
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return next(iter(DataLoader(Images(4), 4, collate_fn=self.collate))).image
 
 
-def seeded(worker):
+def seeded(worker: Any) -> None:
     """A worker_init_fn."""
     torch.manual_seed(100 + worker)
 
 
-def numbered_sampler():
+def numbered_sampler() -> Any:
     """Return a sampler that takes its numbers from a generator of its own."""
     return RandomSampler(Images(), replacement=True, num_samples=17, generator=torch.Generator().manual_seed(3))
 
@@ -93,7 +94,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def loader_of(ctx, mode, workers=2):
+def loader_of(ctx: Any, mode: Any, workers: int = 2) -> Any:
     """A loader in a mode, of our context, or torch's own where there is none."""
     options = {"dataset": Images(), "collate_fn": ctx.collate if ctx is not None else None, **MODES[mode]}
     if callable(options.get("sampler")):
@@ -103,19 +104,19 @@ def loader_of(ctx, mode, workers=2):
     return DataLoader(num_workers=workers, multiprocessing_context="fork" if ctx is None else ctx, **options)
 
 
-def epochs(loader, count=2):
+def epochs(loader: Any, count: int = 2) -> Any:
     """All that a loader gives, in memory of its own."""
     torch.manual_seed(1)
     return [[owned(batch) for batch in loader] for _ in range(count)]
 
 
-def owned(batch):
+def owned(batch: Any) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.clone()
     return type(batch)(*map(owned, batch)) if isinstance(batch, Sample) else batch
 
 
-def assert_same(theirs, ours):
+def assert_same(theirs: Any, ours: Any) -> None:
     assert type(theirs) is type(ours)
     if isinstance(theirs, torch.Tensor):
         assert theirs.dtype == ours.dtype
@@ -128,7 +129,7 @@ def assert_same(theirs, ours):
 
 
 @contextlib.contextmanager
-def no_gpu():
+def no_gpu() -> Iterator[Any]:
     """torch warns that there is none to page-lock for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*pin_memory.*", UserWarning)
@@ -141,21 +142,21 @@ LIGHT = ("as it is", "pin_memory", "iterable, persistent", "no batches", "nested
 @pytest.mark.parametrize(
     "mode", [mode if mode in LIGHT else pytest.param(mode, marks=pytest.mark.kills) for mode in MODES]
 )
-def test_gives_the_stock_loaders_batches_in_each_mode(ctx, mode):
+def test_gives_the_stock_loaders_batches_in_each_mode(ctx: Any, mode: Any) -> None:
     with no_gpu():
         ours = epochs(loader_of(ctx, mode))
         assert_same(epochs(loader_of(None, mode)), ours)
     assert left_in(ctx) == {}
 
 
-def test_out_of_order_all_come_once(ctx):
+def test_out_of_order_all_come_once(ctx: Any) -> None:
     loader = DataLoader(Images(), 4, num_workers=2, collate_fn=ctx.collate, multiprocessing_context=ctx, in_order=False)
     labels = [int(label) for batch in loader for label in batch.label]
     assert sorted(labels) == list(range(24))
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.kills), "forkserver"])
-def test_started_anew_and_two_loaders_at_once(method):
+def test_started_anew_and_two_loaders_at_once(method: str) -> None:
     """The context, and its collate, travel to workers that share nothing."""
     ctx = small_context(method)
     one, other = (iter(loader_of(ctx, "as it is", workers=1)) for _ in range(2))
@@ -166,7 +167,7 @@ def test_started_anew_and_two_loaders_at_once(method):
     vars(ctx).clear()
 
 
-def test_an_early_break_leaves_nothing(ctx):
+def test_an_early_break_leaves_nothing(ctx: Any) -> None:
     for mode in ("as it is", "pin_memory"):
         with no_gpu():
             for _ in range(3):
@@ -177,14 +178,14 @@ def test_an_early_break_leaves_nothing(ctx):
     assert left_in(ctx) == {}
 
 
-def test_batches_outlive_their_loader(ctx):
+def test_batches_outlive_their_loader(ctx: Any) -> None:
     kept = list(loader_of(ctx, "as it is"))
     gc.collect()
     assert sorted(int(label) for batch in kept for label in batch.label) == list(range(24))
     assert all(1e-9 < float(batch.image.min()) for batch in kept)
 
 
-def residue():
+def residue() -> Any:
     """Descriptors, mappings of shared memory, and entries of /dev/shm that are no other program's."""
     with open("/proc/self/maps") as maps:
         shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
@@ -194,7 +195,7 @@ def residue():
 
 
 @pytest.mark.parametrize("mode", [pytest.param("as it is", marks=pytest.mark.kills), "persistent_workers"])
-def test_nothing_grows_over_twenty_epochs(ctx, mode):
+def test_nothing_grows_over_twenty_epochs(ctx: Any, mode: Any) -> None:
     loader, found, costs = loader_of(ctx, mode), [], []
     arena = ctx.tensorpipe_attachment().arena
     for _ in range(20):
@@ -210,26 +211,26 @@ def test_nothing_grows_over_twenty_epochs(ctx, mode):
 class Failing(Images):
     """Fails, or dies, at one item."""
 
-    def __init__(self, how):
+    def __init__(self, how: Any) -> None:
         super().__init__()
         self.how = how
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         if i == 9:
             self.how()
         return super().__getitem__(i)
 
 
-def fail():
+def fail() -> None:
     raise KeyError("no such image")
 
 
-def die():
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_a_workers_error_arrives_with_its_traceback(ctx, pin_memory):
+def test_a_workers_error_arrives_with_its_traceback(ctx: Any, pin_memory: Any) -> None:
     loader = DataLoader(
         Failing(fail), 4, num_workers=2, collate_fn=ctx.collate, multiprocessing_context=ctx, pin_memory=pin_memory
     )
@@ -241,7 +242,7 @@ def test_a_workers_error_arrives_with_its_traceback(ctx, pin_memory):
     assert left_in(ctx) == {}
 
 
-def assert_tells_of_a_death(loader):
+def assert_tells_of_a_death(loader: Any) -> None:
     began = time.monotonic()
     with no_gpu(), pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(?s?\)? .*") as caught:
         for _ in loader:
@@ -252,7 +253,7 @@ def assert_tells_of_a_death(loader):
 
 @pytest.mark.kills
 @pytest.mark.parametrize("pin_memory", [False, True])
-def test_a_killed_worker_is_told_of(ctx, pin_memory):
+def test_a_killed_worker_is_told_of(ctx: Any, pin_memory: Any) -> None:
     loader = DataLoader(
         Failing(die), 4, num_workers=2, collate_fn=ctx.collate, multiprocessing_context=ctx, pin_memory=pin_memory
     )
@@ -264,15 +265,15 @@ def test_a_killed_worker_is_told_of(ctx, pin_memory):
 class DiesInPut:
     """A worker_init_fn: the second worker dies at a system call of a put, before it or after it."""
 
-    def __init__(self, call, after):
+    def __init__(self, call: Any, after: Any) -> None:
         self.call, self.after = call, after
 
-    def __call__(self, worker):
+    def __call__(self, worker: Any) -> None:
         if worker != 1:
             return
         real, left = os.writev, [self.call]
 
-        def writev(*arguments):
+        def writev(*arguments: Any) -> Any:
             left[0] -= 1
             if left[0] >= 0:
                 return real(*arguments)
@@ -292,7 +293,7 @@ class DiesInPut:
         pytest.param("torch's", True, marks=pytest.mark.kills),
     ],
 )
-def test_a_worker_killed_in_a_put_is_told_of_and_leaves_nothing(ctx, after, collate):
+def test_a_worker_killed_in_a_put_is_told_of_and_leaves_nothing(ctx: Any, after: Any, collate: Any) -> None:
     collate_fn = ctx.collate if collate == "ours" else None  # by reference, or copied
     loader = DataLoader(
         Images(),
@@ -307,7 +308,7 @@ def test_a_worker_killed_in_a_put_is_told_of_and_leaves_nothing(ctx, after, coll
     assert left_in(ctx) == {}
 
 
-def test_epochs_with_fresh_workers_do_not_grow():
+def test_epochs_with_fresh_workers_do_not_grow() -> None:
     """The last batch of each is alive when the next one's workers are forked, which keep it as long as they live."""
     ctx, resident, batch = small_context(), [], None
     loader = DataLoader(Images(8), batch_size=4, num_workers=1, multiprocessing_context=ctx, collate_fn=ctx.collate)

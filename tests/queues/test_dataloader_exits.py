@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ METHODS = {"none": 0, "loader error": 1, "loader kill": -signal.SIGKILL, "worker
 GRID = [How(*each) for each in itertools.product(METHODS, *[(False, True)] * 4)]
 
 
-def fails(method):
+def fails(method: str) -> None:
     """Kill this process, or raise an error, as ``method`` says."""
     if method.endswith("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -46,13 +46,13 @@ def fails(method):
 class Items(Dataset):
     """Large tensors, one of which may be the end."""
 
-    def __init__(self, method):
+    def __init__(self, method: str) -> None:
         self.method = method
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         if i == 13 and self.method.startswith("worker"):
             fails(self.method)
         return torch.full((SIZE,), float(i))
@@ -61,17 +61,17 @@ class Items(Dataset):
 class Stream(IterableDataset):
     """The same, as a stream."""
 
-    def __init__(self, method):
+    def __init__(self, method: str) -> None:
         self.items = Items(method)
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return (self.items[i] for i in range(get_worker_info().id, 24, 2))
 
 
 held = []
 
 
-def run(how, line):
+def run(how: Any, line: Any) -> None:
     """The program."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tracebacks are expected
     warnings.simplefilter("ignore")  # torch's, that there is no GPU to page-lock for
@@ -105,7 +105,7 @@ def run(how, line):
         for each in GRID
     ],
 )
-def test_all_end_soon_and_leave_nothing(how):
+def test_all_end_soon_and_leave_nothing(how: Any) -> None:
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run, args=(how, theirs))

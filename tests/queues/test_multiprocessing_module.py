@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import tensorpipe_ipc as tp
 import tensorpipe_ipc.multiprocessing as mp
 
 
-def test_it_has_every_name_of_both_modules():
+def test_it_has_every_name_of_both_modules() -> None:
     assert set(multiprocessing.__all__) <= set(mp.__all__)
     missing = [name for name in {*multiprocessing.__all__, *torch.multiprocessing.__all__} if not hasattr(mp, name)]
     assert missing == []
@@ -24,20 +26,20 @@ def test_it_has_every_name_of_both_modules():
         _ = mp.nosuch
 
 
-def test_queues_and_contexts_are_ours_and_the_rest_is_not():
+def test_queues_and_contexts_are_ours_and_the_rest_is_not() -> None:
     assert (mp.Queue, mp.JoinableQueue, mp.SimpleQueue) == (tp.Queue, tp.JoinableQueue, tp.SimpleQueue)
     assert mp.get_context is tp.get_context
     assert mp.Process is multiprocessing.Process
     assert mp.get_start_method() == multiprocessing.get_start_method()
 
 
-def send_back(queue, there):
+def send_back(queue: Any, there: Any) -> None:
     """In a child."""
     torch.set_num_threads(1)
     there.put(queue.get(timeout=20) * 2)
 
 
-def test_what_worked_with_multiprocessing_works_with_it():
+def test_what_worked_with_multiprocessing_works_with_it() -> None:
     there, back, event = mp.Queue(), mp.SimpleQueue(), mp.Event()
     process = mp.Process(target=send_back, args=(there, back))
     process.start()
@@ -51,7 +53,7 @@ def test_what_worked_with_multiprocessing_works_with_it():
         assert pool.map(abs, [-1, 2]) == [1, 2]
 
 
-def test_the_strategy_is_torchs():
+def test_the_strategy_is_torchs() -> None:
     before = torch.multiprocessing.get_sharing_strategy()
     try:
         mp.set_sharing_strategy("file_system")
@@ -79,7 +81,7 @@ if __name__ == "__main__":
 
 @pytest.mark.kills
 @pytest.mark.limit(110)
-def test_a_program_that_sets_its_start_method_and_spawns(tmp_path):
+def test_a_program_that_sets_its_start_method_and_spawns(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(_PROGRAM)
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100)

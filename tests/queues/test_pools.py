@@ -9,8 +9,11 @@ import multiprocessing.pool
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +33,7 @@ METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in
 
 
 @contextlib.contextmanager
-def context_of(method):
+def context_of(method: str) -> Iterator[Any]:
     """A context of a start method, with nothing left in its memory at the end."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,18 +44,18 @@ def context_of(method):
     torch.set_num_threads(threads)
 
 
-def descriptors():
+def descriptors() -> Any:
     """Return how many descriptors this process has."""
     return len(os.listdir("/proc/self/fd"))
 
 
-def double(x):
+def double(x: Any) -> Any:
     """Of a tensor, an array or a tree; and how many descriptors the worker has, and who it is."""
     torch.set_num_threads(1)
     return {"twice": x * 2, "descriptors": descriptors(), "pid": os.getpid()}
 
 
-def add(x, y=0):
+def add(x: Any, y: int = 0) -> Any:
     """Of anything."""
     return x + y
 
@@ -60,29 +63,29 @@ def add(x, y=0):
 class Adder:
     """A function with state."""
 
-    def __init__(self, first):
+    def __init__(self, first: Any) -> None:
         self.first = first
 
-    def add(self, x):
+    def add(self, x: Any) -> Any:
         return self.first + x
 
     __call__ = add
 
 
-def fail(x):
+def fail(x: Any) -> None:
     raise KeyError(f"no {x}")
 
 
-def die(x):
+def die(x: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def unpicklable(x):
+def unpicklable(x: Any) -> Any:
     return lambda: x
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
+def test_a_pool_sends_tensors_through_shared_memory_both_ways(method: str) -> None:
     with context_of(method) as ctx:
         with ctx.Pool(2) as pool:
             assert isinstance(pool, multiprocessing.pool.Pool)
@@ -108,22 +111,22 @@ def test_a_pool_sends_tensors_through_shared_memory_both_ways(method):
         del pool  # with what it told its workers at the end
 
 
-def test_a_pool_of_multiprocessings_own_class_and_one_that_renews_its_workers(ctx):
+def test_a_pool_of_multiprocessings_own_class_and_one_that_renews_its_workers(ctx: Any) -> None:
     with multiprocessing.pool.Pool(1, maxtasksperchild=2, context=ctx) as pool:
         pids = {each["pid"] for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)}
         assert len(pids) == 3
 
 
-def stand_at(gate):
+def stand_at(gate: Any) -> None:
     globals()["gate"] = gate
 
 
-def wait_for_gate(x):
+def wait_for_gate(x: Any) -> Any:
     with globals()["gate"]:
         return x
 
 
-def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx):
+def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx: Any) -> None:
     gate, taken, sent = ctx.Lock(), [], torch.ones(SIZE)
     with ctx.Pool(2, stand_at, (gate,)) as pool:
         with gate:
@@ -137,7 +140,7 @@ def test_a_pool_takes_tasks_from_an_iterable_as_its_workers_take_them(ctx):
     del results, pool
 
 
-def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx):
+def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx: Any) -> None:
     tasks = ctx.SimpleQueue()
     tasks.put(1)
     assert tasks._rlock.acquire()
@@ -146,7 +149,7 @@ def test_a_pool_that_ends_does_not_wait_for_what_a_worker_took(ctx):
     assert reading_end_of(tasks).recv() is None
 
 
-def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):
+def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx: Any) -> None:
     gate = ctx.Lock()
     with gate:
         pool = ctx.Pool(1, stand_at, (gate,))
@@ -160,7 +163,7 @@ def test_a_pool_that_waits_for_room_for_a_task_can_be_terminated(ctx):
     assert left_in(ctx) == {}
 
 
-def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx):
+def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx: Any) -> None:
     with ctx.Pool(2) as pool:
         lost = pool.apply_async(die, (torch.ones(SIZE),))
         sums = [int(each["twice"].sum()) for each in pool.map(double, [torch.ones(SIZE)] * 6, chunksize=1)]
@@ -172,7 +175,7 @@ def test_a_killed_worker_of_a_pool_is_replaced_and_its_task_alone_is_lost(ctx):
     assert left_in(ctx) == {}
 
 
-def test_terminating_a_busy_pool_ends_it(ctx):
+def test_terminating_a_busy_pool_ends_it(ctx: Any) -> None:
     pool = ctx.Pool(2)
     results = [pool.apply_async(double, (torch.ones(SIZE),)) for _ in range(200)]
     assert results[0].get(LIMIT)["twice"].sum() == 2 * SIZE
@@ -183,7 +186,7 @@ def test_terminating_a_busy_pool_ends_it(ctx):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
+def test_an_executor_sends_tensors_through_shared_memory_both_ways(method: str) -> None:
     with context_of(method) as ctx:
         with ProcessPoolExecutor(2, mp_context=ctx) as executor:
             results = list(executor.map(double, [torch.full((SIZE,), float(i)) for i in range(8)]))
@@ -203,7 +206,7 @@ def test_an_executor_sends_tensors_through_shared_memory_both_ways(method):
         del executor
 
 
-def test_what_an_executor_calls_is_sent_as_it_is_at_the_time():
+def test_what_an_executor_calls_is_sent_as_it_is_at_the_time() -> None:
     """Functions go by their names, and once; what has state goes with each call."""
     with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
         assert list(executor.map(add, [1, 2], [3, 4])) == [4, 6]
@@ -239,18 +242,18 @@ if __name__ == "__main__":
 """
 
 
-def test_an_executor_of_a_python_that_has_other_parts_works_and_says_so_once(tmp_path):
+def test_an_executor_of_a_python_that_has_other_parts_works_and_says_so_once(tmp_path: Path) -> None:
     """Its calls go as they do there."""
     done = ran_in_fork("-c", OTHER_PYTHON, folder=tmp_path)
     assert (done.status, done.out.strip()) == (0, "[[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]"), done.err
     assert done.err.count("RuntimeWarning: this Python's ProcessPoolExecutor has no _process_chunk") == 1
 
 
-def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
+def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where workers answer each call before the next one is sent."""
     send, unread = CallQueue.put, []
 
-    def put(calls, item, block=True, timeout=None):
+    def put(calls: Any, item: Any, block: bool = True, timeout: Any = None) -> None:
         send(calls, item, block, timeout)
         if item is not None:
             results, until = calls._results, time.monotonic() + LIMIT
@@ -266,7 +269,7 @@ def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch):
     assert max(unread) == UNREAD
 
 
-def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch):
+def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one thread sends calls and reads results: it does not wait for memory that only results can give back."""
     monkeypatch.setattr("tensorpipe_ipc.queues.call_queue.PATIENCE", 10 * LIMIT)
     count, size = 12, 5_000_000  # of float32: 20 MB each, through 64 MB
@@ -277,7 +280,7 @@ def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch):
     del executor
 
 
-def test_a_call_for_which_the_machine_has_no_memory_fails_alone(monkeypatch):
+def test_a_call_for_which_the_machine_has_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensorpipe_ipc.queues.call_queue.PATIENCE", 0.1)
     with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
         held, large = ctx.empty((8 << 20,), torch.uint8), torch.ones(30 << 20, dtype=torch.uint8)
@@ -292,7 +295,7 @@ def test_a_call_for_which_the_machine_has_no_memory_fails_alone(monkeypatch):
     del executor
 
 
-def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled():
+def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled() -> None:
     with context_of("forkserver") as ctx:
         with ProcessPoolExecutor(1, mp_context=ctx) as executor:
             futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(20)]
@@ -303,7 +306,7 @@ def test_an_executors_workers_may_be_renewed_and_its_calls_cancelled():
         del done, futures, executor
 
 
-def test_a_killed_worker_breaks_an_executor_as_in_stock(ctx):
+def test_a_killed_worker_breaks_an_executor_as_in_stock(ctx: Any) -> None:
     executor = ProcessPoolExecutor(2, mp_context=ctx)
     futures = [executor.submit(double, torch.ones(SIZE)) for _ in range(4)]
     began = time.monotonic()
@@ -315,7 +318,7 @@ def test_a_killed_worker_breaks_an_executor_as_in_stock(ctx):
     assert left_in(ctx) == {}
 
 
-def test_an_executor_of_another_context_is_left_alone(ctx):
+def test_an_executor_of_another_context_is_left_alone(ctx: Any) -> None:
     other = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, mp_context=other) as theirs, ProcessPoolExecutor(1, mp_context=ctx) as ours:
         assert theirs.submit(add, 1, 2).result(LIMIT) == ours.submit(add, 1, 2).result(LIMIT) == 3
@@ -323,12 +326,12 @@ def test_an_executor_of_another_context_is_left_alone(ctx):
         assert type(ours._call_queue).__module__ == "tensorpipe_ipc.queues.call_queue"
 
 
-def ignore_termination():
+def ignore_termination() -> None:
     """As workers do whose program is to end them in its own way."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def run_and_tell(kind, line):
+def run_and_tell(kind: Any, line: Any) -> None:
     """A program that has workers, tells who they are, and waits to be killed."""
     ctx = small_context("fork")
     if kind.startswith("masked"):  # as programs do that wait for signals by sigwait
@@ -351,7 +354,7 @@ def run_and_tell(kind, line):
 @pytest.mark.parametrize(
     "kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor", "masked executor"]
 )
-def test_workers_end_when_their_program_is_killed(kind):
+def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
     """Also where they ignore or block SIGTERM. Stock's executor's do not: they keep the pipe open that would tell them."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()

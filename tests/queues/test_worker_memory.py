@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ ITEMS = 20_000  # of a sample: a batch of four is over what goes by reference
 class Samples(Dataset):
     """Two large tensors, a small one, a number, a text, and what a put of this worker did."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return {
             "x": torch.full((ITEMS,), float(i)),
             "y": [torch.full((ITEMS, 2), i), torch.tensor([i, i])],
@@ -38,18 +39,18 @@ class Samples(Dataset):
 class Counted(Samples):
     """With how many of this worker's batches went by reference."""
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         return {"by reference": _by_reference[0], **super().__getitem__(i)}
 
 
 _by_reference = [0]
 
 
-def count(worker):
+def count(worker: Any) -> None:
     """A worker_init_fn: count what is put by reference, in this worker."""
     real = Queue.put
 
-    def put(self, obj, *args, **kwargs):
+    def put(self: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         batch = obj[1]["x"] if isinstance(obj, tuple) and isinstance(obj[1], dict) else None
         held = id(batch)
         del batch
@@ -59,7 +60,7 @@ def count(worker):
     Queue.put = put  # type: ignore[method-assign]  # of this process only
 
 
-def correct(batch):
+def correct(batch: Any) -> Any:
     """See that a batch is what its numbers say, and lies where all of it can be written."""
     for row, i in enumerate(batch["i"].tolist()):
         assert batch["x"][row].eq(i).all()
@@ -71,12 +72,12 @@ def correct(batch):
     return batch["i"].tolist()
 
 
-def numbers_of(loader, epochs=1):
+def numbers_of(loader: Any, epochs: int = 1) -> Any:
     return [sorted(i for batch in loader for i in correct(batch)) for _ in range(epochs)]
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_torchs_batches_go_by_reference(method):
+def test_torchs_batches_go_by_reference(method: str) -> None:
     """From the second batch on nothing is copied that torch's default_collate has stacked, several large tensors neither."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -97,7 +98,7 @@ def test_torchs_batches_go_by_reference(method):
     [{"persistent_workers": True}, {"pin_memory": True}, {"drop_last": True, "batch_size": 5}],
     ids=lambda options: "".join(options),
 )
-def test_each_mode_of_the_loader_works(ctx, options):
+def test_each_mode_of_the_loader_works(ctx: Any, options: Any) -> None:
     """Persistent workers, page-locked batches and others: what comes is right, and nothing stays."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*pin_memory.*", UserWarning)
@@ -108,7 +109,7 @@ def test_each_mode_of_the_loader_works(ctx, options):
     assert left_in(ctx) == {}
 
 
-def in_a_thread(samples):
+def in_a_thread(samples: Any) -> Any:
     """A collate function that stacks here and in another thread at once."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(default_collate(samples)))
@@ -122,7 +123,7 @@ def in_a_thread(samples):
 _cache: list[Any] = []
 
 
-def keeping(samples):
+def keeping(samples: Any) -> Any:
     """A collate function that keeps what it gives."""
     _cache.append(default_collate(samples))
     for batch in _cache:
@@ -133,14 +134,14 @@ def keeping(samples):
     return _cache[-1]
 
 
-def dropping(samples):
+def dropping(samples: Any) -> Any:
     """A collate function that makes more than it gives."""
     default_collate(samples)
     return default_collate(samples)
 
 
 @pytest.mark.parametrize("collate", [in_a_thread, keeping, dropping])
-def test_collate_functions_of_ones_own_may_call_torchs(ctx, collate):
+def test_collate_functions_of_ones_own_may_call_torchs(ctx: Any, collate: Any) -> None:
     """From a thread, keeping what they return, or dropping some of it."""
     loader = DataLoader(Samples(), 4, num_workers=2, collate_fn=collate, multiprocessing_context=ctx)
     assert numbers_of(loader) == [list(range(24))]
@@ -148,7 +149,7 @@ def test_collate_functions_of_ones_own_may_call_torchs(ctx, collate):
     assert left_in(ctx) == {}
 
 
-def test_where_the_memory_is_full_batches_wait_for_room(ctx):
+def test_where_the_memory_is_full_batches_wait_for_room(ctx: Any) -> None:
     """All batches are kept, with room for few of them: they come nevertheless, as copies."""
     small = small_context(capacity=8 << 20)
     loader = DataLoader(Samples(), 4, num_workers=2, multiprocessing_context=small)
@@ -162,7 +163,7 @@ def test_where_the_memory_is_full_batches_wait_for_room(ctx):
 side: Any = None
 
 
-def putting_elsewhere(samples):
+def putting_elsewhere(samples: Any) -> Any:
     """A collate function that also puts what it gives: into a queue of the context, as a pair."""
     batch = chosen_collate(samples)
     side.put(("seen", batch))
@@ -173,7 +174,9 @@ chosen_collate: Any = default_collate
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
-def test_what_a_worker_puts_into_another_queue_itself_is_copied(ctx, ours, monkeypatch):
+def test_what_a_worker_puts_into_another_queue_itself_is_copied(
+    ctx: Any, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the loader's own put takes a batch away that was not said to be moved."""
     monkeypatch.setattr(sys.modules[__name__], "side", ctx.Queue())
     monkeypatch.setattr(sys.modules[__name__], "chosen_collate", ctx.collate if ours else default_collate)
@@ -185,7 +188,7 @@ def test_what_a_worker_puts_into_another_queue_itself_is_copied(ctx, ours, monke
     assert left_in(ctx) == {}
 
 
-def keeping_a_part(samples):
+def keeping_a_part(samples: Any) -> Any:
     """A collate function that notes what its batches were of."""
     batch = chosen_collate(samples)
     _cache.append(batch["shared"])
@@ -193,7 +196,9 @@ def keeping_a_part(samples):
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch's collate", "the context's"])
-def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(ctx, ours, monkeypatch):
+def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(
+    ctx: Any, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory that the batches take does not grow."""
     monkeypatch.setattr(sys.modules[__name__], "chosen_collate", ctx.collate if ours else default_collate)
     loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=keeping_a_part, multiprocessing_context=ctx)
@@ -212,14 +217,14 @@ def test_a_small_part_that_a_worker_keeps_of_each_batch_does_not_keep_them(ctx, 
 class Nested(Samples):
     """Each sample is made of batches of other samples."""
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         sample = super().__getitem__(i)
         for batch in DataLoader(Samples(), 4):
             assert batch["x"].sum() == ITEMS * sum(batch["i"])
         return sample
 
 
-def test_loaders_within_samples_do_not_make_batches_larger(ctx):
+def test_loaders_within_samples_do_not_make_batches_larger(ctx: Any) -> None:
     """A worker sizes a batch by what it put of the batch before, and not by all that was made meanwhile."""
     loader = DataLoader(Nested(), 4, num_workers=1, multiprocessing_context=ctx, prefetch_factor=1)
     most = 0
@@ -235,18 +240,18 @@ def test_loaders_within_samples_do_not_make_batches_larger(ctx):
 class Views(Dataset):
     """Parts of a tensor that the program shared itself."""
 
-    def __init__(self, whole):
+    def __init__(self, whole: Any) -> None:
         self.whole = whole
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.whole)
 
-    def __getitem__(self, i):
+    def __getitem__(self, i: int) -> Any:
         self.whole[i, 0] = 100 + i
         return self.whole[i]
 
 
-def test_samples_that_the_program_shared_stay_shared(ctx):
+def test_samples_that_the_program_shared_stay_shared(ctx: Any) -> None:
     """Not stacked, a view of shared memory is a view of it in the training loop; a stack of such is a batch like others."""
     whole = torch.zeros(6, 3).share_memory_()
     loader = DataLoader(Views(whole), None, num_workers=1, multiprocessing_context=ctx)
@@ -262,7 +267,7 @@ def test_samples_that_the_program_shared_stay_shared(ctx):
     del loader, batch, row
 
 
-def test_a_torch_that_asks_for_memory_in_another_way_is_told_of(monkeypatch):
+def test_a_torch_that_asks_for_memory_in_another_way_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """If torch has no such method, one warning says what to do, and the worker works."""
     monkeypatch.delattr(torch.storage._StorageBase, "_new_shared")
     there = Queue()
@@ -283,7 +288,7 @@ print(sum(batch.nbytes for batch in found), [n for n in os.listdir("/dev/shm") i
 """
 
 
-def test_16_mib_of_batches_come_where_dev_shm_has_64_kib(tmp_path):
+def test_16_mib_of_batches_come_where_dev_shm_has_64_kib(tmp_path: Path) -> None:
     """A container's small /dev/shm does not matter to a loader that has the context and nothing else of ours."""
     done = ran_with_small_dev_shm(IN_A_CONTAINER, tmp_path)
     assert (done.status, done.out) == (0, f"{16 << 20} []\n"), done.err

@@ -1,6 +1,10 @@
 """Fixtures of the shared-memory tests."""
 
+from __future__ import annotations
+
 import signal
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from crash_points import raise_interrupt
@@ -15,15 +19,15 @@ SMALL = 1 << 32
 class Bytes:
     """A payload of given bytes."""
 
-    def __init__(self, content):
+    def __init__(self, content: Any) -> None:
         self.content, self.nbytes = content, len(content)
 
-    def write_into(self, place):
+    def write_into(self, place: Any) -> None:
         place[:] = self.content
 
 
 @pytest.fixture
-def attachment():
+def attachment() -> Iterator[Any]:
     made = Attachment(Arena(Segment.create(SMALL), capacity=64 << 20))
     made.attach()
     yield made
@@ -31,7 +35,7 @@ def attachment():
 
 
 @pytest.fixture
-def handler():
+def handler() -> Iterator[Any]:
     """It is one, so what it raises says nothing of the message that it interrupts. It is called where a signal might come."""
     before = signal.signal(signal.SIGUSR2, raise_interrupt)
     yield
@@ -39,5 +43,5 @@ def handler():
 
 
 @pytest.fixture
-def payload():
+def payload() -> Any:
     return Bytes

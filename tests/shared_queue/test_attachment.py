@@ -1,5 +1,9 @@
 """A process may die at any store and any system call of put, get, attach and of the recovering process's own work."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 from crash_points import dies_at
 from inside import keep_spare, lists_of
@@ -8,6 +12,7 @@ from wholeness import check_whole, drain, points, stride
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.memory.arena import size_class_of
 from tensorpipe_ipc.memory.row import GET, PUT
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 pytestmark = pytest.mark.kills
@@ -18,7 +23,9 @@ STRIDE = stride(299)
 SIZES = {"copied": 400, "leased": 100_000}
 
 
-def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_one_takes(attachment, payload):
+def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_one_takes(
+    attachment: Attachment, payload: Any
+) -> None:
     queue = SharedMemoryQueue.create(attachment, MAXSIZE)
     for _ in points(lambda point: dies_at(point, attachment.attach), stride=stride(3)):
         check_whole(attachment, queue, payload)
@@ -26,10 +33,12 @@ def test_a_process_killed_at_any_step_of_attaching_leaves_a_row_that_the_next_on
 
 
 @pytest.mark.parametrize("nbytes", [400, 5 << 20])
-def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_can_be_walked(attachment, nbytes):
+def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_can_be_walked(
+    attachment: Attachment, nbytes: int
+) -> None:
     arena = attachment.arena
 
-    def first():
+    def first() -> None:
         arena.attach()
         free, fresh, *_ = lists_of(arena)
         free.clear()
@@ -51,12 +60,14 @@ def test_a_process_killed_at_any_step_of_claiming_memory_leaves_a_layout_that_ca
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("memory", ["warm", "fresh"])
-def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment, payload, maxsize, size, memory):
+def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(
+    attachment: Attachment, payload: Any, maxsize: int, size: int, memory: Any
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     content = b"x" * size
     seen = set()
 
-    def first():
+    def first() -> None:
         """So that the steps are the same each time: a row, an operation, and a free block that was used or was not."""
         attachment.attach()
         keep_spare(queue, PUT)
@@ -84,13 +95,13 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(attachment
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_that_is_counted(
-    attachment, payload, maxsize, size
-):
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     first, second = b"1" * size, b"2" * size
     seen = set()
 
-    def dies_in_get(point):
+    def dies_in_get(point: int) -> Any:
         queue.put(payload(first), timeout=0)
         queue.put(payload(second), timeout=0)
         return dies_at(point, queue.get, attachment.attach)
@@ -120,10 +131,10 @@ def test_a_consumer_killed_at_any_step_loses_at_most_the_message_it_took_and_tha
 class Half:
     """A put or a get that dies half-way, again and again at the same step."""
 
-    def __init__(self, attachment, queue, payload, role):
+    def __init__(self, attachment: Attachment, queue: Any, payload: Any, role: str) -> None:
         self.attachment, self.queue, self.payload, self.role = attachment, queue, payload, role
 
-    def first(self):
+    def first(self) -> None:
         """So that the steps are the same each time: a row, an operation and a free block."""
         self.attachment.attach()
         keep_spare(self.queue, PUT)
@@ -132,15 +143,15 @@ class Half:
         arena.discard(arena.allocate(4))
         arena.reclaim()
 
-    def action(self):
+    def action(self) -> Any:
         return self.queue.put(self.payload(b"half")) if self.role == "put" else self.queue.get()
 
-    def dies(self, point):
+    def dies(self, point: int) -> Any:
         if self.role == "get":
             self.queue.put(self.payload(b"half"), timeout=0)
         return dies_at(point, self.action, self.first)
 
-    def state(self):
+    def state(self) -> Any:
         """Return a dead row's words, the state of the block that they name, and the lengths of the pipes."""
         rows, words, queue, state = self.attachment.rows, self.attachment.words, self.queue, []
         for row in rows.used():
@@ -151,7 +162,7 @@ class Half:
                     state += [*map(bool, tokens), words[block >> 3] & 15 if block else 0]
         return (*state, queue.tickets.unread(), queue.credits.unread() if queue.credits else 0)
 
-    def points(self):
+    def points(self) -> Any:
         """For each state that it can be left in, one step after which it is."""
         found = {}
         for point in points(self.dies):
@@ -166,14 +177,16 @@ class Half:
 @pytest.mark.limit(3600)
 @pytest.mark.parametrize("maxsize", [0, MAXSIZE])
 @pytest.mark.parametrize("role", ["put", "get"])
-def test_a_recovering_process_killed_at_any_step_is_followed_by_another(attachment, payload, role, maxsize):
+def test_a_recovering_process_killed_at_any_step_is_followed_by_another(
+    attachment: Attachment, payload: Any, role: str, maxsize: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     half = Half(attachment, queue, payload, role)
     states = half.points()
     assert len(states) > (5 if maxsize else 3)
     for number, point in enumerate(states):
 
-        def dies(step, point=point):
+        def dies(step: Any, point: Any = point) -> Any:
             assert half.dies(point)
             return dies_at(step, attachment.attach)  # it finishes the dead row, to adopt it
 

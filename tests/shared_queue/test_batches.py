@@ -1,6 +1,9 @@
 """Many messages with one system call: in order, whole, and none lost wherever a process dies or an exception comes."""
 
+from __future__ import annotations
+
 import contextlib
+from typing import Any
 
 import pytest
 from crash_points import SIGNAL_CHECKS, Interrupt, dies_at, raise_interrupt, run_traced
@@ -9,17 +12,18 @@ from wholeness import check_whole, drain, points, stride
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 STRIDE = stride(3)
 LARGE = 100_000
 
 
-def contents(count, size=400):
+def contents(count: int, size: int = 400) -> Any:
     return [i.to_bytes(2, "little") * (size // 2) for i in range(count)]
 
 
-def put_all(queue, payload, messages):
+def put_all(queue: Any, payload: Any, messages: Any) -> None:
     messages = [(payload(content), b"m") for content in messages]
     while messages:
         del messages[: queue.put_many(messages[:64], 0)]
@@ -27,7 +31,9 @@ def put_all(queue, payload, messages):
 
 @pytest.mark.parametrize("maxsize", [0, 100, 7000])
 @pytest.mark.parametrize("size", [2, 400, LARGE])
-def test_they_arrive_in_order_however_they_are_cut(attachment, payload, maxsize, size):
+def test_they_arrive_in_order_however_they_are_cut(
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     sent = contents(100, size)
     put_all(queue, payload, sent)
@@ -38,7 +44,7 @@ def test_they_arrive_in_order_however_they_are_cut(attachment, payload, maxsize,
     check_whole(attachment, queue, payload)
 
 
-def test_as_many_are_put_as_have_room(attachment, payload):
+def test_as_many_are_put_as_have_room(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 5)
     messages = [(payload(content), b"m") for content in contents(8)]
     assert queue.put_many(messages, 0) == 5
@@ -50,7 +56,9 @@ def test_as_many_are_put_as_have_room(attachment, payload):
     check_whole(attachment, queue, payload)
 
 
-def test_as_many_are_put_as_the_arena_has_room_for_and_the_other_places_come_back(attachment, payload):
+def test_as_many_are_put_as_the_arena_has_room_for_and_the_other_places_come_back(
+    attachment: Attachment, payload: Any
+) -> None:
     queue = SharedMemoryQueue.create(attachment, 60)
     big = [(payload(bytes(20 << 20)), b"m")] * 5  # the arena has 64 MiB
     put = queue.put_many(big, 0)
@@ -59,7 +67,7 @@ def test_as_many_are_put_as_the_arena_has_room_for_and_the_other_places_come_bac
     check_whole(attachment, queue, payload)
 
 
-def test_a_message_that_can_never_fit_costs_nothing(attachment, payload):
+def test_a_message_that_can_never_fit_costs_nothing(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 60)
     with pytest.raises(SharedMemoryError, match="can never fit"):
         queue.put_many([(payload(b"fits"), b""), (payload(bytes(100 << 20)), b"")], 0)
@@ -67,7 +75,7 @@ def test_a_message_that_can_never_fit_costs_nothing(attachment, payload):
     check_whole(attachment, queue, payload)
 
 
-def test_more_than_the_pipe_holds_spill_and_stay_in_order(attachment, payload):
+def test_more_than_the_pipe_holds_spill_and_stay_in_order(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 0)
     sent = contents(20_000, 2)
     put_all(queue, payload, sent)
@@ -80,11 +88,13 @@ def test_more_than_the_pipe_holds_spill_and_stay_in_order(attachment, payload):
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(attachment, payload, maxsize, size):
+def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, seen = contents(3, size), set()
 
-    def first():
+    def first() -> None:
         """So that the steps are the same each time: a row, an operation and free blocks."""
         attachment.attach()
         keep_spare(queue, PUT, BATCH)
@@ -92,7 +102,7 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(attachmen
         for block in [arena.allocate(size + 64) for _ in sent]:
             arena.discard(block)
 
-    def put():
+    def put() -> None:
         assert queue.put_many([(payload(content), b"m") for content in sent], 0) == 3
 
     for _ in points(lambda point: dies_at(point, put, first), stride=STRIDE):
@@ -108,15 +118,17 @@ def test_a_producer_killed_at_any_step_leaves_all_or_the_first_of_them(attachmen
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(attachment, payload, maxsize, size):
+def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, seen = contents(3, size), set()
 
-    def first():
+    def first() -> None:
         attachment.attach()
         keep_spare(queue, GET, BATCH)
 
-    def dies(point):
+    def dies(point: int) -> Any:
         put_all(queue, payload, sent)
         return dies_at(point, lambda: queue.get_many(2, 0), first)
 
@@ -137,8 +149,8 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(attachment, pa
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
 def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_hand(
-    attachment, payload, maxsize, size
-):
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, raised = contents(3, size), 0
     for point in range(1, 220):
@@ -160,7 +172,9 @@ def test_an_exception_at_any_moment_of_get_many_loses_and_counts_what_it_had_in_
 # raised between open() and the with statement's own, which no code can be written to survive
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("maxsize", [0, 4])
-def test_an_exception_at_any_moment_of_put_many_leaves_all_or_none(attachment, payload, maxsize):
+def test_an_exception_at_any_moment_of_put_many_leaves_all_or_none(
+    attachment: Attachment, payload: Any, maxsize: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     sent, raised, outcomes = contents(3), 0, set()
     messages = [(payload(content), b"m") for content in sent]

@@ -1,17 +1,21 @@
 """A queue that nobody has any more leaves nothing in the arena, however those who had it went."""
 
+from __future__ import annotations
+
 import os
 import signal
+from typing import Any
 
 import pytest
 from crash_points import dies_at, in_child, interrupted_at, reap, told_by_child
 from wholeness import check_whole, points, strides
 
 from tensorpipe_ipc.memory.arena import HOLDER
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 
-def used(attachment):
+def used(attachment: Attachment) -> Any:
     """Blocks that are not free."""
     arena = attachment.arena
     return sum(
@@ -22,7 +26,9 @@ def used(attachment):
 
 
 @pytest.mark.parametrize("maxsize", [0, 5, 7000])
-def test_closing_the_last_handle_frees_what_waits_and_the_record(attachment, payload, maxsize):
+def test_closing_the_last_handle_frees_what_waits_and_the_record(
+    attachment: Attachment, payload: Any, maxsize: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     for size in (1, 400, 100_000):
         queue.put(payload(bytes(size)))
@@ -32,7 +38,7 @@ def test_closing_the_last_handle_frees_what_waits_and_the_record(attachment, pay
     assert SharedMemoryQueue.create(attachment, maxsize).number != queue.number
 
 
-def test_dropping_it_is_closing_it(attachment, payload):
+def test_dropping_it_is_closing_it(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 0)
     queue.put(payload(b"waits"))
     before = len(os.listdir("/proc/self/fd"))
@@ -41,7 +47,7 @@ def test_dropping_it_is_closing_it(attachment, payload):
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-def test_a_lease_outlives_its_queue(attachment, payload):
+def test_a_lease_outlives_its_queue(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 0)
     queue.put(payload(b"x" * 100_000))
     message = queue.get(0)
@@ -52,7 +58,7 @@ def test_a_lease_outlives_its_queue(attachment, payload):
     assert used(attachment) == 0
 
 
-def test_while_a_child_has_it_it_lives(attachment, payload):
+def test_while_a_child_has_it_it_lives(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 0)
     read_end, write_end = os.pipe()
     pid = in_child(lambda: os.read(read_end, 1))
@@ -68,8 +74,10 @@ def test_while_a_child_has_it_it_lives(attachment, payload):
 
 
 @pytest.mark.parametrize("who", ["looks", "makes a queue"])
-def test_a_queue_of_which_all_died_is_destroyed_by_whoever_next_looks(attachment, payload, who):
-    def make_and_die():
+def test_a_queue_of_which_all_died_is_destroyed_by_whoever_next_looks(
+    attachment: Attachment, payload: Any, who: Any
+) -> None:
+    def make_and_die() -> None:
         queue = SharedMemoryQueue.create(attachment, 3)
         queue.put(payload(bytes(100)))
         queue.put(payload(bytes(100_000)))
@@ -87,10 +95,12 @@ def test_a_queue_of_which_all_died_is_destroyed_by_whoever_next_looks(attachment
 
 @strides(11, 97)
 @pytest.mark.parametrize("end", ["put", "get"])
-def test_a_row_whose_queue_is_gone_is_finished_all_the_same(attachment, payload, end, step):
+def test_a_row_whose_queue_is_gone_is_finished_all_the_same(
+    attachment: Attachment, payload: Any, end: Any, step: Any
+) -> None:
     """The words of a process that died half-way name a queue that nobody has: they are cleared, its blocks are freed."""
 
-    def half():
+    def half() -> None:
         queue = SharedMemoryQueue.create(attachment, 3)
         queue.put(payload(bytes(400)))
         if end == "put":
@@ -112,14 +122,14 @@ def test_a_row_whose_queue_is_gone_is_finished_all_the_same(attachment, payload,
 
 @strides(7, 31)
 @pytest.mark.parametrize("maxsize", [0, 3])
-def test_who_buries_may_die_at_any_step(attachment, payload, maxsize, step):
-    def leave():
+def test_who_buries_may_die_at_any_step(attachment: Attachment, payload: Any, maxsize: int, step: Any) -> None:
+    def leave() -> None:
         queue = SharedMemoryQueue.create(attachment, maxsize)
         queue.put(payload(bytes(400)))
         queue.put(payload(bytes(100_000)))
         os._exit(0)
 
-    def dies(point):
+    def dies(point: int) -> Any:
         assert reap(in_child(leave)) == 0
         return dies_at(point, attachment.orphans.destroy_all, attachment.attach)
 
@@ -129,7 +139,7 @@ def test_who_buries_may_die_at_any_step(attachment, payload, maxsize, step):
         assert used(attachment) == 0
 
 
-def test_a_number_is_not_used_twice(attachment):
+def test_a_number_is_not_used_twice(attachment: Attachment) -> None:
     numbers = set()
     for _ in range(100):
         queue = SharedMemoryQueue.create(attachment, 0)
@@ -139,12 +149,14 @@ def test_a_number_is_not_used_twice(attachment):
     assert len({number & 0xFFFFFFFF for number in numbers}) == 1  # though its place is
 
 
-def fail(*_):
+def fail(*_: Any) -> None:
     raise MemoryError
 
 
 @pytest.mark.parametrize("maxsize", [0, 3])
-def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(attachment, payload, maxsize):
+def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(
+    attachment: Attachment, payload: Any, maxsize: int
+) -> None:
     """The message that an interrupted get had taken is lost with the queue, and counted; nothing of the queue stays."""
     point, raised = 1, True
     while raised:
@@ -163,11 +175,11 @@ def test_an_exception_at_any_moment_of_close_has_the_next_close_go_on(attachment
         point += 1 if point < 100 else 37
 
 
-def test_an_exception_at_any_moment_of_recovery_leaves_the_dead_to_others(attachment, payload):
+def test_an_exception_at_any_moment_of_recovery_leaves_the_dead_to_others(attachment: Attachment, payload: Any) -> None:
     """The dead process's row is free for any other process at once, and this one goes on with it at its next look."""
     queue = SharedMemoryQueue.create(attachment, 3)
 
-    def dies():
+    def dies() -> None:
         attachment.attach()
         queue.get(0, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 

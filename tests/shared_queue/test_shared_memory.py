@@ -1,5 +1,7 @@
 """A queue through shared memory: order, bounds, timeouts, leases, signals, forks, and random kills."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import functools
@@ -14,6 +16,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from crash_points import (
@@ -38,17 +43,17 @@ LARGE = 100_000
 STEPS = 150  # more moments at which a handler may run than a put or a get has
 
 
-def numbers(queue, count):
+def numbers(queue: Any, count: int) -> Any:
     return [int.from_bytes(queue.get(5).payload, "little") for _ in range(count)]
 
 
-def number(payload, value):
+def number(payload: Any, value: Any) -> Any:
     return payload(value.to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("maxsize", [0, 7, 10_000])
 @pytest.mark.parametrize("size", [0, 1, 447, 448, 449, 4096, LARGE, 3 << 20])
-def test_bytes_arrive_as_they_were_put(attachment, payload, maxsize, size):
+def test_bytes_arrive_as_they_were_put(attachment: Attachment, payload: Any, maxsize: int, size: int) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     content = os.urandom(size)
     for metadata in (b"", b"m", b"m" * 65):
@@ -58,7 +63,7 @@ def test_bytes_arrive_as_they_were_put(attachment, payload, maxsize, size):
 
 
 @pytest.mark.parametrize("maxsize", [1, 3, 5000, 9000])
-def test_maxsize_is_exact(attachment, payload, maxsize):
+def test_maxsize_is_exact(attachment: Attachment, payload: Any, maxsize: int) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     for i in range(maxsize):
         queue.put(number(payload, i), timeout=0)
@@ -70,7 +75,9 @@ def test_maxsize_is_exact(attachment, payload, maxsize):
         queue.get(0)
 
 
-def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(attachment, payload):
+def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(
+    attachment: Attachment, payload: Any
+) -> None:
     queue = SharedMemoryQueue.create(attachment)
     for i in range(20_000):
         queue.put(number(payload, i), timeout=0)
@@ -87,7 +94,9 @@ def test_an_unbounded_queue_takes_more_than_its_pipe_holds_and_keeps_the_order(a
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_there(attachment, payload, size):
+def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_there(
+    attachment: Attachment, payload: Any, size: int
+) -> None:
     """A taker that was stopped between its two looks keeps the token; by then others may have emptied the pipe."""
     queue = SharedMemoryQueue.create(attachment)
     count = 9000
@@ -103,7 +112,7 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
 
 
 @pytest.mark.parametrize("end", ["put", "get"])
-def test_a_timeout_is_kept_to_50_ms(attachment, payload, end):
+def test_a_timeout_is_kept_to_50_ms(attachment: Attachment, payload: Any, end: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 1)
     if end == "put":
         queue.put(payload(b""))
@@ -113,7 +122,7 @@ def test_a_timeout_is_kept_to_50_ms(attachment, payload, end):
     assert time.monotonic() - began >= 0.2  # that it is not much later is for the bench to say
 
 
-def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(attachment, payload):
+def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 1)
     queue.put(payload(b"a" * LARGE))
     message = queue.get(0)
@@ -128,7 +137,7 @@ def test_a_lease_lies_in_shared_memory_until_the_last_array_on_it_dies(attachmen
     assert not attachment.leases.live
 
 
-def test_a_small_message_is_the_receivers_own(attachment, payload):
+def test_a_small_message_is_the_receivers_own(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * 400))
     message = queue.get(0)
@@ -136,7 +145,7 @@ def test_a_small_message_is_the_receivers_own(attachment, payload):
     assert not attachment.leases.live
 
 
-def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease_ends(payload):
+def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease_ends(payload: Any) -> None:
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
     set_lease_budget(attachment.leases, 64 << 20)  # or it would give copies
     queue, other = (SharedMemoryQueue.create(attachment) for _ in range(2))
@@ -157,7 +166,7 @@ def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease
     queue.put(payload(bytes(1 << 20)), timeout=0)
 
 
-def test_beyond_the_budget_messages_are_copied(payload):
+def test_beyond_the_budget_messages_are_copied(payload: Any) -> None:
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=64 << 20))
     set_lease_budget(attachment.leases, 3 * LARGE)
     queue = SharedMemoryQueue.create(attachment)
@@ -169,7 +178,7 @@ def test_beyond_the_budget_messages_are_copied(payload):
     assert [bytes(message.payload[:1]) for message in held] == [bytes([i]) for i in range(10)]
 
 
-def test_a_closed_queue_has_no_descriptors(attachment, payload):
+def test_a_closed_queue_has_no_descriptors(attachment: Attachment, payload: Any) -> None:
     before = os.listdir("/proc/self/fd")
     for maxsize in (0, 3):
         queue = SharedMemoryQueue.create(attachment, maxsize)
@@ -184,22 +193,24 @@ def test_a_closed_queue_has_no_descriptors(attachment, payload):
 # ---- processes ----
 
 
-def echo(source, target):
+def echo(source: Any, target: Any) -> None:
     for _ in range(20):
         message = source.get(LIMIT)
         target.put(Copied(bytes(message.payload)), message.metadata, timeout=LIMIT)
 
 
 class Copied:
-    def __init__(self, content):
+    def __init__(self, content: Any) -> None:
         self.content, self.nbytes = content, len(content)
 
-    def write_into(self, place):
+    def write_into(self, place: Any) -> None:
         place[:] = self.content
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
-def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(attachment, payload, method):
+def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(
+    attachment: Attachment, payload: Any, method: str
+) -> None:
     source, target = (SharedMemoryQueue.create(attachment, maxsize) for maxsize in (0, 2))
     process = multiprocessing.get_context(method).Process(target=echo, args=(source, target))
     process.start()
@@ -211,7 +222,7 @@ def test_a_queue_is_inherited_by_fork_and_passed_while_spawning(attachment, payl
     process.close()
 
 
-def test_a_queue_is_pickled_only_while_spawning(attachment):
+def test_a_queue_is_pickled_only_while_spawning(attachment: Attachment) -> None:
     import pickle
 
     queue = SharedMemoryQueue.create(attachment)
@@ -219,12 +230,12 @@ def test_a_queue_is_pickled_only_while_spawning(attachment):
         pickle.dumps(queue)
 
 
-def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, payload):
+def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 1)
     queue.put(payload(b"first"))
     told, tell = os.pipe()
 
-    def take_and_stop():
+    def take_and_stop() -> None:
         queue.credits.fd = os.open("/dev/null", os.O_WRONLY)  # the ticket is taken, its credit is never given
         queue.get(decode=lambda *_: (os.write(tell, b"x"), signal.pause()))
 
@@ -241,7 +252,7 @@ def test_a_producer_waits_for_a_place_that_a_killed_consumer_had(attachment, pay
     os.close(tell)
 
 
-def test_what_a_put_left_for_want_of_a_descriptor_the_next_get_finishes(attachment, payload):
+def test_what_a_put_left_for_want_of_a_descriptor_the_next_get_finishes(attachment: Attachment, payload: Any) -> None:
     """Nobody could say whether its credit was given. It must not stay away until this process puts again."""
     queue, limits = SharedMemoryQueue.create(attachment, 2), resource.getrlimit(resource.RLIMIT_NOFILE)
     broken = payload(b"half")
@@ -258,14 +269,14 @@ def test_what_a_put_left_for_want_of_a_descriptor_the_next_get_finishes(attachme
     assert [bytes(queue.get(0).payload) for _ in range(2)] == [b"another's"] * 2
 
 
-def test_leases_of_a_killed_consumer_come_back(payload):
+def test_leases_of_a_killed_consumer_come_back(payload: Any) -> None:
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
     queue = SharedMemoryQueue.create(attachment)
     told, tell = os.pipe()
     for _ in range(6):
         queue.put(payload(bytes(1 << 20)), timeout=0)
 
-    def hold():
+    def hold() -> None:
         attachment.attach()
         set_lease_budget(attachment.leases, 64 << 20)
         held = [queue.get() for _ in range(6)]
@@ -285,10 +296,10 @@ def test_leases_of_a_killed_consumer_come_back(payload):
     os.close(tell)
 
 
-def test_a_lease_outlives_its_killed_producer_bytes_unchanged(attachment, payload):
+def test_a_lease_outlives_its_killed_producer_bytes_unchanged(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment)
 
-    def produce():
+    def produce() -> None:
         for i in range(4):
             queue.put(payload(bytes([i]) * LARGE))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -302,13 +313,13 @@ def test_a_lease_outlives_its_killed_producer_bytes_unchanged(attachment, payloa
     assert [bytes(message.payload) for message in held] == [bytes([i]) * LARGE for i in range(4)]
 
 
-def test_a_forked_child_keeps_what_its_parent_lets_go(attachment, payload):
+def test_a_forked_child_keeps_what_its_parent_lets_go(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * LARGE))
     message = queue.get(0)
     go_read, go_write = os.pipe()
 
-    def look_later():
+    def look_later() -> None:
         os.read(go_read, 1)
         assert bytes(message.payload) == b"a" * LARGE
 
@@ -327,17 +338,17 @@ def test_a_forked_child_keeps_what_its_parent_lets_go(attachment, payload):
     os.close(go_write)
 
 
-def test_a_forked_child_keeps_what_its_killed_parent_held(attachment, payload):
+def test_a_forked_child_keeps_what_its_killed_parent_held(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment)
     queue.put(payload(b"a" * LARGE))
     told, tell = os.pipe()
     go_read, go_write = os.pipe()
     answer_read, answer_write = os.pipe()
 
-    def parent():
+    def parent() -> None:
         message = queue.get(0)
 
-        def child():
+        def child() -> None:
             os.write(tell, b"x")
             os.read(go_read, 1)
             os.write(answer_write, b"y" if bytes(message.payload) == b"a" * LARGE else b"n")
@@ -365,15 +376,15 @@ def test_a_forked_child_keeps_what_its_killed_parent_held(attachment, payload):
 # ---- threads and signals ----
 
 
-def test_threads_use_both_ends_at_once(attachment, payload):
+def test_threads_use_both_ends_at_once(attachment: Attachment, payload: Any) -> None:
     queue = SharedMemoryQueue.create(attachment, 5)
     got, count = [], 300
 
-    def put(first):
+    def put(first: Any) -> None:
         for i in range(count):
             queue.put(number(payload, first + i), timeout=LIMIT)
 
-    def get():
+    def get() -> None:
         for _ in range(count):
             got.append(int.from_bytes(queue.get(LIMIT).payload, "little"))
 
@@ -389,7 +400,9 @@ def test_threads_use_both_ends_at_once(attachment, payload):
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_it(attachment, payload, maxsize, size):
+def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_it(
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     """A message that is copied is not lost at all."""
     queue = SharedMemoryQueue.create(attachment, maxsize)
     for point in range(1, STEPS):
@@ -412,7 +425,9 @@ def test_an_exception_at_any_moment_of_get_loses_its_message_at_most_and_counts_
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
-def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(attachment, payload, maxsize, size):
+def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(
+    attachment: Attachment, payload: Any, maxsize: int, size: int
+) -> None:
     """A second exception in get does not lose the message that the first left to be got again.
 
     This holds for a process that polls, too.
@@ -441,7 +456,9 @@ def test_an_exception_at_any_moment_of_the_get_after_it_loses_no_more(attachment
 
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("many", [False, True])
-def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(attachment, payload, many):
+def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(
+    attachment: Attachment, payload: Any, many: Any
+) -> None:
     """Also where it comes when the doorbell that tells of the log has been taken."""
     queue = SharedMemoryQueue.create(attachment)
     fcntl.fcntl(queue.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
@@ -459,7 +476,9 @@ def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the
 # raised between open() and the with statement's own, which no code can be written to survive
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("maxsize", [0, 2])
-def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(attachment, payload, maxsize):
+def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(
+    attachment: Attachment, payload: Any, maxsize: int
+) -> None:
     queue = SharedMemoryQueue.create(attachment, maxsize)
     raised, outcomes = 0, set()
     for point in range(1, STEPS):
@@ -478,20 +497,22 @@ def test_an_exception_at_any_moment_of_put_leaves_a_whole_message_or_none(attach
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised inside what is being collected
 @pytest.mark.parametrize("maxsize", [0, 5])
-def test_a_signal_handler_that_raises_again_and_again_loses_nothing(attachment, payload, maxsize):
+def test_a_signal_handler_that_raises_again_and_again_loses_nothing(
+    attachment: Attachment, payload: Any, maxsize: int
+) -> None:
     """Also while the exception before it is on its way. What put returned from comes once; what it did not, at most once."""
     queue = SharedMemoryQueue.create(attachment, maxsize)
     generator = random.Random(maxsize)
     raised = 0
 
-    def handler(_, frame):
+    def handler(_: Any, frame: Any) -> None:
         nonlocal raised
         signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-5, 1e-3))
         if frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "__del__":
             raised += 1
             raise Interrupt
 
-    def interrupted(action):
+    def interrupted(action: Callable[[], Any]) -> Any:
         try:
             action()
         except Interrupt:
@@ -522,17 +543,17 @@ def test_a_signal_handler_that_raises_again_and_again_loses_nothing(attachment, 
 # ---- random kills ----
 
 
-def journal(descriptor, *values):
+def journal(descriptor: int, *values: Any) -> None:
     os.write(descriptor, b"".join(value.to_bytes(8, "little") for value in values))
 
 
-def read_journal(path, width):
+def read_journal(path: Any, width: int) -> Any:
     with open(path, "rb") as file:
         words = memoryview(file.read()).cast("Q").tolist()
     return [tuple(words[i : i + width]) for i in range(0, len(words) - width + 1, width)]
 
 
-def produce(queue, payload, who, log):
+def produce(queue: Any, payload: Any, who: Any, log: Any) -> None:
     choose = random.Random(who)
     for i in range(1 << 40):
         body = os.urandom(choose.choice([16, 400, 40_000]))
@@ -542,10 +563,10 @@ def produce(queue, payload, who, log):
         journal(log, who, i, 1)
 
 
-def consume(queue, log, until=None):
+def consume(queue: Any, log: Any, until: Any = None) -> None:
     """The journal is written while the message is decoded: before get lets go of the ticket. So the count is exact."""
 
-    def note(_, message):
+    def note(_: Any, message: Any) -> None:
         message = bytes(message)
         who, i = int.from_bytes(message[:8], "little"), int.from_bytes(message[8:16], "little")
         intact = hashlib.blake2b(message[24:], digest_size=8).digest() == message[16:24]
@@ -561,7 +582,9 @@ def consume(queue, log, until=None):
 
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 20])
-def test_random_kills_and_stops_of_producers_and_consumers(attachment, payload, tmp_path, maxsize):
+def test_random_kills_and_stops_of_producers_and_consumers(
+    attachment: Attachment, payload: Any, tmp_path: Path, maxsize: int
+) -> None:
     """Journals are kept outside the killed processes; what was put and what was got is compared at the end."""
     queue = SharedMemoryQueue.create(attachment, maxsize)
     choose = random.Random(maxsize)
@@ -569,7 +592,7 @@ def test_random_kills_and_stops_of_producers_and_consumers(attachment, payload, 
     put_log, files = os.open(tmp_path / "put", os.O_CREAT | os.O_APPEND | os.O_WRONLY), []
     next_who = 0
 
-    def start(role):
+    def start(role: str) -> Any:
         nonlocal next_who
         next_who += 1
         if role == "put":
@@ -613,7 +636,7 @@ def test_random_kills_and_stops_of_producers_and_consumers(attachment, payload, 
             queue.put(payload(b""), timeout=0)
 
 
-def judge(put, got_by_consumer, lost):
+def judge(put: Any, got_by_consumer: Any, lost: int) -> None:
     begun = {(who, i) for who, i, _ in put}
     returned = {(who, i) for who, i, done in put if done}
     got = [entry for entries in got_by_consumer for entry in entries]

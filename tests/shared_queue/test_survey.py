@@ -8,6 +8,7 @@ import signal
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def _of(ctx: object) -> SegmentView:
     return found
 
 
-def test_its_figures_are_those_of_the_queue(ctx) -> None:
+def test_its_figures_are_those_of_the_queue(ctx: Any) -> None:
     """Messages, bytes, what waits, what is held and by whom: as the queue's own statistics have it."""
     bounded, joinable = ctx.Queue(4), ctx.JoinableQueue()
     for size in (10, 100_000, 100_000):
@@ -69,7 +70,7 @@ def test_its_figures_are_those_of_the_queue(ctx) -> None:
     del kept
 
 
-def test_looking_costs_no_memory(ctx) -> None:
+def test_looking_costs_no_memory(ctx: Any) -> None:
     """Holes stay holes, no row is taken, no descriptor stays open."""
     queue = ctx.Queue()
     queue.put(torch.ones(10))
@@ -80,7 +81,7 @@ def test_looking_costs_no_memory(ctx) -> None:
     assert len(found.parts) == 1
 
 
-def test_the_dead_are_counted_and_their_counters_end_with_them(ctx) -> None:
+def test_the_dead_are_counted_and_their_counters_end_with_them(ctx: Any) -> None:
     """A killed child is dead, unswept until somebody looks, then swept; who has its row next begins at 0."""
     queue = ctx.Queue()
     ready, says = os.pipe()
@@ -117,7 +118,7 @@ def test_the_dead_are_counted_and_their_counters_end_with_them(ctx) -> None:
     os.close(says)
 
 
-def test_rates_are_what_was_done_in_between(ctx) -> None:
+def test_rates_are_what_was_done_in_between(ctx: Any) -> None:
     """Messages and bytes a second, by process; a queue that was not there before counts from nothing."""
     queue = ctx.Queue()
     queue.put(torch.ones(4))
@@ -129,7 +130,7 @@ def test_rates_are_what_was_done_in_between(ctx) -> None:
     assert list(top.rates([], now, 1.0).values())[0].put == 11
 
 
-def test_top_once(ctx, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_once(ctx: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """``top --once`` prints tables, with ``--json`` everything, about this process too."""
     monkeypatch.setattr(top, "survey", lambda: survey([os.getpid()]))  # and not other programs' queues
     queue = ctx.Queue(7)
@@ -146,7 +147,7 @@ def test_top_once(ctx, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert f"pid {os.getpid()}" in said
 
 
-def test_endpoints_are_seen(tmp_path) -> None:
+def test_endpoints_are_seen(tmp_path: Path) -> None:
     """The queue between two endpoints is known as such."""
     from children import in_thread
 

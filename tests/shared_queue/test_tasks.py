@@ -1,7 +1,11 @@
 """Tasks are counted once each, whoever dies where; join neither ends early nor waits for the dead."""
 
+from __future__ import annotations
+
 import contextlib
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from crash_points import LIMIT, dies_at, in_child, interrupted_at, reap
@@ -10,21 +14,22 @@ from wholeness import drain, points, stride
 
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.memory.row import DONE, GET, PUT
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 STRIDE = stride(5)
 
 
 @pytest.fixture(params=[0, 4])
-def queue(attachment, request):
+def queue(attachment: Attachment, request: pytest.FixtureRequest) -> Iterator[Any]:
     made = SharedMemoryQueue.create(attachment, request.param, tasks=True)
     yield made
     made.close()
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
 
 
-def test_puts_and_dones_are_summed_over_processes(attachment, payload, queue):
-    def work():
+def test_puts_and_dones_are_summed_over_processes(attachment: Attachment, payload: Any, queue: Any) -> None:
+    def work() -> None:
         queue.put(payload(b"from a child"))
         queue.get(LIMIT)
         queue.tasks.done()
@@ -43,10 +48,12 @@ def test_puts_and_dones_are_summed_over_processes(attachment, payload, queue):
 
 
 @pytest.mark.kills
-def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(attachment, payload, queue):
+def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(
+    attachment: Attachment, payload: Any, queue: Any
+) -> None:
     seen = set()
 
-    def first():
+    def first() -> None:
         attachment.attach()
         keep_spare(queue, PUT)
         attachment.arena.discard(attachment.arena.allocate(1))  # so that the steps are the same each time
@@ -63,18 +70,20 @@ def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_ther
 
 
 @pytest.mark.kills
-def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(attachment, payload, queue):
+def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(
+    attachment: Attachment, payload: Any, queue: Any
+) -> None:
     seen = set()
 
-    def first():
+    def first() -> None:
         attachment.attach()
         keep_spare(queue, GET)
 
-    def work():
+    def work() -> None:
         queue.get(0)
         queue.tasks.done()
 
-    def dies(point):
+    def dies(point: int) -> Any:
         drain_done(queue)
         queue.put(payload(b"1"), timeout=0)
         queue.put(payload(b"2"), timeout=0)
@@ -91,7 +100,7 @@ def test_what_a_dead_consumer_had_taken_counts_as_done_and_nothing_else(attachme
     assert seen == {1, 2}
 
 
-def drain_done(queue):
+def drain_done(queue: Any) -> None:
     while True:
         try:
             queue.get(0)
@@ -101,15 +110,17 @@ def drain_done(queue):
 
 
 @pytest.mark.kills
-def test_a_recovering_process_killed_at_any_step_of_counting_is_followed_by_another(attachment, payload, queue):
-    def work():
+def test_a_recovering_process_killed_at_any_step_of_counting_is_followed_by_another(
+    attachment: Attachment, payload: Any, queue: Any
+) -> None:
+    def work() -> None:
         attachment.attach()
         queue.get(0)
         queue.get(0)
         queue.tasks.done()
         os._exit(0)
 
-    def dies(point):
+    def dies(point: int) -> Any:
         for content in (b"1", b"2", b"3"):
             queue.put(payload(content), timeout=0)
         assert reap(in_child(work)) == 0
@@ -123,10 +134,10 @@ def test_a_recovering_process_killed_at_any_step_of_counting_is_followed_by_anot
         assert queue.tasks.unfinished() == 0
 
 
-def test_a_row_that_changes_hands_keeps_what_it_counted(attachment, payload, queue):
+def test_a_row_that_changes_hands_keeps_what_it_counted(attachment: Attachment, payload: Any, queue: Any) -> None:
     other = SharedMemoryQueue.create(attachment, 0, tasks=True)
 
-    def put_into(target):
+    def put_into(target: Any) -> None:
         target.put(payload(b"x"))
         os._exit(0)
 
@@ -137,7 +148,7 @@ def test_a_row_that_changes_hands_keeps_what_it_counted(attachment, payload, que
     assert (queue.tasks.unfinished(), other.tasks.unfinished()) == (2, 2)
 
 
-def test_a_shutdown_that_drops_finishes_the_dropped(attachment, payload, queue):
+def test_a_shutdown_that_drops_finishes_the_dropped(attachment: Attachment, payload: Any, queue: Any) -> None:
     queue.put(payload(b"1"))
     queue.put(payload(b"2"))
     queue.shut_down(drop=True)
@@ -147,7 +158,9 @@ def test_a_shutdown_that_drops_finishes_the_dropped(attachment, payload, queue):
 
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("second", [0, 2, 9, 16])
-def test_join_does_not_wait_for_what_an_exception_inside_get_lost(attachment, payload, queue, second):
+def test_join_does_not_wait_for_what_an_exception_inside_get_lost(
+    attachment: Attachment, payload: Any, queue: Any, second: Any
+) -> None:
     """Also where another comes in the get after it."""
     lost, got, sweeps = attachment.recovery.lost(), [], 0
     # There is one moment at which a message is lost, and a look that is due by the clock may shift it.
@@ -171,7 +184,9 @@ def test_join_does_not_wait_for_what_an_exception_inside_get_lost(attachment, pa
 
 
 @pytest.mark.usefixtures("handler")
-def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(attachment, payload):
+def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_another(
+    attachment: Attachment, payload: Any
+) -> None:
     point, raised = 1, True
     while raised:
         queue = SharedMemoryQueue.create(attachment, 0, tasks=True)
@@ -186,7 +201,7 @@ def test_a_shutdown_that_drops_finishes_the_dropped_though_an_exception_came_in_
     assert point > 100
 
 
-def test_when_the_queue_is_gone_its_counts_go(attachment, payload, queue):
+def test_when_the_queue_is_gone_its_counts_go(attachment: Attachment, payload: Any, queue: Any) -> None:
     queue.put(payload(b"1"))
     number, rows = queue.number, attachment.rows
     queue.get(0)
@@ -202,8 +217,8 @@ def test_when_the_queue_is_gone_its_counts_go(attachment, payload, queue):
 
 
 @pytest.mark.kills
-def test_generations_of_workers_take_no_more_records_than_one(attachment, payload, queue):
-    def work():
+def test_generations_of_workers_take_no_more_records_than_one(attachment: Attachment, payload: Any, queue: Any) -> None:
+    def work() -> None:
         queue.put(payload(b"x"))
         queue.get(0)
         queue.tasks.done()

@@ -1,5 +1,7 @@
 """Tokens through a pipe and its spill log: order, exactly once, who has them after a kill."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import fcntl
@@ -7,6 +9,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from crash_points import LIMIT, in_child, reap, told_by_child
@@ -23,46 +27,46 @@ FIRST = 1000  # of the words that a test uses
 class Words:
     """Words of a segment, as the rows of processes have them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.segment = Segment.create(1 << 28)
         self.values = self.segment.words
 
-    def buffers(self, word, count=1):
+    def buffers(self, word: int, count: int = 1) -> Any:
         return [memoryview(self.segment.memory)[8 * word : 8 * (word + count)]]
 
 
 @pytest.fixture
-def words():
+def words() -> Iterator[Any]:
     made = Words()
     yield made
     vars(made).clear()  # pytest still refers to it when nothing_left_behind looks
 
 
 @pytest.fixture(params=[None, CAPACITY], ids=["with log", "pipe alone"])
-def pipe(request):
+def pipe(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = TokenPipe.create(request.param)
     assert made.spills == (request.param is None)
     yield made
     made.close()
 
 
-def give(pipe, words, *tokens):
+def give(pipe: TokenPipe, words: Any, *tokens: Any) -> None:
     for i, token in enumerate(tokens):
         words.values[FIRST + i] = token
     pipe.give(words.buffers(FIRST, len(tokens)))
 
 
-def spill(pipe, buffers):
+def spill(pipe: TokenPipe, buffers: Any) -> None:
     pipe.spill(buffers)
     pipe.ring_doorbell()
 
 
-def take(pipe, words, count=1):
+def take(pipe: TokenPipe, words: Any, count: int = 1) -> Any:
     taken = abs(pipe.take_nowait(words.buffers(FIRST + 100, count)))
     return words.values[FIRST + 100 : FIRST + 100 + taken].tolist()
 
 
-def test_tokens_come_in_the_order_given_one_or_many_at_a_time(pipe, words):
+def test_tokens_come_in_the_order_given_one_or_many_at_a_time(pipe: TokenPipe, words: Any) -> None:
     give(pipe, words, 11)
     give(pipe, words, 12, 13, 14)
     assert pipe.unread() == 4
@@ -71,7 +75,7 @@ def test_tokens_come_in_the_order_given_one_or_many_at_a_time(pipe, words):
     assert take(pipe, words) == []
 
 
-def test_capacity_holds_whatever_the_batches(words):
+def test_capacity_holds_whatever_the_batches(words: Any) -> None:
     """As many tokens as CAPACITY always fit, so that giving a credit or a ticket under one never waits."""
     choose = random.Random(1)
     for sizes in ([1], [64], [33], [63], range(1, 65)):
@@ -90,7 +94,7 @@ def test_capacity_holds_whatever_the_batches(words):
         pipe.close()
 
 
-def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words):
+def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words: Any) -> None:
     pipe = TokenPipe.create(None)
     spilled = False
     for token in range(10, 30_010):
@@ -109,7 +113,7 @@ def test_beyond_the_pipe_tokens_go_to_the_log_and_come_back_in_order(words):
     pipe.close()
 
 
-def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
+def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words: Any) -> None:
     """They are there for all who wait when a queue is shut down, and stay. Passed one by one, each message would cost 2 ms."""
     pipe, passed = TokenPipe.create(None), []
     for token in range(10, 20):
@@ -117,7 +121,7 @@ def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
         pipe.spill(words.buffers(FIRST))
     assert pipe.ring_doorbell(SHUT, 1000)
 
-    def put_back(count):
+    def put_back(count: int) -> None:
         passed.append(count)
         assert pipe.ring_doorbell(SHUT, count)
 
@@ -129,7 +133,7 @@ def test_who_takes_from_the_log_does_not_pass_a_thousand_bells_by_hand(words):
     pipe.close()
 
 
-def test_who_takes_past_bells_takes_first_what_stands_behind_them(words):
+def test_who_takes_past_bells_takes_first_what_stands_behind_them(words: Any) -> None:
     pipe = TokenPipe.create(None)
     assert pipe.ring_doorbell(SHUT, 5)
     give(pipe, words, 10)
@@ -144,19 +148,19 @@ def test_who_takes_past_bells_takes_first_what_stands_behind_them(words):
     pipe.close()
 
 
-def test_the_logs_memory_is_given_back_as_it_is_read(words):
+def test_the_logs_memory_is_given_back_as_it_is_read(words: Any) -> None:
     the_logs_memory_is_given_back(words)
 
 
-def test_the_logs_memory_is_given_back_by_a_process_that_locks_its_own(words):
-    def locks():
+def test_the_logs_memory_is_given_back_by_a_process_that_locks_its_own(words: Any) -> None:
+    def locks() -> None:
         assert ctypes.CDLL(None).mlockall(2 | 4) == 0  # MCL_FUTURE, MCL_ONFAULT
         the_logs_memory_is_given_back(words)
 
     assert told_by_child(locks) == "None"
 
 
-def the_logs_memory_is_given_back(words):
+def the_logs_memory_is_given_back(words: Any) -> None:
     pipe = TokenPipe.create(None)
     for i in range(64):
         words.values[FIRST + i] = 5
@@ -170,7 +174,9 @@ def the_logs_memory_is_given_back(words):
     pipe.close()
 
 
-def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words, monkeypatch):
+def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(
+    words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rule 3: meanwhile others drain the log, fill the pipe, and spill again."""
     pipe = TokenPipe.create(None)
     words.values[FIRST] = 10
@@ -179,7 +185,7 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     readv = os.readv
     looks = []
 
-    def stopped(descriptor, buffers):
+    def stopped(descriptor: int, buffers: Any) -> Any:
         looks.append(descriptor)
         if looks == [pipe.fd] * 2:  # the second look, which is between the two that matter
             with pytest.raises(BlockingIOError):  # what it sees: the pipe is empty
@@ -199,7 +205,9 @@ def test_a_taker_stopped_between_its_looks_notices_that_its_token_is_early(words
     pipe.close()
 
 
-def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(words, monkeypatch):
+def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(
+    words: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A taker between its two looks at the log keeps others from it for a moment. Its own token is not early."""
     pipe, turns = TokenPipe.create(None), os.memfd_create("turns")
     pipe.turn = FileTurn(turns)
@@ -231,17 +239,17 @@ def test_takers_of_the_log_take_turns_but_nobody_waits_for_one_that_is_stopped(w
 class FileTurn:
     """A lock of a file's first byte, by a description of this process's own."""
 
-    def __init__(self, file):
+    def __init__(self, file: Any) -> None:
         self.descriptor = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
 
-    def take(self):
+    def take(self) -> Any:
         return ofd_locks.lock(self.descriptor, 0, 1)
 
-    def leave(self):
+    def leave(self) -> None:
         ofd_locks.unlock(self.descriptor, 0, 1)
 
 
-def test_a_wait_ends_at_its_deadline_or_at_once(pipe, words):
+def test_a_wait_ends_at_its_deadline_or_at_once(pipe: TokenPipe, words: Any) -> None:
     began = time.monotonic()
     idle = []
     assert pipe.take(words.buffers(FIRST), began + 0.2, lambda: idle.append(1)) == 0
@@ -251,17 +259,17 @@ def test_a_wait_ends_at_its_deadline_or_at_once(pipe, words):
     assert pipe.take(words.buffers(FIRST + 1), None) == 1
 
 
-def test_one_descriptor_never_blocks_and_the_other_does(pipe):
+def test_one_descriptor_never_blocks_and_the_other_does(pipe: TokenPipe) -> None:
     assert not os.get_blocking(pipe.fd)
     assert os.get_blocking(pipe.read_end)
 
 
-def descriptors():
+def descriptors() -> Any:
     return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize(("tokens", "blocking", "count"), [(CAPACITY, True, 2), (CAPACITY, False, 1), (None, True, 3)])
-def test_a_pipe_costs_few_descriptors(words, tokens, blocking, count):
+def test_a_pipe_costs_few_descriptors(words: Any, tokens: Any, blocking: Any, count: int) -> None:
     before = descriptors()
     pipe = TokenPipe.create(tokens, blocking=blocking)
     give(pipe, words, 11)
@@ -272,7 +280,7 @@ def test_a_pipe_costs_few_descriptors(words, tokens, blocking, count):
     assert descriptors() == before
 
 
-def test_waits_that_share_wake_ups_cost_a_descriptor_together(words):
+def test_waits_that_share_wake_ups_cost_a_descriptor_together(words: Any) -> None:
     before = descriptors()
     pipes = [TokenPipe.create(CAPACITY, blocking=False) for _ in range(5)]
     for pipe in pipes:
@@ -284,7 +292,7 @@ def test_waits_that_share_wake_ups_cost_a_descriptor_together(words):
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 16])
-def test_a_pipe_of_few_pages_never_makes_a_giver_wait(words, pages):
+def test_a_pipe_of_few_pages_never_makes_a_giver_wait(words: Any, pages: Any) -> None:
     """A user who has used up his budget of pipes (fs.pipe-user-pages-soft) gets small ones; what they cannot hold spills."""
     pipe = TokenPipe.create(2 * CAPACITY, blocking=False)
     fcntl.fcntl(pipe.fd, 1031, pages * 4096)  # F_SETPIPE_SZ
@@ -298,11 +306,11 @@ def test_a_pipe_of_few_pages_never_makes_a_giver_wait(words, pages):
     pipe.close()
 
 
-def test_writers_of_the_log_do_not_move_its_readers_place(words):
+def test_writers_of_the_log_do_not_move_its_readers_place(words: Any) -> None:
     """Appends of several processes are whole, and each token is taken once, in the order of its giver."""
     pipe, count = TokenPipe.create(None), 500
 
-    def giver(number):
+    def giver(number: int) -> None:
         for i in range(count):
             words.values[FIRST + 10 * number] = (number + 1) << 32 | i + 10
             words.values[FIRST + 10 * number + 1] = (number + 1) << 32 | i + 10 + count
@@ -319,7 +327,7 @@ def test_writers_of_the_log_do_not_move_its_readers_place(words):
     pipe.close()
 
 
-def test_a_snapshot_takes_nothing(pipe, words):
+def test_a_snapshot_takes_nothing(pipe: TokenPipe, words: Any) -> None:
     assert pipe.snapshot() == frozenset()
     give(pipe, words, *range(10, 70))
     take(pipe, words)
@@ -328,7 +336,7 @@ def test_a_snapshot_takes_nothing(pipe, words):
     assert pipe.unread() == 59
 
 
-def test_a_snapshot_of_a_longer_pipe_is_not_a_part(words):
+def test_a_snapshot_of_a_longer_pipe_is_not_a_part(words: Any) -> None:
     pipe = TokenPipe.create(CAPACITY)
     fcntl.fcntl(pipe.fd, 1031, 1 << 18)  # F_SETPIPE_SZ
     for first in range(64, 64 * 400, 64):
@@ -337,18 +345,22 @@ def test_a_snapshot_of_a_longer_pipe_is_not_a_part(words):
     pipe.close()
 
 
-def test_a_snapshot_for_which_there_is_no_scratch_pipe_says_so(pipe, monkeypatch):
-    def refuse(_):
+def test_a_snapshot_for_which_there_is_no_scratch_pipe_says_so(
+    pipe: TokenPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
         raise OSError(24, "too many open files")
 
     monkeypatch.setattr(os, "pipe2", refuse)
     assert pipe.snapshot() is None
 
 
-def test_what_an_alarm_raises_within_a_snapshot_is_no_lack_of_descriptors(pipe, monkeypatch):
+def test_what_an_alarm_raises_within_a_snapshot_is_no_lack_of_descriptors(
+    pipe: TokenPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TimeoutError is an OSError: get then said that no descriptor was left, and the alarm was lost."""
 
-    def alarm(number, frame):
+    def alarm(number: int, frame: Any) -> None:
         raise TimeoutError
 
     monkeypatch.setattr(token_pipe, "_tee", lambda *_: signal.raise_signal(signal.SIGUSR1))
@@ -362,7 +374,7 @@ def test_what_an_alarm_raises_within_a_snapshot_is_no_lack_of_descriptors(pipe, 
 
 @pytest.mark.kills
 @pytest.mark.parametrize("log", [False, True], ids=["pipe", "log"])
-def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, log):
+def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words: Any, log: Any) -> None:
     """Each token is, after any kill, in pipe or log, in one word, or was noted by a taker: exactly once."""
     pipe = TokenPipe.create(None if log else CAPACITY)
     choose = random.Random(log)
@@ -370,7 +382,7 @@ def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, lo
     os.set_blocking(notes_read, False)
     count, noted, next_token = 300, {}, 10
 
-    def taker(word):
+    def taker(word: int) -> None:
         while True:
             if pipe.take(words.buffers(word), None):
                 token = words.values[word]
@@ -378,13 +390,13 @@ def test_random_kills_of_takers_and_givers_leave_every_token_somewhere(words, lo
                     os.write(notes, token.to_bytes(8, "little"))
                 words.values[word] = 0
 
-    def giver(word, first):
+    def giver(word: int, first: Any) -> None:
         for token in range(first, first + count):
             words.values[word] = token
             spill(pipe, words.buffers(word)) if log else pipe.give(words.buffers(word))
             words.values[word] = 0
 
-    def collect():
+    def collect() -> None:
         try:
             while True:
                 content = os.read(notes_read, 1 << 16)
