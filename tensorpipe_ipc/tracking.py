@@ -43,17 +43,18 @@ peaks of single processes are the kernel's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import NamedTuple
 
 from tensorpipe_ipc.cuda import staging
-from tensorpipe_ipc.errors import Closed
+from tensorpipe_ipc.errors import Busy, Closed
 from tensorpipe_ipc.process import Family, Memory, Resident, memory, peak_rss, reset_peak_rss
 from tensorpipe_ipc.shared_queue.survey import SegmentView, survey
 
@@ -168,7 +169,8 @@ class MemoryTracker:
         self.share = 0.0
         self._ended: list[_Watched] = []
         self._watched: dict[int, _Watched] = {}
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # for those that sample; nothing else waits for it
+        self._sampling = 0  # the thread that has it
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> MemoryTracker:
@@ -209,7 +211,8 @@ class MemoryTracker:
             if self._thread is not None:
                 os.close(self._stop)
                 self._thread.join()
-            self.sample()
+            with _but_for_a_lack_of_descriptors():
+                self.sample()
         finally:
             self.share = self._spent / max(1e-9, time.monotonic() - self._began)
             self._family.close()
@@ -222,15 +225,28 @@ class MemoryTracker:
 
         Raises:
             Closed: outside of the ``with`` block, or in a forked child.
+            Busy: a signal's handler asks for it in the middle of a sample of this thread's.
+            OSError: no descriptor is left to read figures by. The tracker's own thread goes on when there are some again.
         """
         if self._owner != os.getpid():
             raise Closed("this MemoryTracker is not at work in this process: use it inside its with block")
-        with self._mutex:
+        if self._sampling == threading.get_ident():
+            raise Busy("this thread is taking a sample already; read `peak`, or sample after the handler")
+        with self._exclusive():
             began = time.thread_time()
             self._look_for_members()
             sample = self._full()
             self._spent += time.thread_time() - began
         return sample
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._mutex:
+            self._sampling = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._sampling = 0
 
     @property
     def peak(self) -> MemorySample:
@@ -360,8 +376,9 @@ class MemoryTracker:
         before, others = self._spent, 0.0
         try:
             while not poll.poll(max(0.0, due - time.monotonic()) * 1000):
-                with self._mutex:
-                    others += self._tick()
+                with self._exclusive():
+                    with _but_for_a_lack_of_descriptors():
+                        others += self._tick()
                     spent = time.thread_time()  # of this thread, waking up included
                     self._spent = before + spent
                 # what came late is not made up for, and what costs too much comes later
@@ -398,10 +415,11 @@ class MemoryTracker:
 
     def _drop(self, pids: Iterable[int]) -> None:
         for pid in pids:
-            watched = self._watched.pop(pid)
+            watched = self._watched[pid]
             watched.ended = True
             watched.resident.close()
-            self._ended.append(watched)
+            self._ended.append(watched)  # first: who reads meanwhile finds it in one of the two at least
+            del self._watched[pid]
 
     def _full(self) -> MemorySample:
         began, now = time.thread_time(), time.monotonic()
@@ -425,8 +443,17 @@ class MemoryTracker:
         return [value for value in (getattr(sample, field) for sample in self.samples) if value is not None]
 
     def _all(self) -> list[_Watched]:
-        with self._mutex:
-            return [*self._ended, *self._watched.values()]
+        return list(dict.fromkeys([*self._ended, *self._watched.values()]))  # with no call in between: nobody waits
+
+
+@contextlib.contextmanager
+def _but_for_a_lack_of_descriptors() -> Iterator[None]:
+    """Leave a sample out where no descriptor is left to read figures by: others may be closed by the next one."""
+    try:
+        yield
+    except OSError as failed:
+        if failed.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
 
 
 def together(of: Iterable[Memory]) -> Memory:

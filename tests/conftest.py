@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,11 @@ import tensorpipe_ipc as tp
 pytest_plugins = ["pytester", "arenas"]
 LIMIT = 60.0  # seconds for each of setting up a test without a ``limit`` marker, the test, and tearing it down
 GRACE = 15.0  # seconds after all three until a test that hangs in C takes the whole run with it
+
+
+def pytest_configure() -> None:
+    """Ctrl-C raises here and in all children, also where a shell that has started this in the background has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,8 +12,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
+from crash_points import in_child, reap
+from programs import ran
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import Memory, memory
@@ -210,3 +213,57 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'tensorpipe-ipc[plot]'")):
         tracked.plot(str(tmp_path / "other.png"))
+
+
+@pytest.mark.limit(40)
+def test_a_handler_and_a_forked_child_read_figures_while_samples_are_taken() -> None:
+    """Neither waits for whoever samples. A sample that a handler asks for in the middle of one is refused."""
+    refused: list[Exception] = []
+
+    def handler(*_: object) -> None:
+        memory.report()
+        try:
+            memory.sample()
+        except tp.Busy as error:
+            refused.append(error)
+
+    with tp.MemoryTracker(0.001) as memory, children.ticking(0.002, handler):
+        while not refused:
+            memory.sample()
+    with tp.MemoryTracker(0.001) as memory:
+        for _ in range(150):
+            assert reap(in_child(lambda: memory.peak)) == 0
+
+
+def test_a_lack_of_descriptors_ends_no_tracker() -> None:
+    """Samples are left out meanwhile, and taken again afterwards. The block's own exception comes out of it."""
+    code = """
+import os, resource, time
+import tensorpipe_ipc as tp
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+def fill(taken):
+    while True:
+        try:
+            taken.append(os.dup(0))
+        except OSError:
+            return taken
+try:
+    with tp.MemoryTracker(0.001) as memory:
+        taken = fill([])
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            fill(taken)
+        for fd in taken:
+            os.close(fd)
+        before = memory.samples[-1].seconds
+        deadline = time.monotonic() + 20
+        while not any(each.seconds > before and each.uss is not None for each in memory.samples):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        fill([])
+        raise KeyError("the program's own")
+except KeyError as error:
+    print(error)
+"""
+    done = ran("-c", code)
+    assert (done.out, done.err) == ('"the program\'s own"\n', ""), done
