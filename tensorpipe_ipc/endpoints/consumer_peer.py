@@ -22,15 +22,17 @@ class ConsumerPeer(Peer):
         kept: what was sent to it over tcp and is not known to be taken, oldest first.
         unread: what it says it took, though ZeroMQ was not seen to have let go of it.
         unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
+        greeted: whether it was answered, or has answered: in frames nothing is put to it before.
         served: the last of its ``round`` that was dealt with.
         turn: when the producer last chose it, of all the times that it chose from several.
         room: places in its queue that are known to be free. There may be more, as the consumer frees them.
     """
 
-    __slots__ = ("kept", "room", "sent", "served", "turn", "unmarked", "unread")
+    __slots__ = ("greeted", "kept", "room", "sent", "served", "turn", "unmarked", "unread")
 
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         super().__init__(routing, hello, sight)
+        self.greeted = False
         self.sent = 0
         self.kept: deque[SentMessage] = deque()
         self.unread: deque[SentMessage] = deque()
@@ -58,6 +60,10 @@ class ConsumerPeer(Peer):
     def has_exchanged(self) -> bool:
         """See Peer."""
         return self.sent > 0 or self.taken > 0
+
+    def is_there(self) -> bool:
+        """See Peer."""
+        return (self.greeted or self.queue is not None) and super().is_there()
 
     def load(self) -> int:
         """Return how many messages it has and did not take. Bring ``room`` up to date."""

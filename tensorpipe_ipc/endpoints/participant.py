@@ -125,6 +125,12 @@ class Participant:
         self.conversation.look_around(at_once=at_once)
         self._handle_events()
 
+    def look_now_and_then(self) -> None:
+        """See who is still there, where that was not done for a while."""
+        self.conversation.look_now_and_then()
+        if self.conversation.events:
+            self._handle_events()
+
     def raise_refusal(self) -> None:
         """Raise what the binder refused this end with, if it did, and is still there. It is asked again.
 

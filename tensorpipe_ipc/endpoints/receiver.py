@@ -302,6 +302,7 @@ class Receiver(Participant):
     def _look_for_ready(self, timeout: float) -> None:
         ready, sharing = self._ready, self._sharing
         self._only = None
+        self.look_now_and_then()  # exceptions may cut every wait short
         self._drained = began = time.monotonic()
         ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.gets.holds_back)
         listens, incoming = began >= self._listens_from, False

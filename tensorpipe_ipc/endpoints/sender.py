@@ -20,7 +20,7 @@ from tensorpipe_ipc.errors import Full, ProtocolError, ShutDown
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers.base import any_size
-from tensorpipe_ipc.wire.header import Hello
+from tensorpipe_ipc.wire.header import Hello, Kind, pack
 from tensorpipe_ipc.wire.in_block import in_one_block
 from tensorpipe_ipc.wire.layout import BULK, Block
 from tensorpipe_ipc.wire.message import EncodedMessage
@@ -61,6 +61,8 @@ class Sender(Participant):
         # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
         self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
+        # The message that is being sent; it stays where an exception cuts that short, and the next call gives its number up.
+        self._begun: tuple[ConsumerPeer, SentMessage | None] | None = None
         self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
         self._sharing: dict[int, ConsumerPeer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
@@ -140,6 +142,7 @@ class Sender(Participant):
             self.socket.prepare_for_bulk()
             self._credited(peer, sequence)
         self.conversation.welcome(peer)
+        peer.greeted = True
         if peer.queue is None:
             self._resend_if_asked(peer)
 
@@ -211,6 +214,7 @@ class Sender(Participant):
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
         """See Participant. One consumer's credits are read together, which is cheaper than one after each put."""
+        self._settle_begun()
         due = max(due, self._framed) if len(self.peers) == 1 else due
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
@@ -230,6 +234,11 @@ class Sender(Participant):
     def needs_credit(self) -> bool:
         """Return whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
         return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
+
+    def say_goodbye(self) -> bool:
+        """See Participant. A message whose sending was cut short is not to be waited for."""
+        self._settle_begun()
+        return super().say_goodbye()
 
     def wait(self, timeout: float) -> None:
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
@@ -334,31 +343,29 @@ class Sender(Participant):
             raise NotHandedOver
         if self.keeps:
             return self._send_kept(peer, message, timeout)
+        self._settle_begun()
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
-        sequence = peer.sent + 1
+        before = self._sent
+        self._begun = peer, None
+        self._sent = peer.sent = peer.sent + 1
+        self._framed += 1
         try:
-            peer.sent = sequence
-            self._framed += 1
             self.socket.send(peer.routing, frames)
         except Unreachable:
+            self._begun = None
+            self._sent = before
             peer.sent -= 1
             self._framed -= 1
             self.drain()  # what it took before it left counts as taken
             if self.peers.get(peer.routing) is peer:
                 self._lose(peer)
             return False
-        except BaseException:  # a signal's handler raised
-            # Where it has not left, its number is used up, and that is all.
-            self._sent = peer.sent = sequence
-            self._reckon_framed()
-            with contextlib.suppress(Unreachable):
-                self.socket.send(peer.routing, [frames[0], b""])
-            raise
-        self._sent = peer.sent
+        self._begun = None
         return True
 
     def _send_kept(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
+        self._settle_begun()
         self._resend_buffer.check(message.nbytes)
         if not self._resend_buffer.has_room(message.nbytes):
             self._resend_buffer.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
@@ -369,27 +376,42 @@ class Sender(Participant):
             self.wait(timeout)
             return False
         kept = SentMessage(peer.sent + 1)
-        connected = True
-        try:
-            peer.kept.append(kept)
-            peer.sent = kept.sequence
-            self._framed += 1
-            for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
-                connected = connected and self._lend(peer, kept, part)
-                if not connected and len(kept.parts) == 1:
-                    break
-        except BaseException:  # a signal's handler raised, or there is no memory for it
-            self._give_up(peer, kept)
-            raise
+        connected, before = True, self._sent
+        self._begun = peer, kept  # no exception comes between this and the last of it
+        self._sent = peer.sent = kept.sequence
+        self._framed += 1
+        peer.kept.append(kept)
+        for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+            connected = connected and self._lend(peer, kept, part)
+            if not connected and len(kept.parts) == 1:
+                break
+        self._begun = None
         if not connected and len(kept.parts) == 1:  # nothing of it has left
-            peer.kept.pop()
-            self._resend_buffer.let_go(kept)
+            self._sent = before
             peer.sent -= 1
             self._framed -= 1
-        self._sent = peer.sent
+            peer.kept.pop()
+            self._resend_buffer.let_go(kept)
         if not connected and not self.conversation.waits_for(peer):
             self._lose(peer)
         return connected or peer.sent == kept.sequence
+
+    def _settle_begun(self) -> None:
+        """Give up the number of the message whose sending an exception cut short, if there is one.
+
+        The message may have left whole. Then the consumer drops this as one that it has.
+        """
+        if self._begun is None:
+            return
+        peer, kept = self._begun
+        if self.peers.get(peer.routing) is peer:
+            if kept is None:
+                with contextlib.suppress(Unreachable):
+                    self.socket.send(peer.routing, [pack(Kind.DATA, peer.sent), b""])
+            elif peer.kept and peer.kept[-1] is kept:
+                self._resend_buffer.give_up(kept)
+                self._lend(peer, kept, kept.parts[0])
+        self._begun = None
 
     def _lend(self, peer: ConsumerPeer, kept: SentMessage, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""
@@ -404,17 +426,6 @@ class Sender(Participant):
         if mark:
             kept.weight, peer.unmarked = kept.weight + peer.unmarked, 0
         return True
-
-    def _give_up(self, peer: ConsumerPeer, kept: SentMessage) -> None:
-        """A message's sending was cut short by an exception: its number is used up, and that is all."""
-        if peer.sent < kept.sequence:
-            if peer.kept and peer.kept[-1] is kept:
-                peer.kept.pop()
-            return
-        self._sent = peer.sent
-        self._reckon_framed()
-        self._resend_buffer.give_up(kept)
-        self._lend(peer, kept, kept.parts[0])
 
     def _reckon_framed(self) -> None:
         self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)

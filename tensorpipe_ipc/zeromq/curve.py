@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -88,6 +89,7 @@ class Gate:
         self._allowed = frozenset(map(z85.decode, security.client_keys()))
         self._told = told
         self.is_behind = False
+        self._is_cut_off = False  # whether an exception left an answer begun, and not ended
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_HANDLER)
@@ -130,13 +132,12 @@ class Gate:
             return
         routing, _, version, number, domain, address, _, mechanism, key = request
         knows = mechanism == b"CURVE" and domain == DOMAIN and key in self._allowed
-        try:
+        with suppress(zmq.ZMQError):  # it is gone
+            if self._is_cut_off:
+                self.socket.send(b"", _DO_NOT_WAIT)
+            self._is_cut_off = True
             self.socket.send_multipart([routing, b"", version, number, *(_YES if knows else _NO)], _DO_NOT_WAIT)
-        except zmq.ZMQError:  # it is gone
-            pass
-        except BaseException:
-            self.socket.send(b"", _DO_NOT_WAIT)
-            raise
+        self._is_cut_off = False
         if not knows:
             self._told(Refused(f"{address.decode(errors='replace')[:64]} came with a key that is not on the list"))
 

@@ -98,6 +98,7 @@ class FrameSocket:
         self._window = window
         self._unread: dict[bytes, _Unread] = {}  # by peer, over tcp, of an end that sends
         self._may_be_unread = address.scheme == "tcp" and not receives
+        self._cut_off: zmq.Socket[bytes] | None = None  # where an exception left a message begun, and not ended
         self._receives = receives
         self._security = security
         self._cuts = security is not None or address.scheme == "tcp"
@@ -178,6 +179,9 @@ class FrameSocket:
             frames = in_fragments(frames)
         send, last = socket.send, len(frames) - 1
         trackers = []
+        if self._cut_off is not None:
+            self._end_cut_off()
+        self._cut_off = socket
         try:
             if self.binds:
                 send(peer, _MORE)
@@ -191,12 +195,11 @@ class FrameSocket:
                 else:
                     send(frame, flags)
         except zmq.ZMQError as error:
+            self._cut_off = None
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise Unreachable from None
             raise
-        except BaseException:  # a signal's handler raised
-            _abort(socket)
-            raise
+        self._cut_off = None
         return trackers
 
     def send_small(self, peer: bytes, frame: bytes) -> bool:
@@ -225,6 +228,9 @@ class FrameSocket:
         if self._may_be_unread and (unread is None or unread.tracker.done):
             with suppress(RuntimeError):  # pyzmq's thread has ended with the program
                 marked = _marked(frame)
+        if self._cut_off is not None:
+            self._end_cut_off()
+        self._cut_off = socket
         try:
             if self.binds:
                 socket.send(peer, _MORE)
@@ -233,13 +239,23 @@ class FrameSocket:
             else:
                 self._note_unread(peer, socket.send(marked, _LAST, copy=False, track=True))
         except zmq.ZMQError as error:
+            self._cut_off = None
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
             raise
-        except BaseException:  # a signal's handler raised
-            _abort(socket)
-            raise
+        self._cut_off = None
         return True
+
+    def _end_cut_off(self) -> None:
+        """End a message that an exception cut off, somewhere: its last frame is empty, as no payload frame is.
+
+        Where nothing is open, it goes to nobody (ROUTER) or is a message of its own (DEALER): the receiver drops both. It is
+        done before the next message, and not at once: the next exception may come at once, too.
+        """
+        assert self._cut_off is not None
+        with suppress(zmq.ZMQError):
+            self._cut_off.send(b"", _LAST)
+        self._cut_off = None
 
     def _note_unread(self, peer: bytes, tracker: Any) -> None:
         if len(self._unread) >= _MOST_UNREAD:
@@ -411,15 +427,6 @@ class FrameSocket:
 
     def _close_sockets(self, linger: float) -> None:
         raise NotImplementedError
-
-
-def _abort(socket: zmq.Socket[bytes]) -> None:
-    """End a message that was cut off, somewhere, by an exception: its last frame is empty, as no payload frame is.
-
-    Where nothing is open, it goes to nobody (ROUTER) or is a message of its own (DEALER): the receiver drops both.
-    """
-    with suppress(zmq.ZMQError):
-        socket.send(b"", _LAST)
 
 
 def _marked(frame: bytes) -> zmq.Frame:
