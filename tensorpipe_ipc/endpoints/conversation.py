@@ -189,7 +189,7 @@ class Conversation:
         presence: this end's own; None within one process.
         peers: those who are there, by routing id.
         peer_timeout: seconds until a peer out of sight is given up.
-        has_parted: whether this end has begun to close, and says nothing any more.
+        has_parted: whether this end is not open yet, or has begun to close: it says nothing.
         last_left: the one that left last, None as long as none did.
         refusal: what its binder refused this connector with; None if it did not.
         rejected: incoming messages that were dropped because they broke a rule.
@@ -216,7 +216,7 @@ class Conversation:
         self.peer_timeout = opening.peer_timeout
         self.events: deque[Event] = deque()
         self.peers: dict[bytes, Any] = {}
-        self.has_parted = False
+        self.has_parted = True
         self.last_left: Peer | None = None
         self.refusal: Exception | None = None
         self.rejected = 0
@@ -262,6 +262,7 @@ class Conversation:
                 self.presence.open()
             self.publish()
             self._expect()
+            self.has_parted = False
         except BaseException:
             self.has_parted = True
             self.disconnect(0)

@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_
 __all__ = ["claim", "owner_of", "private_to_us", "unclaim"]
 
 PATIENCE = 5.0  # seconds for the lock, which is held for a bind
+_held: dict[tuple[int, int], str] = {}  # by the thread and the folder's inode: the path that it is held for
 
 
 def claim(address: Address, bind: Callable[[], None], made: list[os.stat_result]) -> None:
@@ -92,15 +94,23 @@ def private_to_us(path: str) -> Iterator[None]:
     if folder is None:
         yield
         return
+    lock = threading.get_ident(), os.fstat(folder.fileno()).st_ino
+    if lock in _held:  # by what this signal's handler interrupted, which goes on when the handler has returned
+        if _held[lock] == path:
+            raise Refused(f"{path} is being bound, or closed, by what this signal's handler interrupted")
+        yield
+        return
     with folder:
         deadline = time.monotonic() + PATIENCE
-        while not _locked(folder.fileno()):
-            if time.monotonic() > deadline:
-                raise Refused(f"{path}: {_holder(folder.fileno())} keeps the lock for {PATIENCE:.0f} s: is it stopped?")
-            time.sleep(0.002)
         try:
+            while not _locked(folder.fileno(), lock, path):
+                if time.monotonic() > deadline:
+                    held_by = _holder(folder.fileno())
+                    raise Refused(f"{path}: {held_by} keeps the lock for {PATIENCE:.0f} s: is it stopped?")
+                time.sleep(0.002)
             yield
         finally:
+            _held.pop(lock, None)
             fcntl.flock(folder.fileno(), fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
 
 
@@ -115,10 +125,12 @@ def _folder_for_lock(path: str) -> OwnedFd | None:
     return None
 
 
-def _locked(folder: int) -> bool:
+def _locked(folder: int, lock: tuple[int, int], path: str) -> bool:
+    _held[lock] = path  # first: a handler may come as soon as it is locked
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        del _held[lock]
         return False
     return True
 

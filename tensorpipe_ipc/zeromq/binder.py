@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import socket
 import struct
 import time
 import weakref
@@ -29,7 +30,15 @@ from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.zeromq.frame_reader import NamedFrameReader
 from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind
-from tensorpipe_ipc.zeromq.zmq_contexts import acquire, forget_bound, has_descriptors, note_bound, router
+from tensorpipe_ipc.zeromq.zmq_contexts import (
+    acquire,
+    forget_bound,
+    has_descriptors,
+    note_bound,
+    open_socket,
+    repeated,
+    router,
+)
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 __all__ = ["Binder"]
@@ -58,6 +67,9 @@ class Binder(FrameSocket):
         self._gate: Gate | None = None
         self._made: list[os.stat_result] = []  # the socket file
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
+        self._handed: list[
+            int
+        ] = []  # a descriptor that libzmq is given, and has from the moment on at which it is bound
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
@@ -93,17 +105,21 @@ class Binder(FrameSocket):
             made = listener(address.path, _BACKLOG)
         except OSError as error:
             raise Refused(f"{address.text} cannot be bound: {error.strerror}") from None
-        with made:
-            self._listens_by(made.fileno())
-            self._socket.setsockopt(zmq.USE_FD, made.fileno())
-            self._bind_to_address()
-            made.detach()  # it is libzmq's now
+        # Nobody owns it from here on: two that close it would end the process, where one that closes it late costs nothing.
+        self._handed.extend(map(socket.SocketType.detach, (made,)))
+        self._listens_by(self._handed[0])
+        self._socket.setsockopt(zmq.USE_FD, self._handed[0])
+        self._bind_to_address()
+        self._handed.clear()
 
     def _bind_to_port(self) -> None:
         told = f"inproc://listening-{next(_numbers)}"
-        self._socket.monitor(told, zmq.EVENT_LISTENING)
+        repeated(self._socket.monitor, told, zmq.EVENT_LISTENING)
         try:
-            with closing(self._context.socket(zmq.PAIR)) as monitor, no_fork():  # a child knows what it has a copy of
+            with (
+                closing(open_socket(self._context, zmq.PAIR)) as monitor,
+                no_fork(),
+            ):  # a child knows what it has a copy of
                 monitor.connect(told)
                 self._bind_to_address()
                 if monitor.poll(int(_LET_GO * 1000)):
@@ -224,8 +240,17 @@ class Binder(FrameSocket):
         with ExitStack() as steps:
             if self._socket is not None:
                 steps.callback(self._socket.close, linger=int(linger * 1000))
+                steps.callback(self._close_handed)
             if self._gate is not None:
                 steps.callback(self._gate.close)
+
+    def _close_handed(self) -> None:
+        """Close a descriptor that libzmq was to have, where an exception has kept it from that."""
+        if self._handed:
+            is_bound = bool(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            fd = self._handed.pop()
+            if not is_bound:
+                os.close(fd)
 
     def _give_address_back(self, linger: float) -> None:
         with ExitStack() as steps:
@@ -244,12 +269,12 @@ class Binder(FrameSocket):
         if not has_descriptors():  # then libzmq's thread closes it a moment later
             return
         told = f"inproc://let-go-{next(_numbers)}"
-        with suppress(zmq.ZMQError), closing(self._context.socket(zmq.PAIR)) as monitor:
+        with suppress(zmq.ZMQError), closing(open_socket(self._context, zmq.PAIR)) as monitor:
             self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
             try:
-                self._socket.monitor(told, zmq.EVENT_CLOSED)
+                repeated(self._socket.monitor, told, zmq.EVENT_CLOSED)
                 monitor.connect(told)
-                self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+                repeated(self._socket.unbind, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
                 monitor.poll(int(_LET_GO * 1000))
             finally:  # libzmq's thread would stand still, as nobody hears
                 self._socket.disable_monitor()

@@ -23,7 +23,7 @@ from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
-from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here
+from tensorpipe_ipc.zeromq.zmq_contexts import acquire, has_descriptors, is_bound_here, open_socket
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 
 __all__ = ["Connector"]
@@ -84,7 +84,7 @@ class Connector(FrameSocket):
 
     def _try(self) -> None:
         """Try to get the binder."""
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        socket: zmq.Socket[bytes] = open_socket(self._context, zmq.DEALER)
         self._set_up(socket, {})
         if self._keys:
             use_keys(socket, self._keys, bind=False)

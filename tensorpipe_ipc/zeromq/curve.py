@@ -18,6 +18,7 @@ from zmq.utils import z85
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.zeromq.zmq_contexts import open_socket
 
 __all__ = ["DOMAIN", "Gate", "check_available", "key_pair", "read_keys", "use_keys"]
 
@@ -90,7 +91,7 @@ class Gate:
         self._told = told
         self.is_behind = False
         self._is_cut_off = False  # whether an exception left an answer begun, and not ended
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket: zmq.Socket[bytes] = open_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_HANDLER)
 

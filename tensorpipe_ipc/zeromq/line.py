@@ -30,6 +30,7 @@ from tensorpipe_ipc.process import is_dead
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
 from tensorpipe_ipc.zeromq.kernel_sockets import is_to_itself, listener_behind
+from tensorpipe_ipc.zeromq.zmq_contexts import open_socket, repeated
 
 __all__ = ["Line"]
 
@@ -88,8 +89,8 @@ class Line:
         """
         if self._address.scheme != "inproc":
             told = f"inproc://line-{next(_numbers)}"  # libzmq may not have let go yet of that of one that is gone
-            self.socket.monitor(told, _TOLD)
-            self._monitor = context.socket(zmq.PAIR)
+            repeated(self.socket.monitor, told, _TOLD)
+            self._monitor = open_socket(context, zmq.PAIR)
             self._monitor.setsockopt(zmq.LINGER, 0)
             self._monitor.setsockopt(zmq.RCVHWM, 0)
             self._monitor.connect(told)

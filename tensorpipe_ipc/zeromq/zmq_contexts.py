@@ -1,5 +1,9 @@
 """ZeroMQ's contexts: one a process, for as long as it has an end open, and one more for each binder with keys.
 
+A signal's handler may open or close an end while its thread opens or closes another. So a context is made and noted down in one
+step, and no lock is held while one ends. It ends in a thread that gets no signals: pyzmq takes a call that a signal interrupts
+for done, and the context's threads and descriptors would stay.
+
 Where libzmq finds no descriptor for what it needs, it ends the process. So there must be enough before an end is opened.
 """
 
@@ -10,9 +14,12 @@ import ctypes
 import functools
 import os
 import resource
+import signal
 import threading
 import time
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import zmq
 
@@ -28,9 +35,13 @@ __all__ = [
     "hold_reaper",
     "is_bound_here",
     "note_bound",
+    "open_socket",
     "release",
+    "repeated",
     "router",
 ]
+
+_T = TypeVar("_T")
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
@@ -38,8 +49,9 @@ _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 class _Shared:
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.contexts: dict[zmq.Context[Any], set[int]] = {}  # and which ends use each, by id
+        self.sockets: weakref.WeakSet[zmq.Socket[bytes]] = weakref.WeakSet()  # all that were opened
         self.common: zmq.Context[Any] | None = None
         self.bound: dict[str, int] = {}  # addresses within this process, and which end has each, by id
 
@@ -62,12 +74,12 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     with shared.lock:
         context = shared.common
         if own or context is None:
-            # It is known from its first moment on, also where an exception of a signal's handler comes next.
-            shared.contexts.update(zip(map(zmq.Context, (1,)), (set(),), strict=True))
-            context = next(reversed(shared.contexts))
-        shared.contexts[context].add(id(end))
+            # It is known, and in use, from its first moment on, whatever a signal's handler does next.
+            shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
+            context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
         if not own:
-            shared.common = context
+            context = shared.common = shared.common or context  # a handler may have made one in between
+        shared.contexts[context].add(id(end))
         return context
 
 
@@ -92,6 +104,17 @@ def is_bound_here(address: str) -> bool:
     return shared is not None and address in shared.bound
 
 
+def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
+    """Return a new socket of a context. It is known before it is open, so that what an exception does to it closes it, too.
+
+    pyzmq's own Context.socket notes it down afterwards: then a context waited for ever for one that nobody knew.
+    """
+    made: zmq.Socket[bytes] = zmq.Socket.__new__(zmq.Socket)
+    _shared[os.getpid()].sockets.add(made)
+    made.__init__(context, kind)  # type: ignore[misc]
+    return made
+
+
 def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     """Return a ROUTER that numbers its connections from a number on which nobody can tell.
 
@@ -102,8 +125,7 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     program = library.rand()
     library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
     try:
-        made: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        return made
+        return open_socket(context, zmq.ROUTER)
     finally:
         library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
 
@@ -141,15 +163,54 @@ def release(end: object) -> None:
     if shared is None:
         return
     with shared.lock:
-        for ends in shared.contexts.values():
+        for ends in list(shared.contexts.values()):
             ends.discard(id(end))
-        for context in [each for each, ends in shared.contexts.items() if not ends]:
-            if context is shared.common:
-                shared.common = None
-            context.destroy()  # with a socket that an exception kept from being known to its end
-            del shared.contexts[context]
-        if not shared.contexts:
-            _stop_reaper()
+        unused = [context for context, ends in list(shared.contexts.items()) if not ends]
+        if shared.common in unused:
+            shared.common = None  # first: nobody gets one that is about to end
+    if unused:
+        _run_undisturbed(functools.partial(_destroy, shared, unused))
+    if not shared.contexts:
+        _stop_reaper()
+
+
+def _destroy(shared: _Shared, contexts: list[zmq.Context[Any]]) -> None:
+    """End contexts, with the sockets that exceptions kept from being known to their ends."""
+    for context in contexts:
+        if shared.contexts.pop(context, None) is not None:  # else another thread ends it
+            for socket in list(shared.sockets):
+                if socket.context is context:
+                    socket.close()
+            context.term()
+
+
+def _run_undisturbed(work: Callable[[], None]) -> None:
+    """Run something in a thread that gets no signals, and runs no handler of one. Wait for it."""
+    done = _thread.allocate_lock()
+    done.acquire()
+    try:
+        _thread.start_new_thread(_without_signals, (work, done))
+    except RuntimeError:  # no thread can be started, as at the program's end
+        _without_signals(work, done)
+    done.acquire()
+
+
+def _without_signals(work: Callable[[], None], done: _thread.LockType) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        work()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.release()
+
+
+def repeated(call: Callable[..., _T], *arguments: Any) -> _T:
+    """Return the result of a call of pyzmq's that a signal may interrupt, and that pyzmq does not repeat then by itself."""
+    while True:
+        try:
+            return call(*arguments)
+        except zmq.error.InterruptedSystemCall:
+            continue
 
 
 def hold_reaper() -> None:
@@ -165,13 +226,11 @@ def hold_reaper() -> None:
     thread = pyzmq_reaper.thread
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
-    started = _thread.allocate_lock()
-    started.acquire()
-    _thread.start_new_thread(_start_reaper, (started,))
-    started.acquire()
+    _run_undisturbed(_start_reaper)
 
 
-def _start_reaper(started: _thread.LockType) -> None:
+def _start_reaper() -> None:
+    """Start it. It gets no signals either, as it begins with this thread's mask."""
     reaper, running = pyzmq_reaper, running_threads
     assert running is not None
     try:
@@ -182,7 +241,6 @@ def _start_reaper(started: _thread.LockType) -> None:
             thread.is_alive = functools.partial(running.__contains__, thread.ident)
     finally:
         running.pop(_thread.get_ident(), None)  # or it is listed for ever
-        started.release()
 
 
 def _stop_reaper() -> None:
@@ -192,5 +250,13 @@ def _stop_reaper() -> None:
     deadline = time.monotonic() + 1
     while pyzmq_reaper.refs and time.monotonic() < deadline:  # it is just being told of the last ones
         time.sleep(0.001)
-    if not pyzmq_reaper.refs:
+    if not pyzmq_reaper.refs and pyzmq_reaper.thread is not None:
+        _run_undisturbed(_end_reaper)
+
+
+def _end_reaper() -> None:
+    try:
         pyzmq_reaper.stop()
+    finally:
+        if running_threads is not None:
+            running_threads.pop(_thread.get_ident(), None)  # as above

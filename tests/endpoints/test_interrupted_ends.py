@@ -6,12 +6,15 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
+import zmq
 from crash_points import SIGNAL_CHECKS, run_traced
 from guard import runtime_folder
+from programs import ran_in_fork
 from wholeness import stride
 
 import tensorpipe_ipc as tp
@@ -93,6 +96,77 @@ def test_a_constructor_and_a_close_at_every_step(kind: str) -> None:
     """The same at each of them."""
     _interrupted_constructors(kind, stride(1))
     _interrupted_closes(kind, stride(1))
+
+
+@EACH
+def test_a_handler_that_opens_and_closes_another_end_meanwhile(kind: str) -> None:
+    """At some steps of a constructor, and of a close. Neither end waits for the other."""
+    names = (f"another{number}" for number in itertools.count())
+    for action in ("open", "close"):
+        for point in itertools.count(1, stride(4 * STEPS[kind][0])):
+            end = ENDS[kind]() if action == "close" else None
+            made = [] if end is None else [end]
+
+            def act(made: list[Any] = made, is_open: bool = end is not None) -> None:
+                if is_open:
+                    made[0].close()
+                else:
+                    made.append(ENDS[kind]())
+
+            left = run_traced(act, point, lambda: tp.Consumer(next(names)).close(), SIGNAL_CHECKS, before=False)
+            made[0].close()
+            assert list(runtime_folder().glob("*")) == [], f"left at step {point}"
+            if left > 0:
+                break
+
+
+def test_a_handler_raises_as_soon_as_an_address_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor by which the end listens is libzmq's then, which ends the process where another has closed it."""
+    bind = zmq.Socket.bind
+
+    def bind_and_raise(self: Any, address: str) -> None:
+        bind(self, address)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as storm:
+        storm.setattr(zmq.Socket, "bind", bind_and_raise)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                tp.Consumer("bound")
+    with tp.Consumer("bound") as consumer, tp.Producer("bound") as producer:
+        producer.put(7)
+        assert consumer.get(10) == 7
+
+
+SIGNALS = """
+import os, signal, time, tensorpipe_ipc as tp
+
+def held():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+def both(endpoint):
+    with tp.Consumer(endpoint) as consumer, tp.Producer(consumer.endpoint) as producer:
+        producer.put(7, 10)
+        assert consumer.get(10) == 7
+
+both("first")
+before = held()
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+for number in range(100):
+    both("other" if number % 2 else "tcp://127.0.0.1:0")
+signal.setitimer(signal.ITIMER_REAL, 0)
+deadline = time.monotonic() + 10
+while held() != before and time.monotonic() < deadline:
+    time.sleep(0.001)  # a thread of ZeroMQ's may just be about to end
+print(held() == before)
+"""
+
+
+def test_signals_whose_handler_does_nothing_leave_no_trace_of_ends_that_come_and_go(tmp_path: Path) -> None:
+    """Five thousand a second: system calls are cut short, and done again. Contexts end with all that they had."""
+    done = ran_in_fork("-c", SIGNALS, folder=tmp_path)
+    assert (done.status, done.out) == (0, "True\n"), done.err
 
 
 def test_two_exceptions_one_behind_the_other_leave_the_end_free(monkeypatch: pytest.MonkeyPatch) -> None:
