@@ -110,8 +110,10 @@ def private_to_us(path: str) -> Iterator[None]:
                 time.sleep(0.002)
             yield
         finally:
-            _held.pop(lock, None)
-            fcntl.flock(folder.fileno(), fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
+            try:
+                fcntl.flock(folder.fileno(), fcntl.LOCK_UN)  # a child that was forked meanwhile would keep it
+            finally:
+                _held.pop(lock, None)  # last: a handler may come as soon as it is unlocked
 
 
 def _folder_for_lock(path: str) -> OwnedFd | None:
