@@ -780,7 +780,10 @@ class Conversation:
 
     def _arrange(self, peer: Peer) -> None:
         """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
-        if peer.settled:
+        if peer.settled or peer.by_file:
+            return
+        if peer.queue is not None:  # it was claimed after a WELCOME, and this is the next one
+            peer.settled = True
             return
         peer.why_not = rendezvous.objection(self.owner.hello(None), peer.hello)
         if not peer.why_not:

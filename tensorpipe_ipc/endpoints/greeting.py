@@ -19,7 +19,8 @@ there to be taken.
 
 The binder has two such queues while nobody is attached (``standby_queues``), and then one. A connector that finds none says
 HELLO, and looks again with the WELCOME. By then the file offers a queue again. With keys, nothing is claimed before the
-WELCOME, so that only connectors that have shown their keys come in.
+WELCOME, so that only connectors that have shown their keys come in. What was claimed after a WELCOME is used after the next
+one: the binder is there, and answers. So it knows whose the messages are, though the connector's process ends at once.
 
 The binder trusts only the token: a random number that only this user can have read. It compares the token with those of the
 queues that it made. A connector that says another token gets no queue, and is told so. If a connector cannot see the file, or
@@ -223,7 +224,7 @@ class Greeting:
         try:
             queue = None if found is None else self._claimed(found)
             if queue is not None:
-                peer.queue, peer.settled, peer.by_file = queue, True, True
+                peer.queue, peer.by_file = queue, True  # and settled with the next WELCOME
             if found is not None:
                 return
         except SharedMemoryError as failed:

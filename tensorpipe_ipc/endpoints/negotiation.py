@@ -74,7 +74,9 @@ class Negotiation:
     def begins_anew(self, peer: Peer, theirs: Hello) -> bool:
         """Return whether the other end knows another queue of the two, or none: its connection was gone for a while."""
         terms = theirs.shared_memory
-        return peer.settled and terms is not None and not terms.why_not and terms.attached != peer.token
+        if terms is None or terms.attached == peer.token:
+            return False
+        return not terms.why_not if peer.settled else peer.queue is not None
 
     def transport(self, peers: Iterable[Peer]) -> str:
         """Return how messages travel, and why so; as it last was, where nobody is there."""

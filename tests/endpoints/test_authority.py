@@ -239,7 +239,10 @@ def test_a_binder_leads_only_to_ends_that_have_its_key(has_its_key: bool, tmp_pa
                 squatter.say(welcome)
                 said = hello_of(squatter.hear_of(Kind.HELLO)).shared_memory
             assert bool(said.attached) == has_its_key
-            if not has_its_key:
+            if has_its_key:
+                terms = SharedMemoryTerms("auto", os.geteuid(), attached=said.attached)
+                squatter.say(hello("consumer", Kind.WELCOME, shared_memory=terms, end=conversation_of(other).end))
+            else:
                 assert "rendezvous file is not to be seen" in said.why_not
                 squatter.hear_of(Kind.DATA)
                 squatter.say(pack(Kind.CREDIT, 1))

@@ -15,13 +15,15 @@ import pytest
 import torch
 import zmq
 import zmq.auth
-from children import PATIENCE, Child
+from children import PATIENCE, Child, in_thread
 from inside import side_of
 from secured import PUBLIC, SECRET, binders, connectors, make_keys, open_binder, open_connector
 from zmq.utils import z85
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints.greeting import Greeting
 from tensorpipe_ipc.zeromq.curve import Gate
+from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 LOOPBACK = "tcp://127.0.0.1:*"
 NOT_LISTED = "the binder's clients= do not list this end's public key"
@@ -362,3 +364,30 @@ def test_a_binder_in_another_process(keys: Path) -> None:
             producer.put({"x": torch.ones(3)}, PATIENCE)
             (tree,) = child.result()
             assert torch.equal(tree["x"], torch.ones(3))
+
+
+@pytest.mark.parametrize("endpoint", ["hushed", LOOPBACK])
+def test_nothing_is_put_where_the_binder_does_not_know_whose_it_is(
+    keys: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may end as soon as put has returned, before another word of its has left. What it put is known by then."""
+    claim_of = Greeting.claim_of
+    with (
+        tp.Consumer(endpoint, security=binders(keys)) as consumer,
+        tp.Producer(consumer.endpoint.replace("*", "127.0.0.1"), security=connectors(keys)) as producer,
+    ):
+        with monkeypatch.context() as hush:
+
+            def claim_and_fall_silent(self: Greeting, peer: Any) -> None:
+                hush.setattr(FrameSocket, "send_small", lambda *_: True)
+                claim_of(self, peer)
+
+            hush.setattr(Greeting, "claim_of", claim_and_fall_silent)
+            getting = in_thread(lambda: pytest.raises(tp.Empty, consumer.get, 1.0))
+            with pytest.raises(tp.Full):
+                producer.put("too early", 0.8)
+            getting()
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        producer.put("in time", PATIENCE)
+        assert getting() == "in time"
+        assert producer.statistics().transport == "shared memory"
