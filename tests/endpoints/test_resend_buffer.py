@@ -450,7 +450,8 @@ def test_a_producer_tells_its_next_binder_from_where_it_counts_before_it_says_go
             wait_until(lambda: bool(producer.statistics()) and not raw.is_quiet(0.05))
             raw.hear_of(Kind.HELLO)
             raw.say(hello("consumer", Kind.WELCOME, end=6, round=1))
-            wait_until(lambda: producer.statistics().lost == 3)
+            # On a busy machine the first binder is given up before the second one says WELCOME.
+            wait_until(lambda: producer.statistics().lost == 3 and producer.statistics().peers)
             with pytest.warns(RuntimeWarning, match="3 messages"):
                 producer.close()
             said = raw.hear_of(Kind.HELLO)
