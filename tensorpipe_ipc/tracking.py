@@ -169,8 +169,8 @@ class MemoryTracker:
         self.share = 0.0
         self._ended: list[_Watched] = []
         self._watched: dict[int, _Watched] = {}
-        self._mutex = threading.Lock()  # for those that sample; nothing else waits for it
-        self._sampling = 0  # the thread that has it
+        self._mutex = threading.RLock()  # for those that sample; nothing else waits for it
+        self._is_sampling = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> MemoryTracker:
@@ -230,8 +230,6 @@ class MemoryTracker:
         """
         if self._owner != os.getpid():
             raise Closed("this MemoryTracker is not at work in this process: use it inside its with block")
-        if self._sampling == threading.get_ident():
-            raise Busy("this thread is taking a sample already; read `peak`, or sample after the handler")
         with self._exclusive():
             began = time.thread_time()
             self._look_for_members()
@@ -242,11 +240,13 @@ class MemoryTracker:
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         with self._mutex:
-            self._sampling = threading.get_ident()
+            if self._is_sampling:
+                raise Busy("this thread is taking a sample already; read `peak`, or sample after the handler")
+            self._is_sampling = True
             try:
                 yield
             finally:
-                self._sampling = 0
+                self._is_sampling = False
 
     @property
     def peak(self) -> MemorySample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -357,7 +358,11 @@ class Sender(Participant):
             peer.sent -= 1
             self._framed -= 1
             self.drain()  # what it took before it left counts as taken
-            if self.peers.get(peer.routing) is peer:
+            if self.peers.get(peer.routing) is not peer:
+                return False
+            if self.socket.has_unread(peer.routing):
+                peer.gone_at = peer.gone_at or time.monotonic()  # it is heard to its end, and nothing is put to it
+            else:
                 self._lose(peer)
             return False
         self._begun = None

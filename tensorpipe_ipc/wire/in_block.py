@@ -46,7 +46,7 @@ def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
 
 
 def one_tensor_in_block(tensor: torch.Tensor, serializer: Encoder) -> tuple[Block, bytes]:
-    """Return the same as ``in_one_block`` for a tree that is one tensor of the CPU's without history: in half the time.
+    """Return the same as ``in_one_block`` for a tree that is one tensor of the CPU's without history, quicker.
 
     Raises:
         UnsupportedLeaf: the serializer does not take it.

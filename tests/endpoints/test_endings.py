@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -1737,3 +1738,32 @@ def test_a_loan_is_narrowed_for_a_consumer_that_does_not_share_its_memory() -> N
         assert [each.dtype for each in got] == [torch.float32, torch.float16]
         assert all(each.sum() == 1.5 * (1 << 16) for each in got)
         flushing()
+
+
+@pytest.mark.parametrize("producer_binds", [True, False])
+def test_a_put_behind_a_consumer_that_took_all_and_closed_finds_nothing_lost(producer_binds: bool) -> None:
+    """However many words of it are still unread: they are heard, its goodbye is the last of them."""
+    count, taken = 12_000, threading.Event()
+    options = {"maxsize": 30_000, "shared_memory": "off"}
+
+    def take_all(consumer: tp.Consumer) -> None:
+        with consumer:
+            assert consumer.get(PATIENCE) == 0
+            taken.wait(PATIENCE)
+            for number in range(1, count):
+                assert consumer.get(PATIENCE) == number
+
+    def consumer() -> tp.Consumer:
+        return tp.Consumer("inproc://taken", bind=not producer_binds, **options)
+
+    made = None if producer_binds else consumer()
+    with tp.Producer("inproc://taken", bind=producer_binds, linger=0, **options) as producer:
+        taking = in_thread(functools.partial(take_all, made or consumer()))
+        for number in range(count):
+            producer.put(number, PATIENCE)
+        taken.set()
+        taking()
+        with pytest.raises(tp.Full, match="said goodbye"):
+            producer.put("one more", 0.5)
+        producer.flush(PATIENCE)
+        assert producer.statistics().lost == 0
