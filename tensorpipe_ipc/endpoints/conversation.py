@@ -707,7 +707,9 @@ class Conversation:
             else:
                 self.socket.drop(peer.routing)
             if peer.ends_with_its_line and not self.keeps:
-                self.leaves(peer, How.LOST, position=hello.sequence)
+                # A binder that takes messages goes on from where this end's HELLO said, whatever it had taken by then.
+                is_an_echo = not self.socket.binds and self.role == "producer"
+                self.leaves(peer, How.LOST, position=None if is_an_echo else hello.sequence)
                 self._hear_again()
                 return True
             del self.peers[peer.routing]  # no exception comes between this and the last of it

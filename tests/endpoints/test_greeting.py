@@ -282,8 +282,11 @@ def test_a_connection_that_is_made_anew_ends_nothing(monkeypatch: pytest.MonkeyP
         assert consumer.statistics().vanished == 0
 
 
-def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In frames over ipc, by both ends, though nobody has looked in between."""
+@pytest.mark.parametrize("is_answered_first", [False, True])
+def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(
+    is_answered_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In frames over ipc, by both ends, whether or not the consumer answers before anybody has looked."""
     with tp.Consumer("busy", shared_memory="off") as consumer, tp.Producer("busy") as producer:
         putting = in_thread(lambda: producer.put(0, PATIENCE))
         assert consumer.get(PATIENCE) == 0
@@ -296,6 +299,10 @@ def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(monke
         socket = side_of(producer).socket
         socket.drop(socket.routing)
         wait_until(lambda: socket.is_connected(0.01))
+        if is_answered_first:
+            side_of(producer).ensure_greeted()
+            with pytest.raises(tp.Empty):
+                consumer.get(0.2)
         putting = in_thread(lambda: producer.put(3, PATIENCE))
         assert consumer.get(PATIENCE) == 3
         putting()
