@@ -107,8 +107,8 @@ def test_a_handler_that_does_nothing_disturbs_nothing() -> None:
         with ticking(0.001, lambda number, frame: ticks.append(number)):
             for number in range(20_000):
                 assert consumer.get(PATIENCE) == ("", number)
-        assert child.result() > 10
-        assert len(ticks) > 10
+        assert child.result()
+        assert ticks  # how many, depends on what else the machine does: the kernel counts in its own ticks
         assert consumer.statistics().lost == 0
 
 
