@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections import deque
 from typing import Any
 
@@ -43,6 +44,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
+        self._is_closed = False
         self._received = 0  # bytes, ever
 
     def ready(self, nbytes: int) -> memoryview | None:
@@ -64,7 +66,7 @@ class BufferPool:
                 raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
             return None
         self._count(nbytes)
-        return _region_on(base, nbytes, self._idle)
+        return _region_on(base, nbytes, self)
 
     def fresh(self, nbytes: int) -> memoryview:
         """So many bytes, not initialised.
@@ -77,7 +79,20 @@ class BufferPool:
             base = (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
         except (MemoryError, ValueError, OverflowError) as error:
             raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
-        return _region_on(base, nbytes, self._idle)
+        return _region_on(base, nbytes, self)
+
+    def take_back(self, base: Any) -> None:
+        """Keep memory that nothing refers to any more, for the next message."""
+        self._idle.appendleft(base)
+        while sum(map(len, self._idle.copy())) > IDLE_AT_MOST:
+            self._idle.pop()
+        if self._is_closed:
+            self._idle.clear()
+
+    def close(self) -> None:
+        """Give back what lies idle, and what comes back from now on."""
+        self._is_closed = True
+        self._idle.clear()
 
     def _count(self, nbytes: int) -> None:
         if self._received < _LEARN <= self._received + nbytes:
@@ -103,14 +118,13 @@ class _Region(np.ndarray):
     """
 
     whole: Any = None
-    home: deque[Any] | None = None
+    home: weakref.ref[BufferPool] | None = None
 
     def __del__(self) -> None:
-        """See Regions: it comes back."""
-        if self.home is not None:
-            self.home.appendleft(self.whole)
-            while sum(map(len, self.home.copy())) > IDLE_AT_MOST:
-                self.home.pop()
+        """Bring it back, as long as there is anybody who may use it again."""
+        pool = None if self.home is None else self.home()
+        if pool is not None:
+            pool.take_back(self.whole)
 
 
 class Reassembly:
@@ -216,9 +230,9 @@ class Reassembly:
         return header, frames + [self._region[start:end] for start, end in places]
 
 
-def _region_on(base: Any, nbytes: int, home: deque[Any]) -> memoryview:
+def _region_on(base: Any, nbytes: int, home: BufferPool) -> memoryview:
     region = _Region((nbytes,), np.uint8, base, -ctypes.addressof(base) % ALIGN)
-    region.whole, region.home = base, home
+    region.whole, region.home = base, weakref.ref(home)
     return memoryview(region)
 
 

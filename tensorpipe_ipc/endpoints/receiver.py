@@ -539,6 +539,7 @@ class Receiver(Participant):
             for peer in list(self._sharing.values()):
                 self._unshare(peer)
         finally:
+            self._buffers.close()
             self.conversation.disconnect(linger, self.ending)
             if self._timer is not None:
                 self._timer.close()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import exchange
 import numpy as np
+import psutil
 import pytest
 import torch
 import zoo
@@ -284,3 +285,27 @@ def test_overflows_are_counted_once_however_often_it_is_written() -> None:
         assert made.overflowed == len(tensor[::1000])
     message.frames(1)
     assert made.overflowed == len(tensor[::1000])
+
+
+def test_a_closed_consumer_keeps_no_memory_for_messages_to_come() -> None:
+    """However long a tensor lives that it got."""
+
+    def kept_of_one() -> torch.Tensor:
+        with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+
+            def put_all() -> None:
+                with tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+                    for items in (1 << 19, *([5 << 20] * 6)):
+                        producer.put(torch.ones(items), PATIENCE)
+
+            putting = in_thread(put_all)
+            got = [consumer.get(PATIENCE) for _ in range(7)]
+            putting()
+        first: torch.Tensor = got[0]
+        return first
+
+    kept = [kept_of_one()]
+    before = psutil.Process().memory_full_info().uss
+    kept += [kept_of_one() for _ in range(6)]
+    assert psutil.Process().memory_full_info().uss - before < 500 << 20
+    assert all(bool((tensor == 1).all()) for tensor in kept)
