@@ -409,7 +409,7 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conversation, "MOST_PEERS", 0)
         child.call(children.open_producer, "busy", linger=0.0)
         child.call(children.put_numbers, 0, 3)
-        wait_in_vain(consumer, lambda: consumer.statistics().rejected)  # more than once, if it asked before it saw the file
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected)  # or twice
         wait_until(lambda: not child.call(children.producer_statistics).peers)  # the refusal is there
         with pytest.raises(tp.Refused, match="0 peers are attached"):
             child.call(children.put, "more")
