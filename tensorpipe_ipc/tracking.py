@@ -35,8 +35,8 @@ Of a quick sample's 84 us on busy cores 2 are its reads, 51 the waking up, and t
 What came and went between two looks was not seen, but for the peak of a process that is still there: the kernel keeps that.
 Only the samples at the begin and at the end are beyond the budget.
 
-**The thread.** Sampling takes one of its own, as long as the ``with`` block lasts, and it is the only one that this package
-ever starts. ``interval=None`` starts none: then samples are taken at the begin, at the end and by ``sample()``, and the
+**The thread.** Sampling takes one of its own, as long as the ``with`` block lasts, and it is the only one of this package that
+outlasts a call. ``interval=None`` starts none: then samples are taken at the begin, at the end and by ``sample()``, and the
 peaks of single processes are the kernel's.
 """
 

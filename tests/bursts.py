@@ -114,9 +114,8 @@ def get(endpoint: str, bind: bool, shared_memory: Any, line: Any) -> dict[str, A
 
 def main(what: str, endpoint: str, binds: bool, shared_memory: str) -> None:
     """Run both ends: this one in this process, and the other in a fork that was made before any end."""
-    sys.unraisablehook = lambda _: (
-        None
-    )  # pyzmq looks for signals when it frees a frame too, where nobody could catch it
+    # pyzmq looks for signals when it frees a frame, too, where nobody could catch what a handler raises.
+    sys.unraisablehook = lambda _: None
     context = multiprocessing.get_context("fork")
     line, theirs = context.Pipe()
     this, other = (put, take_all) if what == "put" else (get, put_all)

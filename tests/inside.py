@@ -55,6 +55,7 @@ __all__ = [
     "instead_of_hearing",
     "instead_of_looking_at_the_log",
     "instead_of_refusing",
+    "is_in_use",
     "is_in_use_here",
     "keep_spare",
     "leave_addresses",
@@ -312,6 +313,11 @@ def lent_blocks(blocks: Any) -> list[Any]:
 def is_in_use_here(end: Any) -> bool:
     """Return whether this thread is within a call of an end."""
     return bool(end._guard._is_owned())
+
+
+def is_in_use(end: Any) -> bool:
+    """Return whether a thread is within a call of an end. To ask the end itself may make that thread's call the second."""
+    return repr(end._guard._lock).startswith("<locked")
 
 
 def lists_of(arena: Arena) -> tuple[Any, ...]:

@@ -24,7 +24,8 @@ from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_
 __all__ = ["claim", "owner_of", "private_to_us", "unclaim"]
 
 PATIENCE = 5.0  # seconds for the lock, which is held for a bind
-_held: dict[tuple[int, int], str] = {}  # by the thread and the folder's inode: the path that it is held for
+_Lock = tuple[int, int, int]  # the thread; the folder's device and inode
+_held: dict[_Lock, str] = {}  # and the path that it is held for
 
 
 def claim(address: Address, bind: Callable[[], None], made: list[os.stat_result]) -> None:
@@ -94,7 +95,8 @@ def private_to_us(path: str) -> Iterator[None]:
     if folder is None:
         yield
         return
-    lock = threading.get_ident(), os.fstat(folder.fileno()).st_ino
+    found = os.fstat(folder.fileno())
+    lock = threading.get_ident(), found.st_dev, found.st_ino
     if lock in _held:  # by what this signal's handler interrupted, which goes on when the handler has returned
         if _held[lock] == path:
             raise Refused(f"{path} is being bound, or closed, by what this signal's handler interrupted")
@@ -127,7 +129,7 @@ def _folder_for_lock(path: str) -> OwnedFd | None:
     return None
 
 
-def _locked(folder: int, lock: tuple[int, int], path: str) -> bool:
+def _locked(folder: int, lock: _Lock, path: str) -> bool:
     _held[lock] = path  # first: a handler may come as soon as it is locked
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

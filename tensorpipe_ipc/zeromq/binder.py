@@ -67,9 +67,8 @@ class Binder(FrameSocket):
         self._gate: Gate | None = None
         self._made: list[os.stat_result] = []  # the socket file
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
-        self._handed: list[
-            int
-        ] = []  # a descriptor that libzmq is given, and has from the moment on at which it is bound
+        # A descriptor that libzmq is given, and has from the moment on at which it is bound.
+        self._handed: list[int] = []
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
@@ -116,10 +115,7 @@ class Binder(FrameSocket):
         told = f"inproc://listening-{next(_numbers)}"
         repeated(self._socket.monitor, told, zmq.EVENT_LISTENING)
         try:
-            with (
-                closing(open_socket(self._context, zmq.PAIR)) as monitor,
-                no_fork(),
-            ):  # a child knows what it has a copy of
+            with closing(open_socket(self._context, zmq.PAIR)) as monitor, no_fork():  # a child knows what it has of it
                 monitor.connect(told)
                 self._bind_to_address()
                 if monitor.poll(int(_LET_GO * 1000)):
@@ -246,7 +242,7 @@ class Binder(FrameSocket):
 
     def _close_handed(self) -> None:
         """Close a descriptor that libzmq was to have, where an exception has kept it from that."""
-        if self._handed:
+        if self._handed and not self._socket.closed:
             is_bound = bool(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
             fd = self._handed.pop()
             if not is_bound:

@@ -248,7 +248,8 @@ def _stop_reaper() -> None:
     if pyzmq_reaper is None:
         return
     deadline = time.monotonic() + 1
-    while pyzmq_reaper.refs and time.monotonic() < deadline:  # it is just being told of the last ones
+    # It is just being told of the last ones; at the program's end, once pyzmq has closed it down, of none.
+    while pyzmq_reaper.refs and not getattr(pyzmq_reaper, "_stay_down", False) and time.monotonic() < deadline:
         time.sleep(0.001)
     if not pyzmq_reaper.refs and pyzmq_reaper.thread is not None:
         _run_undisturbed(_end_reaper)

@@ -27,7 +27,7 @@ import secured
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
-from inside import conversation_of, side_of
+from inside import conversation_of, is_in_use, side_of
 from proxy import Proxy
 from raw_ends import wait_in_vain
 
@@ -1262,7 +1262,7 @@ def test_another_thread_closes_an_end(endpoint: str, waits: str) -> None:
             _met(producer, consumer)
             producer.put("not taken", PATIENCE)
             waiting = in_thread(producer.flush if waits == "flush" else lambda: producer.put("no room"))
-        wait_until(lambda: _is_busy(end))
+        wait_until(lambda: is_in_use(end))
         started = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
@@ -1293,7 +1293,7 @@ def test_another_thread_closes_a_producer_that_waits_for_memory(waits: str, monk
         waiting = in_thread(
             producer.loan((1 << 19,), torch.uint8).__enter__ if waits == "loan" else lambda: producer.put(message)
         )
-        wait_until(lambda: _is_busy(producer))
+        wait_until(lambda: is_in_use(producer))
         started = time.monotonic()
         with pytest.warns(RuntimeWarning, match="not taken"):
             producer.close()
@@ -1322,7 +1322,7 @@ def test_another_thread_closes_what_a_with_block_waits_in() -> None:
 
             putting = in_thread(put_until_closed)
             assert consumer.get(PATIENCE) == 0
-            wait_until(lambda opened=opened, put=put: len(put) > 1 and _is_busy(opened[0]))  # type: ignore[misc]
+            wait_until(lambda opened=opened, put=put: len(put) > 1 and is_in_use(opened[0]))  # type: ignore[misc]
             closing = in_thread(opened[0].close)
             assert len(list(consumer)) > 0
             closing()
@@ -1443,14 +1443,6 @@ def _raise_after(patch: pytest.MonkeyPatch, link: type, name: str) -> None:
         raise KeyboardInterrupt
 
     patch.setattr(link, name, interrupted)
-
-
-def _is_busy(end: Any) -> bool:
-    try:
-        end.statistics()
-    except tp.Busy:
-        return True
-    return False
 
 
 def test_what_a_closed_end_says() -> None:
@@ -1705,7 +1697,7 @@ def test_a_loan_is_narrowed_where_a_fork_keeps_it_from_being_handed_over() -> No
         _met(producer, consumer)
         lending = in_thread(lend)
         assert filled.wait(PATIENCE)
-        wait_until(lambda: _is_busy(producer))
+        wait_until(lambda: is_in_use(producer))
         pid = in_child(lambda: os.read(read, 1))
         try:
             assert consumer.get(PATIENCE) == "waits"

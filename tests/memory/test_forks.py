@@ -670,7 +670,9 @@ def test_an_exception_of_a_signals_handler_in_a_fork_leaves_the_leases_protected
     with tp.Consumer("forking"):  # an end has something to do around a fork, too
         while left <= 0:
             left = forked_with_an_exception(ctx, gates[0], point)
-            wait_until(lambda: blocks_in_use(ctx) == {})  # whoever looks at a process keeps its pages for that moment
+            wait_until(
+                lambda: blocks_in_use(ctx) == {}
+            )  # once a child was seen to keep them for a moment after its end
             assert in_thread(lambda: reap(in_child(lambda: None)))() == 0
             point += 2
     assert point > 50
