@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tensorpipe-ipc {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        about = (command.__doc__ or "").splitlines()[0].partition(": ")[2]
+        about = (command.__doc__ or "").partition("\n")[0].removeprefix(f"``tensorpipe-ipc {name}``: ")
         own = commands.add_parser(name, help=about, description=f"{about[:1].upper()}{about[1:]}")
         command.add_arguments(own)
         own.set_defaults(run=command.run)

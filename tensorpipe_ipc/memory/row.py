@@ -104,16 +104,12 @@ class Operation:
         messages, nbytes: what this process did with it, for ``statistics()``.
         block: of a put, the one that it has just taken, and that is nowhere else on record; 0: none.
         blocks: of a batch, those that were filled, and that its words do not name yet.
-        cause: the exception that ended it, until that is seen to.
-        before: of a get that took its tickets too early, how many others go first.
         waiting: of a get, how many of its tickets were set aside and are not served yet.
     """
 
     __slots__ = (
-        "before",
         "block",
         "blocks",
-        "cause",
         "counters",
         "credit",
         "credit_buffers",
@@ -134,9 +130,8 @@ class Operation:
     def __init__(self, segment: Segment, record: Record) -> None:
         self.purpose, self.size, self.tally = record.purpose_word, record.size, record.tally
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
-        self.messages = self.nbytes = self.tally_before = self.before = self.block = self.waiting = 0
+        self.messages = self.nbytes = self.tally_before = self.block = self.waiting = 0
         self.blocks: list[int] = []
-        self.cause: BaseException | None = None
         self.counters, self.hazard = record.counters, record.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (

@@ -1,16 +1,17 @@
 """The end that gets: ticket -> content -> credit -> HELD or FREE. Its steps, G1 to G7, are numbered in recovery.py.
 
-An exception (a signal handler's, at any point) leaves what was taken on record. As long as its block was not let go, it is set
-aside for the next get. After that it is lost, and counted, as if the process had died there: see open_queue.py.
+An exception (a signal handler's, at any point) leaves what was taken on record, and ``_see_to`` sees to it: see open_queue.py.
+As long as a message's block was not let go, the message is set aside for the next get, unless it is broken. After that it is
+lost, and counted, as if the process had died there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ class GetEnd:
                     if queue.aside or queue.unfinished:
                         queue.take_up()
                         if self.words[self.record.dropped]:
-                            self._drop_aside()
+                            self._end_all_aside(_DROPPED)
                         message = self._get_aside(decode, lease_from)
                         if message is not _NOTHING:
                             return message
@@ -208,11 +209,8 @@ class GetEnd:
             self._singles += (operation,)
             return message
         except BaseException as error:
-            if process != queue.process:
-                raise
-            operation.cause = error
-            queue.unfinished.append((self._finish, operation))
-            queue.take_up()
+            if process == queue.process:
+                queue.finish(partial(self._see_to, operation, None, error))
             raise
 
     def get_many(
@@ -295,11 +293,8 @@ class GetEnd:
                 self._batches += (operation,)
             return messages
         except BaseException as error:
-            if process != queue.process:
-                raise
-            operation.cause = error
-            queue.unfinished.append((self._finish, operation))
-            queue.take_up()
+            if process == queue.process:
+                queue.finish(partial(self._see_to, operation, None, error))
             raise
 
     def _hear(self, doorbell: int) -> None:
@@ -333,8 +328,7 @@ class GetEnd:
                 buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
             )
         if taken < 0:  # early: what is in the pipe goes first
-            operation.before = self.tickets.unread()
-            raise _Again
+            raise _Again(self.tickets.unread())
         if not taken:
             if self.words[GROWN]:  # who polls never waits
                 self.arena.mind_idle(self.attachment.recover_dead)
@@ -490,120 +484,96 @@ class GetEnd:
         if self.leases.early:
             self.leases.early.pop(word, None)
 
-    def _finish(self, operation: Operation) -> bool:
-        """See to the tickets that an exception left in an operation. False: what it gave cannot be judged now.
+    def _see_to(self, operation: Operation, aside: Aside | None, error: BaseException) -> None:
+        """See to the tickets that an exception left with this process: its message comes again, is dropped, or is lost.
 
-        A ticket whose block was not let go is served again, before all others. Else its message is lost, and counted.
+        Args:
+            aside: the one that was being served; None: all that the operation took.
+
+        Raises:
+            InDoubt: whether the place of one was given back cannot be judged now. Then this is to be called again.
         """
-        asides = [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
-        if asides:
-            asides[0].cause, asides[0].before = operation.cause, operation.before
-        try:
-            left = [aside for aside in asides if self._comes_again(aside)]
-        except InDoubt:
-            return False
-        if asides:
-            asides[0].cause = None  # its frames keep the queue, and what was made of the message so far
-        count, is_early = len(left), operation.before > 0
-        operation.cause, operation.before, operation.waiting = None, 0, count  # all of this with no call in between
-        if is_early:
+        words, left, is_broken = self.words, list[Aside](), False
+        taken = (
+            [aside] if aside is not None else [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
+        )
+        if taken and not isinstance(error, (_Again, _NoLease)) and not passed_a_handler(error.__traceback__):
+            tries = taken[0].tries + 1
+            is_broken = tries >= _TRIES or not _may_pass(error)
+        else:
+            tries = taken[0].tries if taken else 0
+        for each in taken:
+            if each is taken[0] and is_broken:
+                self._end(each, _UNDECODABLE)
+            elif self._is_due(words[operation.ticket + each.index]):
+                left.append(each)
+            else:
+                self._end(each, _LOST)
+        before = error.before if isinstance(error, _Again) else 0
+        waiting = (len(taken) if aside is None else operation.waiting) - len(taken) + len(left)
+        if left and left[0] is taken[0]:
+            left[0].tries, left[0].before = tries, before
+        operation.waiting = waiting  # from here on there is no call
+        if before:
             self._queue.aside += left
         else:
             self._queue.aside[:0] = left
-        if not count:
-            self._spare[operation.size] += (operation,)
-        return True
-
-    def _finish_aside(self, aside: Aside) -> bool:
-        """The same for a ticket that had been set aside, and whose serving an exception ended."""
-        try:
-            comes_again = self._comes_again(aside)
-        except InDoubt:
-            return False
-        if comes_again:
-            self._queue.aside[:0] = (aside,)
-        else:
-            self._is_over(aside.operation)
-        aside.cause = None  # with no call since then
-        return True
-
-    def _is_over(self, operation: Operation) -> None:
-        """One ticket less waits in an operation. No call is in here, and what comes before it has none after its last store."""
-        operation.waiting -= 1
-        if not operation.waiting:
+        if not waiting:
             self._spare[operation.size] += (operation,)
 
-    def _comes_again(self, aside: Aside) -> bool:
-        """Return whether a ticket is to be served, or served again. If not, it is done with: lost, or dropped.
+    def _end(self, aside: Aside, fate: int) -> None:
+        """End the get of a message that nobody receives, as the recovering process would. It may be called again.
 
         Raises:
-            InDoubt: what was given of it cannot be judged now.
+            InDoubt: as ``_see_to`` does.
         """
-        operation, i = aside.operation, aside.index
-        ticket = self.words[operation.ticket + i]
-        if not ticket:
-            return False  # an exception has this looked at twice
-        word, is_due = ticket >> 32 << SMALLEST - 3, self._is_due(ticket)
-        if is_due and not self._is_to_be_dropped(aside):
-            return True
-        if is_due or isinstance(aside.cause, ProtocolError):  # of the latter the block is somebody else's
-            self._give_credit(operation, i, word)
-            self._complete(operation, i, word if is_due else 0)
-            self.undecodable += 1
-        else:
-            self._lose(operation, i)
-        return False
-
-    def _lose(self, operation: Operation, index: int) -> None:
-        """Count a message as lost whose block was let go, and as done."""
-        words = operation.credit + index, operation.ticket + index, operation.given + index, operation.tally
-        record, done = Record(operation.purpose, 1, *words), self._done()
-        self.attachment.recovery.finish_get(self._queue.handle, self.rows.index, record)
-        self.lost += 1  # with no call since the ticket went
-        if done:
-            self.words[done] += 2  # nobody has it: join is not to wait for it
-
-    def give_up(self) -> None:
-        """This process gets no more: what exceptions left to be got again is lost, and counted, as if it had died."""
-        queue = self._queue
-        queue.take_up()
-        while queue.aside:
-            aside = queue.aside[0]
-            del queue.aside[0]
-            try:
-                self._drop_lost(aside.operation, aside.index)
-            except InDoubt:  # its place may be given back when this process has died
-                continue
-            except BaseException as error:
-                aside.cause = error
-                queue.unfinished.append((self._finish_aside, aside))  # the next call goes on with it
-                raise
-            self._is_over(aside.operation)
-
-    def _drop_lost(self, operation: Operation, index: int) -> None:
-        """Let go of what a ticket names, and count its message as lost. May be cut short anywhere, and called again."""
-        ticket = self.words[operation.ticket + index]
+        words, operation, i = self.words, aside.operation, aside.index
+        ticket, given = words[operation.ticket + i], operation.given + i
         if not ticket:
             return
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
-            self._give_credit(operation, index, word)
+            if self.credits is not None:
+                words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
             self._let_go(word)
-        self._lose(operation, index)
+        record = Record(operation.purpose, 1, operation.credit + i, operation.ticket + i, given, operation.tally)
+        done = self._done()
+        self.attachment.recovery.end_get(self._queue.handle, self.rows.index, record, is_lost=fate == _LOST)
+        if fate == _UNDECODABLE:  # with no call since the ticket went
+            self.undecodable += 1
+        elif done:
+            words[done] += 2  # nobody has it: join is not to wait for it
+        if fate == _LOST:
+            self.lost += 1
+
+    def _end_aside(self, aside: Aside, fate: int) -> None:
+        """The same for one that had been set aside."""
+        self._end(aside, fate)
+        operation = aside.operation
+        operation.waiting -= 1  # with no call since the ticket went
+        if not operation.waiting:
+            self._spare[operation.size] += (operation,)
+
+    def _end_all_aside(self, fate: int) -> None:
+        queue = self._queue
+        queue.take_up()
+        while queue.aside:
+            aside = queue.aside[0]
+            ending = partial(self._end_aside, aside, fate)
+            if queue.aside and queue.aside[0] is aside:  # else another thread, or a handler, serves it
+                del queue.aside[0]
+                queue.unfinished += (ending,)  # with no call since the look
+                queue.take_up()
+
+    def give_up(self) -> None:
+        """This process gets no more: what was set aside is lost, and counted, as if it had died."""
+        self._end_all_aside(_LOST)
 
     def _is_due(self, ticket: int) -> bool:
         """Return whether the block of a ticket waits to be got: it was not let go, or will be again."""
         word = ticket >> 32 << SMALLEST - 3
         state = self.words[word]
         return (state & 15 == QUEUED or word in self.leases.early) and state >> GENERATION_AT == ticket & 0xFFFFFFFF
-
-    def _is_to_be_dropped(self, aside: Aside) -> bool:
-        """Return whether a message cannot be decoded, by the exception that ended its get (perhaps one of another thread)."""
-        error = aside.cause
-        if error is None or isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__):
-            return False
-        aside.tries += 1
-        return aside.tries >= _TRIES or not _may_pass(error)
 
     def _get_aside(self, decode: Decode, lease_from: int) -> Any:
         """Serve what exceptions left, and tickets that came too early once they are due; else ``_NOTHING``."""
@@ -626,11 +596,8 @@ class GetEnd:
             try:
                 return self._serve(aside, decode, lease_from)
             except BaseException as error:
-                if process != queue.process:
-                    raise
-                aside.cause = error
-                queue.unfinished.append((self._finish_aside, aside))
-                queue.take_up()
+                if process == queue.process:
+                    queue.finish(partial(self._see_to, aside.operation, aside, error))
                 raise
         return _NOTHING
 
@@ -640,18 +607,27 @@ class GetEnd:
         Raises:
             SharedMemoryError: whether its place was given back cannot be judged now.
         """
-        operation, i, process = aside.operation, aside.index, self._queue.process
-        word = self.word_of(self.words[operation.ticket + i])
-        try:
-            self._give_credit(operation, i, word)  # G2, G3
-        except InDoubt:
-            raise SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with") from None
+        operation, i, process, words = aside.operation, aside.index, self._queue.process, self.words
+        word, given = self.word_of(words[operation.ticket + i]), operation.given + i
+        if self.credits is not None:
+            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+            try:
+                self.attachment.recovery.give_credit(self._queue.handle, given)  # G3, unless it was done
+            except InDoubt:
+                error = SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
+                raise error from None
         message = self.open(word, decode, lease_from)  # G4
         if process != self._queue.process:
             return message  # as in _get
-        words, nbytes = self.words, self.words[word + NBYTES]
-        self._complete(operation, i, word)
-        operation.messages += 1  # with no call, as in _get
+        nbytes = words[word + NBYTES]
+        if self._has_tasks:
+            tasks.count_taken(words, operation.tally)  # J3
+        self._let_go(word)  # G5
+        words[operation.ticket + i] = 0  # G6; from here on there is no call, as in _get
+        words[given] = 0  # G7
+        if self._has_tasks:
+            words[operation.tally] -= 1  # J4
+        operation.messages += 1
         operation.nbytes = operation.nbytes + nbytes & _WORD
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         operation.waiting -= 1
@@ -659,35 +635,11 @@ class GetEnd:
             self._spare[operation.size] += (operation,)
         return message
 
-    def _give_credit(self, operation: Operation, index: int, word: int) -> None:
-        """G2 and G3, unless they were done."""
-        if self.credits is not None:
-            words, given = self.words, operation.given + index
-            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
-            self.attachment.recovery.give_credit(self._queue.handle, given)
-
-    def _complete(self, operation: Operation, index: int, word: int) -> None:
-        """G5 to G7. No call comes after G6.
-
-        Args:
-            word: of the block; 0: there is none to let go.
-        """
-        words, tally = self.words, operation.tally
-        if self._has_tasks:
-            tasks.count_taken(words, tally)  # J3
-        if word:
-            self._let_go(word)  # G5
-        words[operation.ticket + index] = 0  # G6
-        words[operation.given + index] = 0  # G7
-        if self._has_tasks:
-            words[tally] -= words[tally] & 1  # J4
-
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""
         words, done = self.words, self._done()
         while True:
-            self._queue.take_up()
-            self._drop_aside()  # also what came too early
+            self._end_all_aside(_DROPPED)  # also what came too early
             try:
                 self._get(0, _drop)
                 if done:
@@ -696,16 +648,6 @@ class GetEnd:
                 continue
             except ShutDown:
                 return
-
-    def _drop_aside(self) -> None:
-        """Drop what exceptions left to be got again."""
-        words, done = self.words, self._done()
-        while True:
-            with contextlib.suppress(_Again):
-                if self._get_aside(_drop, COPY) is _NOTHING:
-                    return
-                if done:
-                    words[done] += 2
 
     def _done(self) -> int:
         """Return the word that counts the tasks which this process has done; 0: nothing is counted."""
@@ -727,7 +669,14 @@ class _NoLease(SharedMemoryError):
 
 
 class _Again(Exception):
-    """There was nothing to deliver, but it is not time to wait either."""
+    """There was nothing to deliver, but it is not time to wait either.
+
+    Attributes:
+        before: how many messages go before those that were taken, as these are early.
+    """
+
+    def __init__(self, before: int = 0) -> None:
+        self.before = before
 
 
 def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
@@ -736,4 +685,5 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
 
 _PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
 _NOTHING = object()
+_LOST, _UNDECODABLE, _DROPPED = range(3)  # what becomes of a message that nobody receives
 _ZEROS = memoryview(bytes(8 * BATCH)).cast("Q")

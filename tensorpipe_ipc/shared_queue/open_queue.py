@@ -37,7 +37,7 @@ from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.queue_record import PresenceLock, QueueRecord
 from tensorpipe_ipc.shared_queue.tasks import Tasks
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
-from tensorpipe_ipc.shared_queue.tokens import QueueHandle
+from tensorpipe_ipc.shared_queue.tokens import InDoubt, QueueHandle
 
 __all__ = ["Aside", "OpenQueue"]
 
@@ -81,15 +81,13 @@ class Aside:
         operation, index: where it stands.
         before: how many others go first.
         tries: how often its message could not be decoded.
-        cause: the exception that ended the last try, until that is seen to.
     """
 
-    __slots__ = ("before", "cause", "index", "operation", "tries")
+    __slots__ = ("before", "index", "operation", "tries")
 
     def __init__(self, operation: Operation, index: int) -> None:
         self.operation, self.index = operation, index
         self.before = self.tries = 0
-        self.cause: BaseException | None = None
 
 
 class OpenQueue:
@@ -102,7 +100,7 @@ class OpenQueue:
         handle: what attachment.queues has, as long as the queue is open here.
         process: this one. It differs after a fork within a put or a get.
         operations: all that this process has for the queue.
-        unfinished: what exceptions ended, and what finishes each of these.
+        unfinished: what finishes what exceptions ended, and raises InDoubt as long as that cannot be judged.
         aside: tickets that gets of this process took and did not complete. The next gets serve them, before others.
         tasks: which of its messages are not dealt with, if it can be joined.
     """
@@ -130,7 +128,7 @@ class OpenQueue:
         self.process = os.getpid()
         self.tickets.turn = _Turn(self.rows, self.record.turn)
         self.operations: list[Operation] = []
-        self.unfinished: list[tuple[Callable[[Any], bool], Any]] = []
+        self.unfinished: list[Callable[[], None]] = []
         self.aside: list[Aside] = []
         self.tasks = Tasks(self.rows, self.record, self.operations)
 
@@ -167,19 +165,24 @@ class OpenQueue:
         except SharedMemoryError:
             return None
 
+    def finish(self, finishes: Callable[[], None]) -> None:
+        """Finish what an exception ended: now, or if that cannot be judged now, at the next put or get."""
+        self.unfinished.append(finishes)
+        self.take_up()
+
     def take_up(self) -> None:
         """Finish what exceptions ended, as far as it can be judged now."""
         for _ in range(len(self.unfinished)):
             if not self.unfinished:  # another thread takes it up
                 return
-            finish, left = self.unfinished[0]
+            finishes = self.unfinished[0]
             del self.unfinished[0]
-            done = False
             try:
-                done = left.cause is None or finish(left)
-            finally:
-                if not done:
-                    self.unfinished.append((finish, left))
+                finishes()
+            except BaseException as error:
+                self.unfinished.append(finishes)
+                if not isinstance(error, InDoubt):
+                    raise
 
     def qsize(self) -> int:
         """Return how many messages wait, those among them that an interrupted get of this process had taken.

@@ -12,6 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -42,7 +43,7 @@ from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
-from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
@@ -132,12 +133,9 @@ class PutEnd:
             words[operation.ticket] = block >> SMALLEST << 32 | generation  # P4
             operation.block = 0  # from here on the word says what is to be done
             self._send(operation, word, generation)
-        except BaseException as error:
-            if process != queue.process:
-                raise  # of a fork within; what it was about is the parent's to do
-            operation.cause = error
-            queue.unfinished.append((self._finish, operation))
-            queue.take_up()
+        except BaseException:
+            if process == queue.process:  # else of a fork within: what it was about is the parent's to do
+                queue.finish(partial(self._finish, operation))
             raise
         counted = operation.messages = operation.messages + 1
         words[operation.counters] = counted
@@ -231,12 +229,9 @@ class PutEnd:
             if self.credits is not None and len(tickets) < count:
                 self._give_unused(operation, len(tickets), count)
             count = len(tickets)
-        except BaseException as error:
-            if process != queue.process:
-                raise  # as in put
-            operation.cause = error
-            queue.unfinished.append((self._finish, operation))
-            queue.take_up()
+        except BaseException:
+            if process == queue.process:  # as in put
+                queue.finish(partial(self._finish, operation))
             raise
         operation.messages += count
         operation.nbytes += nbytes
@@ -282,18 +277,14 @@ class PutEnd:
             with self.rows.no_fork:  # nothing in here waits: a credit is room in a pipe without a log
                 try:
                     self._hand_over(operation, handover, metadata, at, credit)
-                except BaseException as error:  # seen to before anybody forks
+                except BaseException:  # seen to before anybody forks
                     is_seen_to = True
                     if process == queue.process:
-                        operation.cause = error
-                        queue.unfinished.append((self._finish, operation))
-                        queue.take_up()
+                        queue.finish(partial(self._finish, operation))
                     raise
         except BaseException as error:
             if not is_seen_to and process == queue.process:
-                operation.cause = error
-                queue.unfinished.append((self._finish, operation))
-                queue.take_up()
+                queue.finish(partial(self._finish, operation))
             if isinstance(error, _MayNotLeave):
                 return False
             raise
@@ -497,8 +488,12 @@ class PutEnd:
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
         return f"{waiting} {what}; {self.attachment.describe_holders()}"
 
-    def _finish(self, operation: Operation) -> bool:
-        """Finish what an exception ended. False: whether its ticket or its credit was given cannot be judged now."""
+    def _finish(self, operation: Operation) -> None:
+        """Finish what an exception ended.
+
+        Raises:
+            InDoubt: whether its ticket or its credit was given cannot be judged now. Then this is to be called again.
+        """
         words, blocks, spare = self.words, operation.blocks, self._spare[operation.size]
         named = {ticket >> 32 for ticket in words[operation.ticket : operation.ticket + operation.size]}
         if operation.block:
@@ -512,15 +507,10 @@ class PutEnd:
             operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
         )
         is_held = operation.ticket in self._handovers
-        try:
-            for each in record.each():  # credits and tickets, as far as they were not given
-                self.attachment.recovery.finish_put(self._queue.handle, self.rows.index, each, frees=not is_held)
-            self._settle_handover(operation)
-        except InDoubt:
-            return False
-        operation.cause = None
+        for each in record.each():  # credits and tickets, as far as they were not given
+            self.attachment.recovery.finish_put(self._queue.handle, self.rows.index, each, frees=not is_held)
+        self._settle_handover(operation)
         spare += (operation,)
-        return True
 
     def _give_unused(self, operation: Operation, start: int, stop: int) -> None:
         """Give back credits of a batch that were taken and not needed, as a get gives those of its messages."""

@@ -222,7 +222,7 @@ class Recovery:
     # ---- a get ----
 
     def finish_get(self, queue: QueueHandle, row: int, record: Record) -> None:
-        """Finish a get of a dead row; or of this process's own, which an exception ended between G5 and G6."""
+        """Finish a get of a dead row."""
         words = self.words
         ticket = words[record.ticket]
         if 0 < ticket <= LAST_DOORBELL:
@@ -230,26 +230,35 @@ class Recovery:
                 queue.tickets.ring_doorbell()
             else:
                 self._shutdown.begin(queue, drop=ticket == DROP)
-        elif ticket and (words[record.given] or ticket not in snapshot(queue.tickets)):
-            self._lose(queue, row, record)
+            words[record.ticket] = 0
+        elif ticket and not words[record.given] and ticket in snapshot(queue.tickets):
+            words[record.ticket] = 0
+        self.end_get(queue, row, record)
+
+    def end_get(self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True) -> None:
+        """End the get of a message that nobody receives: of a dead row; or of this process's own, after an exception.
+
+        Args:
+            is_lost: whether it counts as lost.
+        """
+        words = self.words
+        ticket = words[record.ticket]
+        if ticket:
+            word = block_of(ticket) >> 3
+            if queue.credits is not None:
+                if not words[record.given]:
+                    words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
+                self.give_credit(queue, record.given)
+            if is_lost:
+                self._count(row, ticket)
+            if words[word] >> GENERATION_AT == ticket % GENERATIONS and words[word] & 15 == QUEUED:
+                words[word] = words[word] & ~HOLDER
             if queue.record.has_tasks:
                 tasks.count_taken(words, record.tally)
         words[record.ticket] = 0
         words[record.given] = 0
         if queue.record.has_tasks:
             words[record.tally] -= words[record.tally] & 1  # J4, with no call since the ticket went
-
-    def _lose(self, queue: QueueHandle, row: int, record: Record) -> None:
-        words = self.words
-        ticket = words[record.ticket]
-        word = block_of(ticket) >> 3
-        if queue.credits is not None:
-            if not words[record.given]:
-                words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
-            self.give_credit(queue, record.given)
-        self._count(row, ticket)
-        if words[word] >> GENERATION_AT == ticket % GENERATIONS and words[word] & 15 == QUEUED:
-            words[word] = words[word] & ~HOLDER
 
     def _count(self, row: int, ticket: int) -> None:
         """Count one more message as lost with this row, unless this ticket was the last one counted."""

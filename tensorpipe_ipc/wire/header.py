@@ -326,7 +326,7 @@ def _without_excess(body: Any) -> Any:
     if not math.isfinite(who.started):
         raise ProtocolError(f"an end that says it started at {who.started}, which is no time")
     if terms is not None:
-        terms = replace(terms, why_not=cut(shown(terms.why_not)))
+        terms = replace(terms, wish=shown(terms.wish), why_not=cut(shown(terms.why_not)))
     return replace(
         body,
         role=shown(body.role),

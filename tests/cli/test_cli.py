@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from tensorpipe_ipc import cli, errors
 from tensorpipe_ipc.cli import serializers
 from tensorpipe_ipc.cli.failure import Failure
 from tensorpipe_ipc.serializers import serializer_named
+
+ROOT = Path(__file__).parents[2]
 
 
 def _with_command(monkeypatch: pytest.MonkeyPatch, action: Callable[[argparse.Namespace], int]) -> int:
@@ -77,6 +81,17 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     assert "makes a pair of CURVE keys" in said
     assert "lists the serializers" in said
+
+
+def test_each_command_has_a_line_of_help_and_a_row_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    """No command is without help, and ``docs/reference/command-line.md`` has each."""
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    page = (ROOT / "docs/reference/command-line.md").read_text()
+    for name in cli.COMMANDS:
+        assert re.search(rf"^ {{4}}{name}\n? {{3,}}\w", said, re.MULTILINE), name
+        assert f"| `{name}" in page, name
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

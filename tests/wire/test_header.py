@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import msgspec
 import pytest
 from exchange import join
 
@@ -21,6 +22,7 @@ from tensorpipe_ipc.wire.header import (
     Piece,
     Refusal,
     SharedMemoryTerms,
+    ending_of,
 )
 
 ME = Identity("h", "b", 1, 2, 3.0)
@@ -264,3 +266,30 @@ def test_the_longest_hello_can_be_read(name: str) -> None:
     hello = Hello("consumer", who, most, "", names, most, terms, most, most)
     said = header.pack_control(Kind.HELLO, hello)
     assert header.unpack_control(header.unpack(memoryview(said)), Hello) == hello
+
+
+def _with_texts(body: Any, text: str) -> Any:
+    """Return plain data with ``text`` in the place of every text."""
+    if isinstance(body, dict):
+        return {name: _with_texts(value, text) for name, value in body.items()}
+    if isinstance(body, (list, tuple)):
+        return [text, *(_with_texts(each, text) for each in body)]
+    return text if isinstance(body, str) else body
+
+
+@pytest.mark.parametrize(
+    ("number", "body"),
+    [
+        (Kind.HELLO, msgspec.structs.replace(HELLO, shared_memory=SharedMemoryTerms("auto", 0))),
+        (Kind.WELCOME, HELLO),
+        (Kind.REFUSED, Refusal("no")),
+        (Kind.GOODBYE, Ending("ValueError: x", "a stage")),
+    ],
+)
+def test_no_text_of_a_peer_moves_a_terminal(number: int, body: Any) -> None:
+    """Whatever a peer says of itself, in whichever field, is printable when it is read."""
+    said = _with_texts(msgspec.to_builtins(body), "\x1b[2J")
+    head = header.unpack(memoryview(header.pack(number, 0, msgspec.msgpack.encode(said))))
+    read = ending_of(head) if number == Kind.GOODBYE else header.unpack_control(head, type(body))
+    assert "[2J" in str(read)
+    assert b"\x1b" not in msgspec.msgpack.encode(read)
