@@ -90,9 +90,7 @@ _NEEDED: dict[str, Callable[[], str]] = {"memfd": _memfd, "seals": _seals, "/pro
 
 def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = (
-        f"{soft:,} may be open in a process (up to {hard:,} by ulimit -n); about ten for each peer, none for a tensor"
-    )
+    text = f"{soft:,} may be open in a process (up to {hard:,} by ulimit -n); four for a queue or a peer, none for a tensor"
     return Finding("descriptors", State.NOTE if soft < _FEW_DESCRIPTORS else State.OK, text)
 
 
