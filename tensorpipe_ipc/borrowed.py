@@ -26,7 +26,6 @@ __all__ = [
     "running_threads",
     "shared_descriptor",
     "storage_classes",
-    "torch_collate",
 ]
 
 
@@ -96,14 +95,6 @@ pyzmq_reaper: Any = _borrowed(
     ("_lock", "is_alive", "pid", "refs", "thread"),
 )
 """pyzmq's thread for lent memory."""
-
-torch_collate: Any = _borrowed(
-    "torch.utils.data._utils:collate",
-    None,
-    "``ctx.collate`` is torch's default_collate, whose batches are copied once more",
-    ("collate", "collate_numpy_array_fn", "collate_tensor_fn", "default_collate_fn_map", "np_str_obj_array_pattern"),
-)
-"""torch's module of collate functions."""
 
 reducers: Mapping[Any, Callable[[Any], Any]] = _borrowed(
     "multiprocessing.reduction:ForkingPickler._extra_reducers",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 _PROGRAM = """
-import threading, torch, torch.multiprocessing, torch.utils.data._utils.collate as collate, zmq.utils.garbage as garbage
+import threading, torch, torch.multiprocessing, zmq.utils.garbage as garbage
 
 
 class Missing:
@@ -57,7 +57,6 @@ _NAMES = {
     "torch._storage_classes": "del torch._storage_classes",
     "torch.UntypedStorage._get_shared_fd": "torch.UntypedStorage._get_shared_fd = Missing()",
     "zmq.utils.garbage.gc": "del garbage.gc",
-    "torch.utils.data._utils.collate": "del collate.np_str_obj_array_pattern",
 }
 
 

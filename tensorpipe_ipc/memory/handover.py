@@ -17,7 +17,7 @@ forked child. Afterwards these tensors are empty, so that nobody can write under
 * Each TensorImpl's use count: its Python object, and the tree's views of it. Autograd or DLPack would be one more.
 
 How many of its tensors' Python names there are does not matter: they all see it empty. Who says ``move`` knows that. But a
-worker of a DataLoader puts what ``collate`` made without saying so. That goes by reference, too, where nobody else has a
+worker of a DataLoader puts a batch without saying so. That goes by reference, too, where nobody else has a
 name for any part of it, and is copied where somebody has: a cache, say (``is_sole_reference``).
 
 Which of these counts torch has, and what it counts, differs from one version to another. So they are not believed

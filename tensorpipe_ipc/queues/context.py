@@ -11,17 +11,17 @@ import functools
 import multiprocessing
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors, shape_of
 from tensorpipe_ipc.memory.segment import Segment
-from tensorpipe_ipc.queues.collate import CollateMap, collate
 from tensorpipe_ipc.queues.simple_queue import SimpleQueue
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.queues.worker_memory import is_loaders_worker, work
@@ -109,24 +109,26 @@ class _WithOurQueues(context.BaseContext):
         """Give back the context's idle memory, in all processes. Return the number of bytes given back."""
         return self.tensorpipe_attachment().trim()
 
-    def collate(self, batch: Any, *, collate_fn_map: CollateMap | None = None) -> Any:
+    def collate(self, batch: Any, *, collate_fn_map: Mapping[Any, Callable[..., Any]] | None = None) -> Any:
         """Return a batch of samples: ``DataLoader(..., multiprocessing_context=ctx, collate_fn=ctx.collate)``.
 
-        The result equals that of ``torch.utils.data.default_collate``. In a worker, the tensors of a batch are stacked
-        straight into one block of the context's memory, and the result queue sends the block by reference. So the worker
-        writes them once, and the consumer reads them in the same place. Outside a worker (``num_workers=0``) this function
-        only calls torch's. A user's own collate function may call it for the part of a sample that can be stacked.
+        This is torch's own collate function. In a worker of a loader with this context, what torch stacks lies in the context's
+        memory (``worker_memory``), whichever function calls torch's. So the batch goes by reference, and is written once.
 
         The worker's next put gives the batch away. If other code still keeps the batch or a part of it, the put copies it.
 
         Args:
             batch: the samples.
-            collate_fn_map: as for torch's ``collate``; None: torch's own map. What such functions return is copied.
+            collate_fn_map: as for torch's ``collate``; None: torch's own map.
 
         Raises:
             TypeError, RuntimeError: torch cannot stack the samples.
         """
-        return collate(batch, self.tensorpipe_attachment, collate_fn_map)
+        if collate_fn_map is None:
+            return default_collate(batch)
+        from torch.utils.data._utils.collate import collate  # where torch's documentation has it
+
+        return collate(batch, collate_fn_map=dict(collate_fn_map))
 
     def Pool(
         self,

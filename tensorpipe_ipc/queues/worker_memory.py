@@ -5,7 +5,7 @@ for memory to stack a batch in. torch allocates it in /dev/shm, and sends it by 
 worker of a loader with a context of this package, that memory lies in the context's arena, and the batch goes by reference.
 
 A message goes by reference if its large tensors lie in one block (``handover.py``), but torch requests each tensor's memory
-separately. So a batch gets one block as large as the batch before it. A storage that does not fit gets a block of its own.
+separately. So a batch gets one block, as large as the largest batch yet. A storage that does not fit gets its own block.
 A block lasts as long as any part of it. So if the worker keeps a part of an earlier batch, the next batches get private
 memory, and are copied.
 """
@@ -44,8 +44,7 @@ def work(target: Callable[..., Any], *arguments: Any) -> Any:
     memory, stock = _BatchMemory(queues), getattr(torch.UntypedStorage, "_new_shared", None)
     if stock is None:
         warnings.warn(
-            f"torch {torch.__version__} has no UntypedStorage._new_shared: batches of its own collate functions are copied "
-            "once more; give collate_fn=ctx.collate",
+            f"torch {torch.__version__} has no UntypedStorage._new_shared: batches are copied once more",
             stacklevel=1,
         )
         return target(*arguments)
@@ -72,7 +71,7 @@ class _BatchMemory:
         self._queues = [each._queue for each in queues]
         self._thread = threading.get_ident()  # the only user of the block: two threads could take the same place
         self._put = (-1, 0)  # messages and bytes put before this batch
-        self._asked = self._before = 0
+        self._asked = self._largest = 0
         self._keeps = False  # whether the worker keeps a part of an earlier batch
         self._block: _Block | None = None
 
@@ -83,20 +82,20 @@ class _BatchMemory:
         done = [queue.done(PUT) for queue in self._queues]
         put = sum(count for count, _ in done), sum(nbytes for _, nbytes in done)
         if put[0] != self._put[0]:  # a new batch begins
-            # Memory requested and not put, as by loops within a sample, does not count for the next batch's size.
-            self._before, self._asked = min(self._asked, put[1] - self._put[1]), 0
+            # Memory requested and not put, as by loops within a sample, does not count for a batch's size.
+            self._largest, self._asked = max(self._largest, min(self._asked, put[1] - self._put[1])), 0
             self._put, self._block, self._keeps = put, None, bool(self._queues[0].leases.offered)
         self._asked += -(-nbytes // ALIGN) * ALIGN
         if not nbytes or self._keeps:
             return _private(nbytes)
         found = None if self._block is None else self._block.take(nbytes)
-        if found is None and max(nbytes, self._before if self._block is None else 0) >= LEASE_FROM:
+        if found is None and max(nbytes, self._largest if self._block is None else 0) >= LEASE_FROM:
             found = self._in_a_new_block(nbytes)
         return _private(nbytes) if found is None else found
 
     def _in_a_new_block(self, nbytes: int) -> torch.UntypedStorage | None:
         leases, attachment = self._queues[0].leases, self._queues[0].attachment
-        spec = TensorSpec((max(nbytes, self._before if self._block is None else 0),), torch.uint8)
+        spec = TensorSpec((max(nbytes, self._largest if self._block is None else 0),), torch.uint8)
         try:
             (whole,) = make_tensors([spec], leases, attachment.allocate, offered=True)
         except SharedMemoryError:

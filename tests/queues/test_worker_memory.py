@@ -93,6 +93,22 @@ def test_torchs_batches_go_by_reference(method: str) -> None:
     torch.set_num_threads(threads)
 
 
+def test_batches_that_vary_in_size_go_by_reference(ctx: Any) -> None:
+    """A batch is copied only if it is the largest yet."""
+    sizes = [2, 3, 1, 3, 2, 1, 4, 4]
+    numbers, batches = iter(range(24)), []
+    for size in sizes:
+        batches.append([next(numbers) for _ in range(size)])
+    loader = DataLoader(
+        Counted(), batch_sampler=batches, num_workers=1, multiprocessing_context=ctx, worker_init_fn=count
+    )
+    for batch in loader:
+        correct(batch)
+    assert batch["by reference"].tolist() == [4] * 4, "all before it but the first, the second and the seventh"
+    del batch, loader
+    assert left_in(ctx) == {}
+
+
 @pytest.mark.parametrize(
     "options",
     [{"persistent_workers": True}, {"pin_memory": True}, {"drop_last": True, "batch_size": 5}],
@@ -268,10 +284,10 @@ def test_samples_that_the_program_shared_stay_shared(ctx: Any) -> None:
 
 
 def test_a_torch_that_asks_for_memory_in_another_way_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch has no such method, one warning says what to do, and the worker works."""
+    """If torch has no such method, one warning says what that costs, and the worker works."""
     monkeypatch.delattr(torch.storage._StorageBase, "_new_shared")
     there = Queue()
-    with pytest.warns(UserWarning, match="give collate_fn=ctx.collate"):
+    with pytest.warns(UserWarning, match="batches are copied once more"):
         work(Queue.put, there, 1)
     assert there.get() == 1
 
