@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "Block", "LazyPayload", "in_block", "layout", "overlaps", "places_of"]
+__all__ = ["ALIGN", "BULK", "Block", "LazyPayload", "layout", "overlaps", "places_of"]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
 ALIGN = 64  # a cache line, and what torch aligns its own memory to
@@ -70,34 +70,35 @@ def layout(sizes: Iterator[int]) -> tuple[int, int, int]:
     return end, bulk, total
 
 
-def places_of(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the place of each payload (frame, start, end; frame -1: nowhere, it is empty), and the length of each frame."""
+def places_of(
+    sizes: list[int],
+) -> tuple[list[tuple[int, int, int]], list[int], list[tuple[int, int]], int]:
+    """Return where payloads lie, in frames and in one block.
+
+    Returns:
+        The place of each payload in frames (frame, start, end; frame -1: nowhere, it is empty), the length of each frame, the
+        place of each in a block (start, end), and where all end there.
+    """
     packed, _, _ = layout(iter(sizes))
     frame_sizes = [packed] if packed else []
-    end = 0
-    places = []
+    end, block_end = 0, packed
+    places, in_block = [], []
     for size in sizes:
         if not size:
             places.append((-1, 0, 0))
+            in_block.append((0, 0))
         elif size < BULK:
             start = -(-end // ALIGN) * ALIGN
             end = start + size
             places.append((0, start, end))
+            in_block.append((start, end))
         else:
+            start = -(-block_end // ALIGN) * ALIGN
+            block_end = start + size
             places.append((len(frame_sizes), 0, size))
+            in_block.append((start, block_end))
             frame_sizes.append(size)
-    return places, frame_sizes
-
-
-def in_block(places: list[tuple[int, int, int]]) -> tuple[list[tuple[int, int]], int]:
-    """Return the place of each payload where frames follow each other in one block, at multiples of 64; and where all end."""
-    shift, end, found = 0, 0, {}
-    for index, (frame, start, stop) in sorted(enumerate(places), key=lambda each: each[1][0]):
-        if start == 0:
-            shift = -(-end // ALIGN) * ALIGN
-        end = shift + stop if frame >= 0 else end
-        found[index] = (shift + start, shift + stop) if frame >= 0 else (0, 0)
-    return [found[index] for index in range(len(places))], end
+    return places, frame_sizes, in_block, block_end
 
 
 class Block:

@@ -1,6 +1,7 @@
 """Trees, put together again: a ``Plan`` reads a spec (see ``spec``) once and builds each message's tree by it.
 
-A spec that arrives is hostile until ``_check`` has walked it, which allocates nothing. ``flatten`` is the mirror.
+A spec that arrives is hostile until a first ``_Walk`` has checked it, which keeps nothing. A second one makes the builders,
+once the message's frames are there. ``flatten`` is the mirror.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Plan:
             ProtocolError: the bytes are no spec, are too deep or hold too many nodes.
             UnsupportedLeaf: it names a type that is not registered here, or has other fields.
         """
-        self.leaves, self.values, self.made = _check(spec)
+        walk = _Walk(spec)
+        self.leaves, self.values, self.made = walk.leaves, walk.values, walk.made
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
@@ -70,7 +72,7 @@ class Plan:
         """The op of each leaf, in the order of the spec. Found when first asked for: not of a message that is refused."""
         if self._kinds is None:
             self._kinds = bytearray()
-            _check(self._spec, self._kinds)
+            _Walk(self._spec, kinds=self._kinds)
         return self._kinds
 
     def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:
@@ -91,9 +93,9 @@ class Plan:
                 f"{len(leaves)} leaves and {len(values)} values for a tree of {self.leaves} and {self.values}"
             )
         if as_numpy:
-            build = self._build_arrays = self._build_arrays or _read(self._spec, 0, _ARRAY_READERS)[0]
+            build = self._build_arrays = self._build_arrays or _Walk(self._spec, _ARRAY_READERS).build
         else:
-            build = self._build = self._build or _read(self._spec, 0, _READERS)[0]
+            build = self._build = self._build or _Walk(self._spec, _READERS).build
         try:
             return build(iter(leaves), iter(values))
         except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError, LookupError) as error:
@@ -104,187 +106,144 @@ class Plan:
             ) from None
 
 
-def _check(spec: Buffer, kinds: bytearray | None = None) -> tuple[int, int, int]:
-    """Count a spec's leaves, values, and nodes that something is made for, and raise if it is none. Allocates next to nothing.
+class _Walk:
+    """A walk over a spec, which checks each node, and with readers makes its builder, too. Without, it keeps nothing.
 
-    Args:
-        kinds: gets the op of each leaf.
+    Attributes:
+        leaves, values, made: as of a ``Plan``.
+        build: what builds the tree.
     """
-    at = leaves = values = nodes = made = 0
-    open_counts = [1]
-    while open_counts:
-        if not open_counts[-1]:
-            open_counts.pop()
-            continue
-        open_counts[-1] -= 1
-        nodes += 1
-        if nodes > MAX_NODES:
+
+    def __init__(self, spec: Buffer, readers: dict[int, Build] | None = None, kinds: bytearray | None = None) -> None:
+        """
+        Args:
+            readers: what builds a node that says no more than its kind.
+            kinds: gets the op of each leaf.
+        """
+        self._spec, self._makes, self._readers, self._kinds = spec, readers is not None, readers or _READERS, kinds
+        self._at = self._nodes = self.leaves = self.values = self.made = 0
+        self.build = self._node(0)
+        if self._at != len(spec):
+            raise ProtocolError(f"{len(spec) - self._at} bytes after the end of the spec")
+
+    def _node(self, depth: int) -> Build:
+        """Return the builder of the next node."""
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
             raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
-        op = _byte(spec, at)
-        at += 1
-        if op <= Op.STR:
-            values += (op != Op.NONE) + (op == Op.COMPLEX)
-        elif Op.TENSOR <= op <= Op.UNTYPED:
-            leaves += 1
-        elif op < Op.LIST:
-            made += 1
-            leaves += op == Op.TYPED
-            at = _check_constant(spec, op, at)
-            values += 1 + BY_CODE[spec[at - 1]].torch.is_complex if op == Op.SCALAR else 0
-        elif op <= Op.CUSTOM:
-            made += 1
-            count, at = _check_container(spec, op, at)
-            open_counts.append(count)
-            if len(open_counts) > MAX_DEPTH + 1:
-                raise ProtocolError(f"a tree nested deeper than {MAX_DEPTH} containers")
+        op = self._byte()
+        self._at += 1
+        if Op.TENSOR <= op <= Op.TYPED:
+            self.leaves += 1
+            if self._kinds is not None:
+                self._kinds.append(op)
+        elif op <= Op.STR:
+            self.values += (op != Op.NONE) + (op == Op.COMPLEX)
+        simple = self._readers.get(op)
+        if simple is not None:
+            return simple
+        self.made += 1
+        if op < Op.LIST:
+            return self._constant(op)
+        if op > Op.CUSTOM:
+            raise ProtocolError(f"unknown node 0x{op:02x} at byte {self._at - 1} of the spec")
+        if depth >= MAX_DEPTH:
+            raise ProtocolError(f"a tree nested deeper than {MAX_DEPTH} containers")
+        return self._container(op, depth + 1)
+
+    def _constant(self, op: int) -> Build:
+        """Return the builder of a node that says more than its kind and has no nodes in it."""
+        if op in (Op.TYPED, Op.DTYPE, Op.SCALAR):
+            row = BY_CODE.get(self._byte())
+            if row is None or (op == Op.SCALAR and row.numpy is None):
+                raise ProtocolError(f"dtype code {self._byte()} is not in the table")
+            self._at += 1
+            if op == Op.SCALAR:
+                self.values += 1 + row.torch.is_complex
+                return _scalar_reader(row)
+            return _typed_storage_reader(row.torch) if op == Op.TYPED else _constant(row.torch)
+        if op == Op.DEVICE:
+            return _constant(_read_device(self._text()))
+        if op == Op.SIZE:
+            count, at = self._count(8), self._at
+            self._at += 8 * count
+            sizes = struct.unpack_from(f"<{count}q", self._spec, at) if self._makes else ()
+            return _constant(torch.Size(sizes))
+        raise ProtocolError(f"unknown node 0x{op:02x} at byte {self._at - 1} of the spec")
+
+    def _container(self, op: int, depth: int) -> Build:
+        entry: Registered | None = None
+        if op == Op.ORDERED:
+            count = 2
+            if self._byte() != Op.DICT:
+                raise ProtocolError(f"node 0x{self._byte():02x} in an ordered dict, which begins with a dict")
+        elif op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
+            entry, count = self._registered(op)
         else:
-            raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
-        if kinds is not None and Op.TENSOR <= op <= Op.TYPED:
-            kinds.append(op)
-    if at != len(spec):
-        raise ProtocolError(f"{len(spec) - at} bytes after the end of the spec")
-    return leaves, values, made
-
-
-def _check_constant(spec: Buffer, op: int, at: int) -> int:
-    """Check a node that says more than its kind and has no nodes in it. Return where it ends."""
-    if op in (Op.TYPED, Op.DTYPE, Op.SCALAR):
-        row = BY_CODE.get(_byte(spec, at))
-        if row is None or (op == Op.SCALAR and row.numpy is None):
-            raise ProtocolError(f"dtype code {spec[at]} is not in the table")
-        return at + 1
-    if op == Op.DEVICE:
-        end = _skip(spec, at)
-        _read_device(spec[at + 2 : end])
-        return end
-    if op == Op.SIZE:
-        count, at = _count(spec, at, 8)
-        return at + 8 * count
-    raise ProtocolError(f"unknown node 0x{op:02x} at byte {at - 1} of the spec")
-
-
-def _check_container(spec: Buffer, op: int, at: int) -> tuple[int, int]:
-    if op == Op.ORDERED:
-        if _byte(spec, at) != Op.DICT:
-            raise ProtocolError(f"node 0x{spec[at]:02x} in an ordered dict, which begins with a dict")
-        return 2, at
-    if op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
-        return _check_registered(spec, op, at)
-    count, at = _count(spec, at, 1 if op in (Op.LIST, Op.TUPLE) else 3)
-    if op == Op.DICT:
+            count = self._count(3 if op == Op.DICT else 1)
+        keys, children = [], []
+        for _ in range(count if op == Op.DICT else 0):
+            key = _read_key(self._text())
+            if self._makes:
+                keys.append(key)
         for _ in range(count):
-            end = _skip(spec, at)
-            _read_key(spec[at + 2 : end])
-            at = end
-    return count, at
+            child = self._node(depth)
+            if self._makes:
+                children.append(child)
+        return _container_reader(op, entry, keys, children) if self._makes else _next_leaf
 
-
-def _check_registered(spec: Buffer, op: int, at: int) -> tuple[int, int]:
-    end = _skip(spec, at)
-    name = _text(spec[at + 2 : end])
-    entry = BY_NAME.get(name)
-    if entry is None:
-        raise UnsupportedLeaf(
-            f"the message holds a {name[:_MOST_SAID]!r}, which is not registered here: call register_type()"
-        )
-    if Op.CUSTOM in (op, entry.op):
-        if op != entry.op:
+    def _registered(self, op: int) -> tuple[Registered, int]:
+        """Return what a registered type's name stands for, and how many nodes follow."""
+        name = _decoded(self._text())
+        entry = BY_NAME.get(name)
+        if entry is None:
             raise UnsupportedLeaf(
-                f"the message's {name!r} is made by from_= on one end only: register it alike on both"
+                f"the message holds a {name[:_MOST_SAID]!r}, which is not registered here: call register_type()"
             )
-        return 1, end
-    count, at = _count(spec, end, 3)
-    if (entry.op, len(entry.fields)) != (op, count):
-        raise UnsupportedLeaf(f"the message's {name!r} has {count} fields, the one registered here {entry.fields}")
-    for field in entry.fields:
-        end = _skip(spec, at)
-        if _text(spec[at + 2 : end]) != field:
-            raise UnsupportedLeaf(f"the message's {name!r} has another field in the place of {field!r}")
-        at = end
-    return count, at
+        if Op.CUSTOM in (op, entry.op):
+            if op != entry.op:
+                raise UnsupportedLeaf(
+                    f"the message's {name!r} is made by from_= on one end only: register it alike on both"
+                )
+            return entry, 1
+        count = self._count(3)
+        if (entry.op, len(entry.fields)) != (op, count):
+            raise UnsupportedLeaf(f"the message's {name!r} has {count} fields, the one registered here {entry.fields}")
+        for field in entry.fields:
+            if _decoded(self._text()) != field:
+                raise UnsupportedLeaf(f"the message's {name!r} has another field in the place of {field!r}")
+        return entry, count
+
+    def _byte(self) -> int:
+        """Return the next byte, and stay before it."""
+        if self._at >= len(self._spec):
+            raise ProtocolError(f"spec cut short at byte {self._at}")
+        return self._spec[self._at]
+
+    def _count(self, least: int) -> int:
+        """Return a count. ``least``: bytes that each of what it counts takes at least."""
+        start = self._at + 4
+        if start > len(self._spec):
+            raise ProtocolError(f"spec cut short at byte {self._at}")
+        count = int.from_bytes(self._spec[self._at : start], "little")
+        if count * least > len(self._spec) - start:
+            raise ProtocolError(
+                f"a count of {count} at byte {self._at} of the spec, with {len(self._spec) - start} bytes left"
+            )
+        self._at = start
+        return count
+
+    def _text(self) -> Buffer:
+        """Return a key's or name's bytes."""
+        start = self._at + 2
+        end = start + int.from_bytes(self._spec[self._at : start], "little")
+        if start > len(self._spec) or end > len(self._spec):
+            raise ProtocolError(f"spec cut short at byte {self._at}")
+        self._at = end
+        return self._spec[start:end]
 
 
-def _byte(spec: Buffer, at: int) -> int:
-    if at >= len(spec):
-        raise ProtocolError(f"spec cut short at byte {at}")
-    return spec[at]
-
-
-def _count(spec: Buffer, at: int, least: int) -> tuple[int, int]:
-    """Return a count, and where what it counts begins. ``least``: bytes that each of them takes at least."""
-    if at + 4 > len(spec):
-        raise ProtocolError(f"spec cut short at byte {at}")
-    count = int.from_bytes(spec[at : at + 4], "little")
-    if count * least > len(spec) - at - 4:
-        raise ProtocolError(f"a count of {count} at byte {at} of the spec, with {len(spec) - at - 4} bytes left")
-    return count, at + 4
-
-
-def _skip(spec: Buffer, at: int) -> int:
-    """Past a key or name."""
-    end = at + 2 + int.from_bytes(spec[at : at + 2], "little")
-    if at + 2 > len(spec) or end > len(spec):
-        raise ProtocolError(f"spec cut short at byte {at}")
-    return end
-
-
-def _read(spec: Buffer, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
-    """Return the builder of the node at ``at``, and where the next node begins. The spec has passed ``_check``."""
-    op = spec[at]
-    at += 1
-    simple = readers.get(op)
-    if simple is not None:
-        return simple, at
-    if op == Op.SCALAR:
-        return _scalar_reader(BY_CODE[spec[at]]), at + 1
-    if op == Op.TYPED:
-        return _typed_storage_reader(BY_CODE[spec[at]].torch), at + 1
-    if op == Op.DTYPE:
-        return _constant(BY_CODE[spec[at]].torch), at + 1
-    if op == Op.DEVICE:
-        end = _skip(spec, at)
-        return _constant(_read_device(spec[at + 2 : end])), end
-    if op == Op.SIZE:
-        count, at = _count(spec, at, 8)
-        return _constant(torch.Size(struct.unpack_from(f"<{count}q", spec, at))), at + 8 * count
-    return _read_container(spec, op, at, readers)
-
-
-def _read_container(spec: Buffer, op: int, at: int, readers: dict[int, Build]) -> tuple[Build, int]:
-    name = ""
-    if op == Op.ORDERED:
-        items, at = _read(spec, at, readers)
-        attributes, at = _read(spec, at, readers)
-        return _ordered_reader(items, attributes), at
-    if op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
-        end = _skip(spec, at)
-        name, at = _text(spec[at + 2 : end]), end
-    if op == Op.CUSTOM:
-        parts, at = _read(spec, at, readers)
-        return _custom_reader(name, parts), at
-    count, at = _count(spec, at, 1)
-    keys: list[Any] = []
-    if op not in (Op.LIST, Op.TUPLE):
-        for _ in range(count):
-            end = _skip(spec, at)
-            if op == Op.DICT:
-                keys.append(_read_key(spec[at + 2 : end]))
-            at = end
-    children = []
-    for _ in range(count):
-        child, at = _read(spec, at, readers)
-        children.append(child)
-    if op == Op.DICT:
-        return _dict_reader(keys, children), at
-    if op == Op.LIST:
-        return _list_reader(children), at
-    if op == Op.TUPLE:
-        make = _list_reader(children)
-        return (lambda leaves, values: tuple(make(leaves, values))), at
-    return _registered_reader(BY_NAME[name], children), at
-
-
-def _text(data: Buffer) -> str:
+def _decoded(data: Buffer) -> str:
     try:
         return str(data, "utf-8")
     except UnicodeDecodeError:
@@ -310,9 +269,23 @@ def _frozen_key(key: Any) -> Any:
 
 def _read_device(data: Buffer) -> torch.device:
     try:
-        return torch.device(_text(data))
+        return torch.device(_decoded(data))
     except RuntimeError:
         raise ProtocolError(f"a device named {bytes(data[:40])!r}") from None
+
+
+def _container_reader(op: int, entry: Registered | None, keys: list[Any], children: list[Build]) -> Build:
+    if op == Op.DICT:
+        return _dict_reader(keys, children)
+    if op == Op.ORDERED:
+        return _ordered_reader(*children)
+    make = _list_reader(children)
+    if op == Op.LIST:
+        return make
+    if op == Op.TUPLE:
+        return lambda leaves, values: tuple(make(leaves, values))
+    assert entry is not None
+    return _custom_reader(entry.name, *children) if op == Op.CUSTOM else _registered_reader(entry, make)
 
 
 def _constant(value: Any) -> Build:
@@ -416,8 +389,8 @@ def _scalar_reader(row: Dtype) -> Build:
     return build
 
 
-def _registered_reader(entry: Registered, children: list[Build]) -> Build:
-    fields, make = entry.fields, _list_reader(children)
+def _registered_reader(entry: Registered, make: Build) -> Build:
+    fields = entry.fields
 
     def cls() -> Any:
         """Return the class that has the name now: one that was defined anew (a notebook cell run again) replaces its elder."""

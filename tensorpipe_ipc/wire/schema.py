@@ -28,7 +28,7 @@ import torch
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, Dtype
-from tensorpipe_ipc.wire.layout import BULK, in_block, layout, places_of
+from tensorpipe_ipc.wire.layout import BULK, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
@@ -81,25 +81,13 @@ class Schema:
         name, at = _block(data, 0, 1)
         spec, at = _block(data, at, 4)
         self.serializer = str(name, "ascii", "replace")
-        self._data, self._tensors_at = data, at
-        leaves, spans = _check_tensors(data, at)
+        self._data = data
         self._plan = Plan(spec)
-        if self._plan.leaves != leaves:
-            raise ProtocolError(f"{leaves} leaf metas for a tree of {self._plan.leaves} leaves")
-        self._see_that_bytes_are_apart()
+        self._spans, self._spans_at = _count(data, at, SPAN.size)
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
-        self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * (self._plan.made + leaves + spans + 1)
-
-    def _see_that_bytes_are_apart(self) -> None:
-        """Bytes are copied out of what they came in: as views they would be as many copies of it as there are views."""
-        spans, at = _count(self._data, self._tensors_at, SPAN.size)
-        if spans and Op.BYTES in self._plan.kinds:
-            for kind, leaf in zip(self._plan.kinds, _leaves(self._data, at + spans * SPAN.size), strict=True):
-                if kind == Op.BYTES and leaf.span is not None:
-                    raise ProtocolError(
-                        f"bytes that are a view of span {leaf.span}; they must have a payload of their own"
-                    )
+        kept = self._plan.made + self._plan.leaves + self._spans + 1
+        self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * kept
 
     def check(self, frames: Sequence[memoryview]) -> None:
         """See that the frames after the header are as many and as long as the schema says.
@@ -142,13 +130,24 @@ class Schema:
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and len(frames) == 1 and not len(values):  # the most common tree: one tensor
             return _decode(serializer, opened.metas[0], frames[0], own)
-        items = _values(values, self._plan.values)
-        payloads = iter([frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places])
-        memory = [_span(serializer, meta, next(payloads), own) for meta in opened.spans]
-        if not as_sent:
-            return self._arrive(opened, memory, payloads, items, serializer, own, arrival)
+        payloads = [frames[frame][start:end] if frame >= 0 else _NOTHING for frame, start, end in opened.places]
+        return self._built(opened, values, payloads, serializer, own, arrival)
+
+    def _built(
+        self,
+        opened: _Opened,
+        values: memoryview,
+        payloads: list[memoryview],
+        serializer: Decoder,
+        own: int,
+        arrival: DecodeOptions,
+    ) -> Any:
+        items, rest = _values(values, self._plan.values), iter(payloads)
+        memory = [_span(serializer, meta, next(rest), own) for meta in opened.spans]
+        if arrival is not AS_SENT or opened.narrowed:
+            return self._arrive(opened, memory, rest, items, serializer, own, arrival)
         leaves = [
-            _decode(serializer, meta, next(payloads), own) if leaf.span is None else _view(memory[leaf.span], leaf)
+            _decode(serializer, meta, next(rest), own) if leaf.span is None else _view(memory[leaf.span], leaf)
             for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
         ]
         return self._plan.build(leaves, items)
@@ -211,28 +210,16 @@ class Schema:
             UnsupportedLeaf: a leaf is wanted as an array, and NumPy lacks its dtype.
         """
         opened = self._opened or self._open()
-        decode = serializer.decode
         if len(region) != opened.block_size:
             raise ProtocolError(f"payloads of {len(region)} bytes, the schema announces {opened.block_size}")
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and not values:
-            return decode(opened.metas[0], region if type(region) is memoryview else region[:])
-        items = _values(memoryview(values), self._plan.values) if values or self._plan.values else []
-        if as_sent and not opened.spans:
-            decode_in: Any = getattr(serializer, "decode_in", None)
-            if decode_in is not None:
-                return self._plan.build(decode_in(opened.metas, region, opened.in_block), items)
-            payloads = [region[start:end] for start, end in opened.in_block]
-            return self._plan.build(list(map(decode, opened.metas, payloads)), items)
-        rest = iter([region[start:end] for start, end in opened.in_block])
-        memory = [_span(serializer, meta, next(rest), -1) for meta in opened.spans]
-        if not as_sent:
-            return self._arrive(opened, memory, rest, items, serializer, -1, arrival)
-        leaves = [
-            decode(meta, next(rest)) if leaf.span is None else _view(memory[leaf.span], leaf)
-            for leaf, meta in zip(opened.leaves, opened.metas, strict=True)
-        ]
-        return self._plan.build(leaves, items)
+            return serializer.decode(opened.metas[0], region if type(region) is memoryview else region[:])
+        if as_sent and not opened.spans and (decode_in := getattr(serializer, "decode_in", None)) is not None:
+            items = _values(memoryview(values), self._plan.values) if values or self._plan.values else []
+            return self._plan.build(decode_in(opened.metas, region, opened.in_block), items)
+        payloads = [region[start:end] for start, end in opened.in_block]
+        return self._built(opened, memoryview(values), payloads, serializer, ALIAS, arrival)
 
     def meta_of_one(self) -> TensorMeta | None:
         """Return the meta of a message that is one tensor and crosses as it is; None of others, and of one not read yet."""
@@ -241,17 +228,55 @@ class Schema:
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            self._opened = _open(self._data, self._tensors_at)
+            leaves, metas = list(self._leaves()), _Metas()
+            self._opened = _Opened(
+                [metas[_OCTET, (nbytes,), None] for nbytes, _ in self._span_sizes()],
+                leaves,
+                [metas[leaf.row, leaf.shape, leaf.order] for leaf in leaves],
+                *places_of(list(self._sizes())),
+                any(leaf.own is not None for leaf in leaves),
+            )
         return self._opened
 
     def _sizes(self) -> Iterator[int]:
-        """The payloads' sizes, read anew, so that none is kept."""
-        count, at = _count(self._data, self._tensors_at, SPAN.size)
-        for index in range(count):
-            yield SPAN.unpack_from(self._data, at + index * SPAN.size)[1]
-        for leaf in _leaves(self._data, at + count * SPAN.size):
+        """Check the spans and metas, and give the payloads' sizes. They are read anew each time, so that none is kept."""
+        for span in self._span_sizes():
+            if max(span) > MAX_NBYTES:
+                raise ProtocolError(f"a span of {max(span)} bytes, the limit is {MAX_NBYTES}")
+            yield span[1]
+        for leaf in self._leaves():
             if leaf.span is None:
                 yield leaf.nbytes
+
+    def _span_sizes(self) -> Iterator[tuple[Any, ...]]:
+        return SPAN.iter_unpack(memoryview(self._data)[self._spans_at : self._spans_at + self._spans * SPAN.size])
+
+    def _leaves(self) -> Iterator[LeafMeta]:
+        """Check the leaf metas, and give them, one by one."""
+        count, at = _count(self._data, self._spans_at + self._spans * SPAN.size, _LEAST_META)
+        if count != self._plan.leaves:
+            raise ProtocolError(f"{count} leaf metas for a tree of {self._plan.leaves} leaves")
+        dtypes: dict[int, tuple[Any, Any]] = {}  # of the views of spans that hold narrowed items
+        for index in range(count):
+            leaf, at = unpack_meta(self._data, at)
+            if leaf.span is not None:
+                self._check_view(index, leaf)
+                dtype = leaf.row if leaf.own is not None else None, leaf.own
+                if dtypes.setdefault(leaf.span, dtype) != dtype:
+                    raise ProtocolError(f"views of span {leaf.span} that were narrowed, and others that were not alike")
+            yield leaf
+        if at != len(self._data):
+            raise ProtocolError(f"{len(self._data) - at} bytes after the end of the schema")
+
+    def _check_view(self, index: int, leaf: LeafMeta) -> None:
+        assert leaf.span is not None
+        if leaf.span >= self._spans:
+            raise ProtocolError(f"a view of span {leaf.span}, of which there are {self._spans}")
+        (nbytes, _) = SPAN.unpack_from(self._data, self._spans_at + leaf.span * SPAN.size)
+        if leaf.view_end() > nbytes:
+            raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
+        if self._plan.kinds[index] == Op.BYTES:  # each is copied out of what it came in
+            raise ProtocolError(f"bytes that are a view of span {leaf.span}; they must have a payload of their own")
 
     def frame_sizes(self) -> list[int]:
         """Return the length of each payload frame."""
@@ -311,6 +336,7 @@ class _Schemas(dict[bytes, Schema]):
 
 _SCHEMAS = _Schemas()
 _NOTHING = memoryview(b"")
+_OCTET = BY_TORCH[torch.uint8]
 
 
 def schema_of(data: bytes) -> Schema:
@@ -338,58 +364,6 @@ def _count(data: bytes, at: int, least: int) -> tuple[int, int]:
     if count > MAX_NODES or count * least > len(data) - at - 4:
         raise ProtocolError(f"a count of {count} at byte {at} of the schema, with {len(data) - at - 4} bytes left")
     return count, at + 4
-
-
-def _check_tensors(data: bytes, at: int) -> tuple[int, int]:
-    """Read all spans and leaf metas and keep none. Gives how many leaves and spans there are."""
-    spans, first = _count(data, at, SPAN.size)
-    at = first + spans * SPAN.size
-    for span in SPAN.iter_unpack(memoryview(data)[first:at]):
-        if max(span) > MAX_NBYTES:
-            raise ProtocolError(f"a span of {max(span)} bytes, the limit is {MAX_NBYTES}")
-    count, at = _count(data, at, _LEAST_META)
-    dtypes: dict[int, tuple[Any, Any]] = {}  # of the views of spans that hold narrowed items
-    for _ in range(count):
-        leaf, at = unpack_meta(data, at)
-        if leaf.span is not None:
-            dtype = leaf.row if leaf.own is not None else None, leaf.own
-            if dtypes.setdefault(leaf.span, dtype) != dtype:
-                raise ProtocolError(f"views of span {leaf.span} that were narrowed, and others that were not alike")
-            if leaf.span >= spans:
-                raise ProtocolError(f"a view of span {leaf.span}, of which there are {spans}")
-            (nbytes, _) = SPAN.unpack_from(data, first + leaf.span * SPAN.size)
-            if leaf.view_end() > nbytes:
-                raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
-    if at != len(data):
-        raise ProtocolError(f"{len(data) - at} bytes after the end of the schema")
-    return count, spans
-
-
-def _leaves(data: bytes, at: int) -> Iterator[LeafMeta]:
-    count, at = _count(data, at, _LEAST_META)
-    for _ in range(count):
-        leaf, at = unpack_meta(data, at)
-        yield leaf
-
-
-def _open(data: bytes, at: int) -> _Opened:
-    count, at = _count(data, at, SPAN.size)
-    end = at + count * SPAN.size
-    spans = list(SPAN.iter_unpack(data[at:end]))
-    leaves = list(_leaves(data, end))
-    sizes = [payload for _, payload in spans] + [leaf.nbytes for leaf in leaves if leaf.span is None]
-    places, frame_sizes = places_of(sizes)
-    octet = BY_TORCH[torch.uint8]
-    metas = _Metas()
-    return _Opened(
-        [metas[octet, (size,), None] for size, _ in spans],
-        leaves,
-        [metas[leaf.row, leaf.shape, leaf.order] for leaf in leaves],
-        places,
-        frame_sizes,
-        *in_block(places),
-        any(leaf.own is not None for leaf in leaves),
-    )
 
 
 def _values(data: memoryview, count: int) -> list[Any]:
