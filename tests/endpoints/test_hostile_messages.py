@@ -344,16 +344,9 @@ class _OfAnothersKind(_Handler):
     """It has inherited what makes it a handler."""
 
 
-def _once(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise _Late
-
-
-@pytest.mark.parametrize(
-    "handler", [functools.partial(_Handler()), _OfAnothersKind(), _once], ids=["partial", "heir", "once"]
-)
+@pytest.mark.parametrize("handler", [functools.partial(_Handler()), _OfAnothersKind()], ids=["partial", "heir"])
 def test_what_any_handler_raises_comes_out_of_get(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a partial, of one that inherits __call__, and of one that is no handler any more when it raises, an alarm was lost."""
+    """Of a partial, and of one that inherits __call__, an alarm was lost."""
 
     def interrupted(*_: Any) -> Any:
         signal.raise_signal(signal.SIGUSR1)
