@@ -99,9 +99,9 @@ class Recording(Cuda):
         self.events.append(Event(self.calls))
         return self.events[-1]
 
-    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor, event: Any = None) -> Any:
+    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
         self.calls.append(f"copy on {stream}")
-        event = event or self.event()
+        event = self.event()
         event.copies.append(functools.partial(_copy, to, _window(tensor)))
         event.finished = False
         return event

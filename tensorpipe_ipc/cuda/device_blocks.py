@@ -6,9 +6,10 @@
            its name goes into the message, in place of bytes             and the get waits: then the message's block is let go
 
 **A block** is an allocation of its own, made once, whole units of 2 MiB (smaller ones share theirs with strangers, and a
-handle opens all of it). With it are made, once, its handle and the event of copies into it. A receiver opens the handle
-once, and keeps it open. torch's own way of sharing would make an event, and a count in /dev/shm, for each tensor sent,
-and bind the sender's memory to the receiver's tensors.
+handle opens all of it). Its handle is made with it, once. A receiver opens the handle once, and keeps it open while the owner
+lives. A process lends memory of one GPU, the first that it was asked for: tensors of others are staged.
+torch's own way of sharing would make an event, and a count in /dev/shm, for each tensor sent, and bind the sender's memory
+to the receiver's tensors.
 
 **What is received is a copy**, so it may be sent on, and lives on when its sender is gone. It is one copy more than
 lending the memory itself would take, at the speed of the GPU's memory.
@@ -32,7 +33,7 @@ import errno
 import functools
 import os
 import weakref
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Annotated, Any
@@ -50,7 +51,6 @@ __all__ = ["BlockName", "DeviceBlock", "DeviceBlocks", "DeviceMemory", "device_b
 
 UNIT = 2 << 20  # bytes; the driver hands out smaller allocations in parts of one, and exports it as a whole
 SHARE = 8  # of a GPU's memory, at most the eighth part is lent
-MOST_OPENED = 64
 HANDLE = 64  # bytes
 PATTERN = 64  # bytes of a block that a self-test looks at
 
@@ -179,15 +179,14 @@ class DeviceBlock:
     Attributes:
         name: what is sent of it.
         memory: its bytes.
-        event: of the last copy into it.
         used_by: a weak reference to the message that is being put. While that lives, the block is in use.
         is_claimed: of a message that was put: whether it is still in the queue, or being taken.
     """
 
-    __slots__ = ("event", "index", "is_claimed", "memory", "name", "used_by")
+    __slots__ = ("is_claimed", "memory", "name", "used_by")
 
-    def __init__(self, index: int, name: BlockName, memory: torch.Tensor, event: Any) -> None:
-        self.index, self.name, self.memory, self.event = index, name, memory, event
+    def __init__(self, name: BlockName, memory: torch.Tensor) -> None:
+        self.name, self.memory = name, memory
         self.used_by: Callable[[], Any] = _nobody
         self.is_claimed: Callable[[], bool] = _is_not
 
@@ -202,24 +201,31 @@ class DeviceBlocks:
     Attributes:
         staging: what copies.
         token: a random number that stands for this process's blocks.
+        index: the GPU's whose memory it lends; None as long as it was not asked for any.
     """
 
     def __init__(self, at_work: Staging, memory: DeviceMemory | None = None) -> None:
         self.staging, self._memory = at_work, memory or DeviceMemory()
         self.token = 1 + int.from_bytes(os.urandom(5), "little") % ((1 << 40) - 1)
+        self.index: int | None = None
         self._numbers = count()
         self._made: dict[int, DeviceBlock] = {}
-        self._free: dict[tuple[int, int], list[DeviceBlock]] = {}  # by GPU and bytes, the last used last
+        self._free: defaultdict[int, list[DeviceBlock]] = defaultdict(list)  # by bytes, the last used last
         self._lent: list[DeviceBlock] = []
-        self._tests: dict[int, DeviceBlock] = {}
-        self._opened: OrderedDict[tuple[int, int], tuple[int, int, torch.Tensor, Identity]] = OrderedDict()
-        self._sizes: dict[int, int] = {}
-        self._refused: dict[int, str] = {}  # by GPU: why CUDA exports none of its memory
+        self._test: DeviceBlock | None = None
+        self._opened: dict[tuple[int, int], tuple[int, int, torch.Tensor, Identity]] = {}
+        self._nbytes = 0
+        self._refused = ""  # why CUDA exports none of the GPU's memory
 
     # ---- lending
 
-    def take(self, index: int, nbytes: int, user: Any) -> DeviceBlock | None:
-        """Return a block of a GPU's for a message, the last used first; None where as much is lent as may be.
+    def lends(self, index: int) -> bool:
+        """Return whether this process lends memory of a GPU."""
+        self.index = index if self.index is None else self.index
+        return index == self.index
+
+    def take(self, nbytes: int, user: Any) -> DeviceBlock | None:
+        """Return a block for a message, the last used first; None where as much is lent as may be.
 
         Args:
             user: the message, on which the block stays taken as long as it lives.
@@ -230,9 +236,9 @@ class DeviceBlocks:
         size = max(UNIT, 1 << (nbytes - 1).bit_length())
         self._take_back()
         try:
-            block = self._free.setdefault((index, size), []).pop()
+            block = self._free[size].pop()
         except IndexError:
-            made = self._make(index, size)
+            made = self._make(size)
             if made is None:
                 return None
             block = made
@@ -240,28 +246,29 @@ class DeviceBlocks:
         self._lent.append(block)
         return block
 
-    def test_block(self, index: int) -> DeviceBlock:
-        """Return a GPU's block whose first bytes any receiver knows.
+    def test_block(self) -> DeviceBlock:
+        """Return the block whose first bytes any receiver knows.
 
         Raises:
             SharedMemoryError: CUDA makes or exports none.
         """
-        block = self._tests.get(index)
-        if block is None:
-            block = self._make(index, UNIT, is_test=True)
+        if self._test is None:
+            block = self._make(UNIT, is_test=True)
             assert block is not None
             pattern = torch.frombuffer(bytearray(_pattern(block.name)), dtype=torch.uint8)
             block.memory[:PATTERN].copy_(pattern)  # from pageable memory: it is there when this returns
-            self._tests[index] = block
-        return block
+            self._test = block
+        return self._test
 
     def fill(self, block: DeviceBlock, places: Sequence[tuple[Staged, int]]) -> None:
         """Copy tensors of the block's GPU into it, each at its place. When this returns, they are there."""
+        events = []
         for staged, start in places:
             tensor = staged.tensor
             there = block.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            self.staging.copy_from(tensor, there, block.event)
-        block.event.synchronize()
+            events.append(self.staging.copy_from(tensor, there))
+        for event in events:
+            event.synchronize()
 
     def _take_back(self) -> None:
         for block in [block for block in list(self._lent) if block.is_free()]:
@@ -269,27 +276,25 @@ class DeviceBlocks:
                 self._lent.remove(block)
             except ValueError:  # another thread takes it
                 continue
-            self._free[block.index, block.name.nbytes].append(block)
+            self._free[block.name.nbytes].append(block)
 
-    def _make(self, index: int, size: int, *, is_test: bool = False) -> DeviceBlock | None:
-        if index in self._refused:  # as WSL2 does, and some containers: it will not change
-            raise SharedMemoryError(errno.ENOTSUP, self._refused[index])
-        used = self._sizes.get(index, 0)
-        if not is_test and used + size > self._memory.total(index) // SHARE:
+    def _make(self, size: int, *, is_test: bool = False) -> DeviceBlock | None:
+        if self._refused:  # as WSL2 does, and some containers: it will not change
+            raise SharedMemoryError(errno.ENOTSUP, self._refused)
+        assert self.index is not None
+        if not is_test and self._nbytes + size > self._memory.total(self.index) // SHARE:
             return None
-        gpu = self._memory.gpus()[index]
-        address = self._memory.allocate(index, size)
+        gpu = self._memory.gpus()[self.index]
+        address = self._memory.allocate(self.index, size)
         try:
-            handle = self._memory.export(index, address)
+            handle = self._memory.export(self.index, address)
         except SharedMemoryError as error:
-            self._refused[index] = str(error)
-            self._memory.free(index, address)
+            self._refused = str(error)
+            self._memory.free(self.index, address)
             raise
         name = BlockName(gpu, self.token, next(self._numbers), handle, size, identity())
-        memory = self._memory.tensor_at(index, address, size)
-        block = DeviceBlock(index, name, memory, self.staging.cuda.event())
-        self._made[name.number] = block
-        self._sizes[index] = used + size
+        block = self._made[name.number] = DeviceBlock(name, self._memory.tensor_at(self.index, address, size))
+        self._nbytes += size
         return block
 
     # ---- reading
@@ -333,9 +338,8 @@ class DeviceBlocks:
         key = name.token, name.number
         found = self._opened.get(key)
         if found is None:
-            self._close_some()
+            self._close_those_of_the_dead()
             found = self._opened[key] = self._open(name)
-        self._opened.move_to_end(key)
         return found[2]
 
     def _open(self, name: BlockName) -> tuple[int, int, torch.Tensor, Identity]:
@@ -353,12 +357,8 @@ class DeviceBlocks:
             raise
         return index, address, self._memory.tensor_at(index, address, min(size, name.nbytes)), name.owner
 
-    def _close_some(self) -> None:
-        """Close those of processes that are gone, whose memory they keep; and the one longest not used, if there are many."""
-        gone = [key for key, (_, _, _, owner) in list(self._opened.items()) if not is_alive(owner)]
-        if len(self._opened) - len(gone) >= MOST_OPENED:
-            gone.append(next(key for key in list(self._opened) if key not in gone))
-        for key in gone:
+    def _close_those_of_the_dead(self) -> None:
+        for key in [key for key, (_, _, _, owner) in list(self._opened.items()) if not is_alive(owner)]:
             index, address, _, _ = self._opened.pop(key)
             self._memory.close(index, address)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections import defaultdict
 from typing import Annotated, Any
 
 import msgspec
@@ -45,7 +44,7 @@ __all__ = ["CudaIpcSender", "DevicePlacement", "Undeliverable", "report_self_tes
 
 LOOK = 0.1  # seconds between two looks at which processes get from the queue
 IN_THE_ARENA = -1
-MOST_BLOCKS = 64  # of one message: one for each GPU
+MOST_BLOCKS = 64  # of one message: a sender names one
 
 PASSED, DECLINED, REFUSED, DIFFERED = 1, 2, 3, 4
 _ANSWERS = {
@@ -113,14 +112,18 @@ class CudaIpcSender:
 
     def _placed(self, message: EncodedMessage, staged: list[Staged], flags: int) -> tuple[Block, bytes]:
         blocks = self._blocks = self._blocks or device_blocks()
-        first = blocks.staging.cuda.device_of(staged[0].tensor).index
+        device_of = blocks.staging.cuda.device_of
+        staged = [payload for payload in staged if blocks.lends(device_of(payload.tensor).index)]
+        if not staged:
+            self.staged_because = f"this process lends memory of cuda:{blocks.index}, and of no other GPU"
+            return in_one_block(message, flags)
         self.staged_because = self._what_is_in_the_way(blocks.token)
         if self.staged_because:
-            said = DevicePlacement(message.values, (blocks.test_block(first).name,), ())
+            said = DevicePlacement(message.values, (blocks.test_block().name,), ())
             block, _ = in_one_block(message)
             return block, metadata_of(flags | OFFERS, message.schema, _encode(said))
-        lent = _Lent(self._queue, blocks, message)
-        if not lent.find_room(staged):
+        lent = _Lent(self._queue, blocks, message, staged)
+        if not lent.find_room():
             self.staged_because = "all device blocks are in use"
             return in_one_block(message, flags)
         self.on_device += 1
@@ -159,31 +162,30 @@ class CudaIpcSender:
 class _Lent(Block):
     """A message whose GPU tensors stay on their GPU. It writes everything else into the arena's block."""
 
-    __slots__ = ("__weakref__", "_blocks", "_by_block", "_queue", "_where", "metadata_room")
+    __slots__ = ("__weakref__", "_block", "_blocks", "_places", "_queue", "_staged", "metadata_room")
 
-    def __init__(self, queue: SharedMemoryQueue, blocks: DeviceBlocks, message: EncodedMessage) -> None:
-        others = [payload for payload in message.payloads if not isinstance(payload, Staged)]
+    def __init__(
+        self, queue: SharedMemoryQueue, blocks: DeviceBlocks, message: EncodedMessage, staged: list[Staged]
+    ) -> None:
+        """
+        Args:
+            staged: the payloads that stay on their GPU.
+        """
+        there = set(map(id, staged))
+        others = [payload for payload in message.payloads if id(payload) not in there]
         nbytes = sum(map(len, others))
         # At least one byte, as its place tells which block of the arena it is.
         super().__init__(others if nbytes else [bytes(ALIGN)], nbytes or ALIGN, message.keep)
-        self._queue, self._blocks, self.metadata_room = queue, blocks, 0
-        self._by_block: list[tuple[DeviceBlock, list[tuple[Staged, int]]]] = []
-        self._where: dict[int, tuple[int, int]] = {}  # by the payload's id
+        self._queue, self._blocks, self._staged, self.metadata_room = queue, blocks, staged, 0
+        self._block: DeviceBlock | None = None
+        self._places: dict[int, int] = {}  # by the payload's id, where it begins in the device block
 
-    def find_room(self, staged: list[Staged]) -> bool:
-        """Take a block of each GPU's. Whether there were any."""
-        by_gpu: defaultdict[int, list[Staged]] = defaultdict(list)
-        for payload in staged:
-            by_gpu[self._blocks.staging.cuda.device_of(payload.tensor).index].append(payload)
-        for index, payloads in by_gpu.items():
-            starts, end = places_in([len(payload) for payload in payloads])
-            block = self._blocks.take(index, end, self)
-            if block is None:
-                return False
-            for payload, start in zip(payloads, starts, strict=True):
-                self._where[id(payload)] = len(self._by_block), start
-            self._by_block.append((block, list(zip(payloads, starts, strict=True))))
-        return True
+    def find_room(self) -> bool:
+        """Take a device block. Return whether there was one."""
+        starts, end = places_in([len(payload) for payload in self._staged])
+        self._places = dict(zip(map(id, self._staged), starts, strict=True))
+        self._block = self._blocks.take(end, self)
+        return self._block is not None
 
     def said(self, message: EncodedMessage) -> DevicePlacement:
         """Return the places of all frames."""
@@ -195,22 +197,25 @@ class _Lent(Block):
         for payload in message.payloads:
             if len(payload) < BULK:
                 continue
-            where = self._where.get(id(payload))
-            if where is None:
-                start = -(-end // ALIGN) * ALIGN
-                where, end = (IN_THE_ARENA, start), start + len(payload)
-            frames.append(where)
-        return DevicePlacement(message.values, tuple(block.name for block, _ in self._by_block), tuple(frames))
+            start = self._places.get(id(payload))
+            if start is not None:
+                frames.append((0, start))
+                continue
+            start = -(-end // ALIGN) * ALIGN
+            frames.append((IN_THE_ARENA, start))
+            end = start + len(payload)
+        assert self._block is not None
+        return DevicePlacement(message.values, (self._block.name,), tuple(frames))
 
     def write_into(self, place: memoryview) -> None:
-        """Write the arena's block, copy GPU tensors to the device blocks, and bind these to the arena's block."""
+        """Write the arena's block, copy GPU tensors to the device block, and bind this to the arena's block."""
         super().write_into(place)
         words = self._queue.words
         word = (_address_of(place) - self._queue.arena.segment.octets.ctypes.data - self.metadata_room - HEADER) >> 3
         generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
-        for block, places in self._by_block:
-            self._blocks.fill(block, places)
-            block.is_claimed = _Claim(words, word, generation)
+        assert self._block is not None
+        self._blocks.fill(self._block, [(payload, self._places[id(payload)]) for payload in self._staged])
+        self._block.is_claimed = _Claim(words, word, generation)
 
 
 def _address_of(place: memoryview) -> int:

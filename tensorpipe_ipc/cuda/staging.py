@@ -34,6 +34,7 @@ import torch
 from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.serializers.base import dense_order
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta, meta_of
@@ -52,7 +53,6 @@ __all__ = [
 ]
 
 MOST_PENDING = 8  # copies to a GPU that may be under way, each of which holds its block
-_CHANNELS_LAST = (0, 2, 3, 1)
 _ERRORS = {
     1: "CUDA does not take this memory (cudaErrorInvalidValue)",
     2: "there is not as much memory to lock (raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1)",
@@ -102,12 +102,12 @@ class Cuda:
         later.wait_stream(earlier)
 
     def event(self) -> Any:
-        """One that can be recorded again and again."""
+        """Return a new event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor, event: Any = None) -> Any:
-        """Begin a copy on a stream. The event of its end, and of all that came before there: a new one, or ``event``."""
-        event = event or self.event()
+    def copy(self, stream: Any, to: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Begin a copy on a stream. Return the event of its end."""
+        event = self.event()
         with torch.cuda.stream(stream):
             to.copy_(tensor, non_blocking=True)
             event.record(stream)
@@ -160,21 +160,21 @@ class Staging:
             return
         self.copy_from(tensor, place).synchronize()  # the ticket may be given only when the bytes are there
 
-    def copy_from(self, tensor: torch.Tensor, place: torch.Tensor, event: Any = None) -> Any:
+    def copy_from(self, tensor: torch.Tensor, place: torch.Tensor) -> Any:
         """Begin to copy a GPU's tensor as the caller's stream left it. The copy's event."""
         device = self.cuda.device_of(tensor)
         stream = self._stream(device)
         self.cuda.order(stream, self.cuda.current_stream(device))
-        event = self.cuda.copy(stream, place, tensor, event)
+        event = self.cuda.copy(stream, place, tensor)
         self.cuda.keep_for(tensor, stream)
         return event
 
-    def copy_to(self, device: torch.device, tensor: torch.Tensor, event: Any = None) -> tuple[torch.Tensor, Any]:
+    def copy_to(self, device: torch.device, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Begin to copy a tensor into memory of a GPU's, for the caller's stream. The copy, and its event."""
         made = self.cuda.empty_like(tensor, device)
         stream, current = self._stream(device), self.cuda.current_stream(device)
         self.cuda.order(stream, current)  # whose memory may have been in use there a moment ago
-        event = self.cuda.copy(stream, made, tensor, event)
+        event = self.cuda.copy(stream, made, tensor)
         self.cuda.order(current, stream)
         self.cuda.keep_for(made, stream)
         return made, event
@@ -259,13 +259,11 @@ class StagingEncoder:
         if not known or tensor.nbytes < BULK:
             return self._encoder.encode(tensor)  # type: ignore[no-any-return]
         tensor = tensor.detach()
-        if tensor.is_contiguous():
-            return meta_of(tensor.dtype, tensor.shape), Staged(self._staging, tensor)
-        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-            return meta_of(tensor.dtype, tensor.shape, _CHANNELS_LAST), Staged(
-                self._staging, tensor.permute(_CHANNELS_LAST)
-            )
-        return self._encoder.encode(tensor)  # type: ignore[no-any-return]
+        order = None if tensor.is_contiguous() else dense_order(tensor)
+        if order is None and not tensor.is_contiguous():  # it is gathered
+            return self._encoder.encode(tensor)  # type: ignore[no-any-return]
+        dense = tensor if order is None else tensor.permute(order)
+        return meta_of(tensor.dtype, tensor.shape, order), Staged(self._staging, dense)
 
 
 class Staged(LazyPayload):
@@ -284,17 +282,17 @@ class Staged(LazyPayload):
         return self.tensor.nbytes
 
     def write_into(self, place: memoryview) -> None:
-        """See Written."""
+        """See ``LazyPayload``."""
         there = torch.frombuffer(place, dtype=self.tensor.dtype).view(self.tensor.shape)
         self._staging.stage(self.tensor, there)
 
     def write_part(self, place: memoryview, start: int) -> None:
-        """See Written. The place is no block, and stays pageable."""
+        """See ``LazyPayload``. The place is no block, and stays pageable."""
         octets = self.tensor.view(-1).view(torch.uint8)
         torch.frombuffer(place, dtype=torch.uint8).copy_(octets[start : start + len(place)])
 
     def frame(self) -> memoryview:
-        """See Written."""
+        """See ``LazyPayload``."""
         octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
         octets.copy_(self.tensor)
         memory: memoryview = octets.view(-1).view(torch.uint8).numpy().data
