@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import warnings
 from concurrent.futures import process
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 from tensorpipe_ipc.errors import Full
 from tensorpipe_ipc.memory.row import GET
-from tensorpipe_ipc.queues import pickling
 from tensorpipe_ipc.queues.parent import get_from_parent
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
@@ -30,11 +29,8 @@ __all__ = ["CallQueue", "adopt"]
 PATIENCE = 10.0  # seconds that a call waits for memory, when no results of this executor remain that could free it
 UNREAD = 32  # results: from here on they are read first. Read one by one, calls without tensors are a fifth slower
 
-
-_PARTS = ("_SafeQueue", "_process_worker", "_CallItem", "_process_chunk")  # private parts of concurrent.futures
+_PARTS = ("_SafeQueue", "_process_worker")  # private parts of concurrent.futures
 _MISSING = [name for name in _PARTS if not hasattr(process, name)]
-if not hasattr(getattr(process, "_SafeQueue", None), "_on_queue_feeder_error"):
-    _MISSING.append("_SafeQueue._on_queue_feeder_error")
 
 
 class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
@@ -56,7 +52,7 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
 
     def _send(self, item: Any, patience: float = 0) -> None:
         try:
-            self._calls.put(_Call(item), patience > 0, patience)
+            self._calls.put(item, patience > 0, patience)
         except Full as full:
             if self._sent > self._results._queue.done(GET)[0]:
                 self._has_no_memory = item  # do not wait: only this thread reads the results that may hold the memory
@@ -107,42 +103,6 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
     def __setstate__(self, state: Any) -> None:
         stock, self._calls = state
         super().__setstate__(stock)
-
-
-class _Call:
-    """A call in transit. All calls of an ``Executor.map`` share a function: it is pickled once, and each worker loads it once.
-
-    That saves 3 % of a call's time, with 4 MB as without tensors.
-    """
-
-    def __init__(self, item: Any) -> None:
-        self._item = item
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        item = self._item
-        names = _names(item.fn) if type(item.fn) in (FunctionType, functools.partial) else None
-        return _call_item, (item.work_id, names or item.fn, item.args, item.kwargs)
-
-
-def _call_item(work_id: int, function: Any, args: Any, kwargs: Any) -> Any:
-    return process._CallItem(work_id, _named(function) if type(function) is bytes else function, args, kwargs)
-
-
-@functools.lru_cache(maxsize=8)
-def _names(function: Any) -> bytes | None:
-    """Return the pickle of a function, or of the partial that ``Executor.map`` makes of one: it holds names only.
-
-    Return None if the function may hold state, which another call could find changed. A built-in function may:
-    ``{}.get`` is of the same type as ``abs``.
-    """
-    if type(function) is functools.partial:
-        of_map = function.func is process._process_chunk and not function.keywords
-        if not of_map or any(type(each) is not FunctionType for each in function.args):
-            return None
-    return pickling.dump_without_leaves(function)
-
-
-_named = functools.lru_cache(maxsize=8)(pickling.load)
 
 
 def adopt(target: Any, arguments: tuple[Any, ...]) -> None:
