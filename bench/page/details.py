@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.measure import Ratio
-from bench.page.tables import Table, short_time, size
+from bench.page.tables import Table, set_off, short_time, size, two
 
 __all__ = ["DETAILS"]
 
@@ -14,17 +14,9 @@ Found = Mapping[str, Any]
 Row = dict[str, Any]
 
 
-def _two(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
 def _spread(found: Ratio | Sequence[float]) -> str:
     median, lowest, highest = found
-    return f"{_two(median)} ({_two(lowest)}..{_two(highest)})"
-
-
-def _set_off(cells: list[str]) -> list[str]:
-    return [f"*{cell}" for cell in cells] if cells[0].startswith("ours") else cells
+    return f"{two(median)} ({two(lowest)}..{two(highest)})"
 
 
 # -- bench queue
@@ -47,7 +39,7 @@ def _by_measure(item: Row) -> Table:
     for rival in dict.fromkeys(row["rival"] for row in item["rows"]):
         of = {row["measure"]: row["p50"] for row in item["rows"] if row["rival"] == rival}
         cells = [_figure(of[measure], item["unit"]) if measure in of else "-" for measure in measures]
-        lines.append(_set_off([rival, *cells]))
+        lines.append(set_off([rival, *cells]))
     return Table([f"{item['title']}{', a second' if item['unit'] == 'a second' else ''}", *measures], lines)
 
 
@@ -113,7 +105,7 @@ def _tcp(found: Found) -> list[Table]:
     }
     ratios = [[text, *(_spread(row[name]) for row in rows)] for name, text in named.items()]
     return [
-        Table(["GB a second", *sizes], [_set_off(line) for line in rates]),
+        Table(["GB a second", *sizes], [set_off(line) for line in rates]),
         Table(["Ratios of the same rounds", *sizes], ratios),
     ]
 

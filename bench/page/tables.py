@@ -16,10 +16,12 @@ __all__ = [
     "markdown",
     "one_way",
     "peers",
+    "set_off",
     "short",
     "short_time",
     "size",
     "stream",
+    "two",
 ]
 
 
@@ -62,7 +64,7 @@ def headline(results: Results, only: Collection[str] | None = None) -> Table:
         cells = [shown(peer), *(_figure(results, "one way", peer, nbytes=nbytes) for nbytes in chosen)]
         cells += [_figure(results, "trees", peer, leaves=100), _figure(results, "stream", peer, nbytes=400)]
         killed = rows(results, "deaths", peer=peer)
-        lines.append(_set_off([*cells, *([killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"])]))
+        lines.append(set_off([*cells, *([killed[0]["consumer"], killed[0]["producer"]] if killed else ["-", "-"])]))
     headings = [f"{size(nbytes)}, one way" for nbytes in chosen]
     return Table(["", *headings, "dict of 100 tensors, one way", "400 B, a second", *DEATHS], lines)
 
@@ -98,7 +100,7 @@ def _figure(results: Results, item: str, peer: str, **what: int) -> str:
         text = f"{1e6 / microseconds:,.0f}" if item == "stream" else short_time(microseconds)
         if peer != "ours" and "to_ours" in row:
             ratio = row["to_ours"]["median"]
-            text += f" ({_two(1 / ratio if item == 'stream' else ratio)}×)"
+            text += f" ({two(1 / ratio if item == 'stream' else ratio)}×)"
         return text
     return "-"
 
@@ -122,7 +124,7 @@ def _by_size(results: Results, item: str, told: Any, turned: bool = False) -> Ta
         for nbytes in sizes:
             at = next((row for row in found if row["peer"] == peer and row["nbytes"] == nbytes), None)
             cells.append("-" if at is None else f"{told(at)}{_ratio(at, turned)}")
-        lines.append(_set_off(cells))
+        lines.append(set_off(cells))
     return Table(["", *(size(nbytes) for nbytes in sizes)], lines)
 
 
@@ -132,7 +134,7 @@ def _ratio(row: dict[str, Any], turned: bool) -> str:
     median, low, high = (row["to_ours"][name] for name in ("median", "lowest", "highest"))
     if turned:
         median, low, high = 1 / median, 1 / high, 1 / low
-    return f" ({_two(median)}×; {_two(low)}..{_two(high)})"
+    return f" ({two(median)}×; {two(low)}..{two(high)})"
 
 
 def deaths(results: Results) -> Table:
@@ -140,7 +142,7 @@ def deaths(results: Results) -> Table:
     lines = []
     for row in rows(results, "deaths"):
         left = "-" if row["left"] is None else str(row["left"])
-        lines.append(_set_off([row["peer"], row["consumer"], row["producer"], left]))
+        lines.append(set_off([row["peer"], row["consumer"], row["producer"], left]))
     return Table(["", *DEATHS, "left in /dev/shm"], lines)
 
 
@@ -149,7 +151,7 @@ def peers(results: Results) -> Table:
     lines = []
     for peer in results["peers"]:
         text = f"*not here: {peer['missing']}" if peer["missing"] else peer["note"]
-        lines.append(_set_off([shown(peer["peer"]), peer.get("version", ""), text]))
+        lines.append(set_off([shown(peer["peer"]), peer.get("version", ""), text]))
     return Table(["", "version", "how it is used, and why that is fair"], lines)
 
 
@@ -183,9 +185,11 @@ def size(nbytes: float) -> str:
     raise AssertionError
 
 
-def _two(value: float) -> str:
+def two(value: float) -> str:
+    """Return a number with two digits."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _set_off(cells: list[str]) -> list[str]:
+def set_off(cells: list[str]) -> list[str]:
+    """Return a row's cells, set off if it is one of ours."""
     return [f"*{cell}" for cell in cells] if cells[0].startswith("ours") else cells

@@ -5,18 +5,17 @@ else goes as it is: integers, bools, and complex numbers (there is no narrow kin
 experimental; send ``view_as_real``), typed and untyped storages, which travel as themselves, and sparse, quantized and
 nested tensors. A tree with nothing to narrow goes as it would without.
 
-Large tensors are cast straight into the place that they travel in (a block, or the pieces that become frames, each when
-its turn comes): nothing is made in between. float32 to float16, 100 MB, one core, in pieces of 1 MiB: 14 ms of its time,
-where copying them takes 15. The look for overflows takes another 5 ms, once a piece has left: at its narrow items, while they
-are in the cache, as the bits of those that overflowed are the largest there are. Only a piece that has such is counted item
-by item. The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items a
-tensor, when its last piece has left.
+Large tensors without gaps are cast straight into the place that they travel in (a block, or the pieces that become frames,
+each when its turn comes): nothing is made in between. float32 to float16, 100 MB, one core, in pieces of 1 MiB: 14 ms of its
+time, where copying them takes 15. The look for overflows takes another 5 ms, once a piece has left: at its narrow items, while
+they are in the cache, as the bits of those that overflowed are the largest there are. Only a piece that has such is counted
+item by item. The relative error of every item would take 40 to 200 ms more: so it is found of up to 4,096 evenly spaced items
+a tensor, when its last piece has left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -86,11 +85,12 @@ class Narrowing:
             return self._serializer.encode(tensor)
         check_size(tensor, getattr(self._serializer, "most", any_size)(), self.wire_dtype.itemsize)
         tensor, own = tensor.detach().resolve_neg(), tensor.dtype
-        if self._made_in_place:
+        nbytes = tensor.numel() * self.wire_dtype.itemsize
+        if self._made_in_place and nbytes >= BULK:
             order = None if tensor.is_contiguous() else dense_order(tensor)
-            meta = narrowed_meta(own, self.wire_dtype, tensor.shape, order)
-            if meta.nbytes >= BULK:
-                return meta, _Cast(self, tensor if order is None else tensor.permute(order), meta.nbytes)
+            dense = tensor if order is None else tensor.permute(order)
+            if dense.is_contiguous():  # if not, it has gaps, and is gathered as it is cast
+                return narrowed_meta(own, self.wire_dtype, tensor.shape, order), _Cast(self, dense, nbytes)
         narrow = self._cast(tensor)
         try:
             meta, payload = self._serializer.encode(narrow)
@@ -167,12 +167,12 @@ class Narrowing:
 
 
 class _Cast(LazyPayload):
-    """A large tensor on its way to being narrowed. However often it is written, what it loses is counted once."""
+    """A large tensor without gaps on its way to being narrowed. However often it is written, what it loses is counted once."""
 
-    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_tensor")
+    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_row")
 
     def __init__(self, narrowing: Narrowing, tensor: torch.Tensor, nbytes: int) -> None:
-        self._narrowing, self._tensor, self._nbytes = narrowing, tensor, nbytes
+        self._narrowing, self._row, self._nbytes = narrowing, tensor.view(-1), nbytes
         self._counted = 0  # items, from the first on, whose losses are
         self._made: torch.Tensor | None = None  # on its device, if that is not the CPU
 
@@ -180,7 +180,7 @@ class _Cast(LazyPayload):
         return self._nbytes
 
     def write_into(self, place: memoryview) -> None:
-        step = PIECE * self._narrowing.wire_dtype.itemsize if self._tensor.is_cpu else len(place)
+        step = PIECE * self._narrowing.wire_dtype.itemsize if self._row.is_cpu else len(place)
         for start in range(0, len(place), step):
             part = place[start : start + step]
             self.write_part(part, start)
@@ -188,26 +188,22 @@ class _Cast(LazyPayload):
 
     def write_part(self, place: memoryview, start: int) -> None:
         narrow, first, stop = self._part(place, start)
-        if not self._tensor.is_cpu:
-            if self._made is None:
-                self._made = self._narrowing.cast(self._tensor).reshape(-1)
-            narrow.copy_(self._made[first:stop])
+        if self._row.is_cpu:
+            narrow.copy_(self._row[first:stop])
             return
-        for wide in _items(self._tensor, first, stop):
-            there, narrow = narrow[: wide.numel()].view(wide.shape), narrow[wide.numel() :]
-            there.copy_(wide)
+        if self._made is None:
+            self._made = self._narrowing.cast(self._row)
+        narrow.copy_(self._made[first:stop])
 
     def sent(self, place: memoryview, start: int) -> None:
         narrow, first, stop = self._part(place, start)
         begin = max(first, self._counted)
         narrow = narrow[begin - first :]
-        if self._tensor.is_cpu and self._narrowing.any_suspect(narrow):
-            for wide in _items(self._tensor, begin, stop):
-                there, narrow = narrow[: wide.numel()].view(wide.shape), narrow[wide.numel() :]
-                self._narrowing.count(there, wide)
+        if self._row.is_cpu and self._narrowing.any_suspect(narrow):
+            self._narrowing.count(narrow, self._row[begin:stop])
         self._counted = max(self._counted, stop)
-        if stop == self._tensor.numel():
-            self._narrowing.note_error(self._tensor)
+        if stop == len(self._row):
+            self._narrowing.note_error(self._row)
 
     def _part(self, place: memoryview, start: int) -> tuple[torch.Tensor, int, int]:
         """Return a place as narrow items, and the numbers of the first of them and of the one after the last."""
@@ -219,7 +215,7 @@ class _Cast(LazyPayload):
         try:
             narrow = torch.empty(self._nbytes, dtype=torch.uint8)
         except RuntimeError as error:  # torch has no type for it
-            raise _no_memory(self._tensor, self._narrowing.wire_dtype, error) from None
+            raise _no_memory(self._row, self._narrowing.wire_dtype, error) from None
         memory: memoryview = narrow.numpy().data
         self.write_into(memory)
         return memory
@@ -230,28 +226,6 @@ def _no_memory(tensor: torch.Tensor, wire_dtype: torch.dtype, error: RuntimeErro
         f"a tensor of shape {list(tensor.shape)} takes {tensor.numel() * wire_dtype.itemsize:,} bytes as {wire_dtype}: "
         f"{error}; send it in parts. It was not sent"
     )
-
-
-def _items(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """A tensor's items from ``start`` to ``stop``, the last dimension fastest, as views of it, one after the other."""
-    if tensor.is_contiguous():
-        yield tensor.view(-1)[start:stop]
-    elif start == 0 and stop == tensor.numel():
-        yield tensor
-    elif tensor.dim() == 1:
-        yield tensor[start:stop]
-    else:
-        row = tensor[0].numel()
-        first, last = -(-start // row), stop // row  # the whole rows
-        if first > last:
-            yield from _items(tensor[last], start - last * row, stop - last * row)
-            return
-        if start < first * row:
-            yield from _items(tensor[first - 1], start - (first - 1) * row, row)
-        if first < last:
-            yield tensor[first:last]
-        if last * row < stop:
-            yield from _items(tensor[last], 0, stop - last * row)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -52,10 +52,14 @@ def test_each_part_was_measured_by_one_command() -> None:
 
 
 def test_the_documents_show_each_part() -> None:
-    """Each comparison is shown, and the pictures that the documents name are there."""
+    """Each comparison is shown, that of all peers too, and the pictures that the documents name are there."""
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in documents.DOCUMENTS]
-    for part in figures.PARTS:
-        assert any(f"python -m bench {part}" in text for text in texts) or part == "all"
+    shown = [part for text in texts for part in documents.parts_of(text)]
+    assert sorted(shown) == sorted(documents._SHOWN), "each stands in one place, between its marks"
+    of_others = {source for source, _ in documents.details.DETAILS.values()}
+    assert of_others | {"all"} == set(figures.PARTS)
+    for peer in documents.tables.SHORT.values():
+        assert f"| {peer} |" in texts[0].replace("**", ""), "five of the comparison of all stand in the README"
     for name in re.findall(r"benchmarks/([a-z-]+[.]svg)", "".join(texts)):
         assert (ROOT / documents.FOLDER / name).stat().st_size < 150_000
 
