@@ -13,6 +13,7 @@ from programs import ran
 from bench import figures
 from bench.page import documents
 
+MATPLOTLIB = re.compile(r"Matplotlib v[0-9.]+")
 ROOT = Path(__file__).resolve().parents[2]
 # A time, a rate or a multiple, as prose would tell it. Limits and promises are no figures.
 FIGURE = re.compile(r"\d ?(?:µs|us|ms|[GM]B/s|×)|\d times as |\d % (?:faster|slower|more|less)")
@@ -62,6 +63,27 @@ def test_the_documents_show_each_part() -> None:
         assert f"| {peer} |" in texts[0].replace("**", ""), "five of the comparison of all stand in the README"
     for name in re.findall(r"benchmarks/([a-z-]+[.]svg)", "".join(texts)):
         assert (ROOT / documents.FOLDER / name).stat().st_size < 150_000
+
+
+@pytest.mark.kills
+@pytest.mark.limit(60)
+def test_the_pictures_show_what_the_file_says(tmp_path: Path) -> None:
+    """Drawn from the file once more, a picture is as it was. Another version of matplotlib draws it in other words."""
+    code = (
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from bench import figures\n"
+        "found = json.loads((figures.ROOT / figures.FILE).read_text())\n"
+        "figures.documents._draw(found['parts']['all'], Path(sys.argv[1]))\n"
+    )
+    done = ran("-c", code, str(tmp_path))
+    assert done.status == 0, done.err
+    drawn = sorted(tmp_path.iterdir())
+    assert len(drawn) == len(documents.PICTURES)
+    for path in drawn:
+        made, kept = (folder.joinpath(path.name).read_text() for folder in (tmp_path, ROOT / documents.FOLDER))
+        if MATPLOTLIB.findall(made) == MATPLOTLIB.findall(kept):
+            assert made == kept
 
 
 def test_only_what_stands_between_the_marks_is_replaced() -> None:

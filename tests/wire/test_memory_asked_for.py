@@ -175,6 +175,14 @@ def test_the_smallest_nodes_cost_a_bounded_number_of_bytes_each(name: str) -> No
     assert most <= sum(map(len, frames)) + 1200 * count + MARGIN
 
 
+def test_a_number_of_a_size_costs_six_times_its_bytes() -> None:
+    """A torch.Size is a tuple of Python's numbers, made of another one: 48 bytes for each that took 8, of which 40 stay."""
+    frames = message(data(b"\x06" + u32(MANY) + struct.pack(f"<{MANY}q", *range(1 << 40, (1 << 40) + MANY))))
+    most, raised = peak(frames)
+    assert raised is None
+    assert most <= sum(map(len, frames)) + 48 * MANY + MARGIN
+
+
 def _refuse_all(room: int) -> None:
     """Read all that is to be refused, in a process that may map so many bytes more than it has."""
     hostile = [(name, make()) for name, make in HOSTILE.items()]
