@@ -14,9 +14,8 @@ Little-endian::
   small payloads, which are copied anyway and would cost more as a frame of their own (see ``message``).
   ``sequence`` counts the producer's messages towards this peer, from that of its HELLO or WELCOME.
 * PIECE: a part of the large payloads of the DATA message of that ``sequence``, which follows when all its pieces are sent.
-  ``schema`` is five numbers (``Piece``); the part is the next frame. Payloads follow each other in this, each at the next
-  multiple of 64. A part ends where payloads of another dtype begin, where either was narrowed: so its receiver can restore
-  it before it knows the schema.
+  ``schema`` is two numbers (``Piece``); the part is the next frame. Payloads follow each other in this, each at the next
+  multiple of 64.
 * CREDIT: ``sequence`` is the highest that the consumer has taken: acknowledgement and credit in one. No body.
 * GOODBYE: ``sequence`` is the last that was sent. No body; or, from an end that failed, a msgpack map (``Ending``).
 

@@ -131,7 +131,7 @@ class _Walk:
         self._nodes += 1
         if self._nodes > MAX_NODES:
             raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
-        op = self._byte()
+        op = self._peek()
         self._at += 1
         if Op.TENSOR <= op <= Op.TYPED:
             self.leaves += 1
@@ -154,9 +154,9 @@ class _Walk:
     def _constant(self, op: int) -> Build:
         """Return the builder of a node that says more than its kind and has no nodes in it."""
         if op in (Op.TYPED, Op.DTYPE, Op.SCALAR):
-            row = BY_CODE.get(self._byte())
+            row = BY_CODE.get(self._peek())
             if row is None or (op == Op.SCALAR and row.numpy is None):
-                raise ProtocolError(f"dtype code {self._byte()} is not in the table")
+                raise ProtocolError(f"dtype code {self._peek()} is not in the table")
             self._at += 1
             if op == Op.SCALAR:
                 self.values += 1 + row.torch.is_complex
@@ -175,13 +175,13 @@ class _Walk:
         entry: Registered | None = None
         if op == Op.ORDERED:
             count = 2
-            if self._byte() != Op.DICT:
-                raise ProtocolError(f"node 0x{self._byte():02x} in an ordered dict, which begins with a dict")
+            if self._peek() != Op.DICT:
+                raise ProtocolError(f"node 0x{self._peek():02x} in an ordered dict, which begins with a dict")
         elif op in (Op.NAMEDTUPLE, Op.DATACLASS, Op.CUSTOM):
             entry, count = self._registered(op)
         else:
             count = self._count(3 if op == Op.DICT else 1)
-        keys, children = [], []
+        keys, children = list[Any](), list[Build]()
         for _ in range(count if op == Op.DICT else 0):
             key = _read_key(self._text())
             if self._makes:
@@ -214,7 +214,7 @@ class _Walk:
                 raise UnsupportedLeaf(f"the message's {name!r} has another field in the place of {field!r}")
         return entry, count
 
-    def _byte(self) -> int:
+    def _peek(self) -> int:
         """Return the next byte, and stay before it."""
         if self._at >= len(self._spec):
             raise ProtocolError(f"spec cut short at byte {self._at}")
