@@ -29,7 +29,7 @@ from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.process import Identity
 from tensorpipe_ipc.shared_queue.attachment import Attachment
-from tensorpipe_ipc.shared_queue.get_end import COPY, _drop
+from tensorpipe_ipc.shared_queue.get_end import COPY, _Again, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.put_end import PutEnd
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
@@ -46,7 +46,7 @@ __all__ = [
     "codec_of",
     "conversation_of",
     "drop_one",
-    "finish_get",
+    "finish_early_get",
     "first_unit_of",
     "forget_offered_queues",
     "give_up_free_extents",
@@ -125,9 +125,9 @@ def keep_spare(queue: SharedMemoryQueue, direction: int, size: int = 1) -> None:
     end._spare[size].append(open_queue_of(queue).operation(direction, size))
 
 
-def finish_get(queue: SharedMemoryQueue, operation: Operation) -> None:
-    """Finish a get as after an exception."""
-    queue.gets._finish(operation)
+def finish_early_get(queue: SharedMemoryQueue, operation: Operation, before: int) -> None:
+    """Finish a get as one that found its tickets early: so many messages go before them."""
+    queue.gets._see_to([queue.gets._see_to, operation, None, _Again(before)])
 
 
 def drop_one(queue: SharedMemoryQueue) -> None:

@@ -333,7 +333,7 @@ class GetEnd:
             if self.words[GROWN]:  # who polls never waits
                 self.arena.mind_idle(self.attachment.recover_dead)
             raise Empty("no message came in time")
-        return taken
+        return abs(taken)
 
     def _look_for_the_end(self) -> None:
         if self.words[self.record.shut]:
@@ -641,9 +641,11 @@ class GetEnd:
         while True:
             self._end_all_aside(_DROPPED)  # also what came too early
             try:
-                self._get(0, _drop)
                 if done:
+                    self._get(0, _drop)
                     words[done] += 2  # with no call since it was taken
+                else:
+                    self._get_many(BATCH, 0, _drop, COPY)
             except _Again:
                 continue
             except ShutDown:

@@ -26,7 +26,6 @@ shared memory: ``process`` differs there. A child must not return into a put or 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 

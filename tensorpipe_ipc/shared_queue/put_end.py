@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 

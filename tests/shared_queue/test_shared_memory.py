@@ -29,7 +29,7 @@ from crash_points import (
     interrupted_at,
     reap,
 )
-from inside import finish_get, log_of, open_queue_of, set_lease_budget
+from inside import finish_early_get, log_of, open_queue_of, set_lease_budget
 from wholeness import check_whole
 
 from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
@@ -106,8 +106,7 @@ def test_what_came_early_out_of_the_log_is_not_overtaken_by_what_is_behind_it_th
     assert numbers(queue, piped) == list(range(piped))  # by others: this one believes the pipe to be full of them
     operation = open_queue_of(queue).operation(GET, size)
     assert os.readv(log_of(queue.tickets), operation.ticket_buffers) == 8 * size
-    operation.before = 500
-    finish_get(queue, operation)
+    finish_early_get(queue, operation, 500)
     assert numbers(queue, count - piped) == list(range(piped, count))
 
 
