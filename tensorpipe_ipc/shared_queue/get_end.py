@@ -11,7 +11,6 @@ import errno
 import os
 import select
 from collections.abc import Callable
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -210,7 +209,8 @@ class GetEnd:
             return message
         except BaseException as error:
             if process == queue.process:
-                queue.finish(partial(self._see_to, operation, None, error))
+                queue.unfinished += ([self._see_to, operation, None, error],)  # before any call
+                queue.take_up()
             raise
 
     def get_many(
@@ -294,7 +294,8 @@ class GetEnd:
             return messages
         except BaseException as error:
             if process == queue.process:
-                queue.finish(partial(self._see_to, operation, None, error))
+                queue.unfinished += ([self._see_to, operation, None, error],)  # before any call
+                queue.take_up()
             raise
 
     def _hear(self, doorbell: int) -> None:
@@ -327,7 +328,7 @@ class GetEnd:
             taken = self.tickets.take(
                 buffers, deadline, self._look_again if deadline is None else self._look_for_the_end
             )
-        if taken < 0:  # early: what is in the pipe goes first
+        if taken < 0 and decode is not _drop:  # early: what is in the pipe goes first
             raise _Again(self.tickets.unread())
         if not taken:
             if self.words[GROWN]:  # who polls never waits
@@ -484,24 +485,22 @@ class GetEnd:
         if self.leases.early:
             self.leases.early.pop(word, None)
 
-    def _see_to(self, operation: Operation, aside: Aside | None, error: BaseException) -> None:
-        """See to the tickets that an exception left with this process: its message comes again, is dropped, or is lost.
+    def _see_to(self, entry: list[Any]) -> None:
+        """See to the tickets that an exception left with this process: each message comes again, is dropped, or is lost.
 
         Args:
-            aside: the one that was being served; None: all that the operation took.
+            entry: of ``unfinished``: the operation; the ticket that was being served, or None for all that it took; the
+                exception.
 
         Raises:
-            InDoubt: whether the place of one was given back cannot be judged now. Then this is to be called again.
+            InDoubt: whether the place of one was given back cannot be judged now.
         """
-        words, left, is_broken = self.words, list[Aside](), False
-        taken = (
-            [aside] if aside is not None else [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
-        )
-        if taken and not isinstance(error, (_Again, _NoLease)) and not passed_a_handler(error.__traceback__):
-            tries = taken[0].tries + 1
-            is_broken = tries >= _TRIES or not _may_pass(error)
-        else:
-            tries = taken[0].tries if taken else 0
+        _, operation, aside, error = entry
+        words, left = self.words, list[Aside]()
+        taken = [aside] if aside else [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
+        is_failure = not (isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__))
+        tries = taken[0].tries + is_failure if taken else 0
+        is_broken = is_failure and (tries >= _TRIES or not _may_pass(error))
         for each in taken:
             if each is taken[0] and is_broken:
                 self._end(each, _UNDECODABLE)
@@ -510,10 +509,11 @@ class GetEnd:
             else:
                 self._end(each, _LOST)
         before = error.before if isinstance(error, _Again) else 0
-        waiting = (len(taken) if aside is None else operation.waiting) - len(taken) + len(left)
+        waiting = (operation.waiting if aside else len(taken)) - len(taken) + len(left)
         if left and left[0] is taken[0]:
             left[0].tries, left[0].before = tries, before
-        operation.waiting = waiting  # from here on there is no call
+        del entry[:]  # from here on there is no call
+        operation.waiting = waiting
         if before:
             self._queue.aside += left
         else:
@@ -546,11 +546,13 @@ class GetEnd:
         if fate == _LOST:
             self.lost += 1
 
-    def _end_aside(self, aside: Aside, fate: int) -> None:
+    def _end_aside(self, entry: list[Any]) -> None:
         """The same for one that had been set aside."""
+        _, aside, fate = entry
         self._end(aside, fate)
+        del entry[:]  # with no call since the ticket went
         operation = aside.operation
-        operation.waiting -= 1  # with no call since the ticket went
+        operation.waiting -= 1
         if not operation.waiting:
             self._spare[operation.size] += (operation,)
 
@@ -559,11 +561,11 @@ class GetEnd:
         queue.take_up()
         while queue.aside:
             aside = queue.aside[0]
-            ending = partial(self._end_aside, aside, fate)
-            if queue.aside and queue.aside[0] is aside:  # else another thread, or a handler, serves it
-                del queue.aside[0]
-                queue.unfinished += (ending,)  # with no call since the look
-                queue.take_up()
+            del queue.aside[0]
+            queue.unfinished += (
+                [self._end_aside, aside, fate],
+            )  # with no call since the loop asked whether there is one
+            queue.take_up()
 
     def give_up(self) -> None:
         """This process gets no more: what was set aside is lost, and counted, as if it had died."""
@@ -597,7 +599,8 @@ class GetEnd:
                 return self._serve(aside, decode, lease_from)
             except BaseException as error:
                 if process == queue.process:
-                    queue.finish(partial(self._see_to, aside.operation, aside, error))
+                    queue.unfinished += ([self._see_to, aside.operation, aside, error],)  # before any call
+                    queue.take_up()
                 raise
         return _NOTHING
 

@@ -99,7 +99,7 @@ class OpenQueue:
         handle: what attachment.queues has, as long as the queue is open here.
         process: this one. It differs after a fork within a put or a get.
         operations: all that this process has for the queue.
-        unfinished: what finishes what exceptions ended, and raises InDoubt as long as that cannot be judged.
+        unfinished: what exceptions ended: an entry has the function that finishes it and empties the entry, and what it needs.
         aside: tickets that gets of this process took and did not complete. The next gets serve them, before others.
         tasks: which of its messages are not dealt with, if it can be joined.
     """
@@ -127,7 +127,7 @@ class OpenQueue:
         self.process = os.getpid()
         self.tickets.turn = _Turn(self.rows, self.record.turn)
         self.operations: list[Operation] = []
-        self.unfinished: list[Callable[[], None]] = []
+        self.unfinished: list[list[Any]] = []
         self.aside: list[Aside] = []
         self.tasks = Tasks(self.rows, self.record, self.operations)
 
@@ -164,22 +164,18 @@ class OpenQueue:
         except SharedMemoryError:
             return None
 
-    def finish(self, finishes: Callable[[], None]) -> None:
-        """Finish what an exception ended: now, or if that cannot be judged now, at the next put or get."""
-        self.unfinished.append(finishes)
-        self.take_up()
-
     def take_up(self) -> None:
         """Finish what exceptions ended, as far as it can be judged now."""
         for _ in range(len(self.unfinished)):
             if not self.unfinished:  # another thread takes it up
                 return
-            finishes = self.unfinished[0]
+            entry = self.unfinished[0]
             del self.unfinished[0]
             try:
-                finishes()
+                if entry:
+                    entry[0](entry)
             except BaseException as error:
-                self.unfinished.append(finishes)
+                self.unfinished.append(entry)
                 if not isinstance(error, InDoubt):
                     raise
 

@@ -12,7 +12,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -135,7 +134,8 @@ class PutEnd:
             self._send(operation, word, generation)
         except BaseException:
             if process == queue.process:  # else of a fork within: what it was about is the parent's to do
-                queue.finish(partial(self._finish, operation))
+                queue.unfinished += ([self._finish, operation],)  # before any call
+                queue.take_up()
             raise
         counted = operation.messages = operation.messages + 1
         words[operation.counters] = counted
@@ -231,7 +231,8 @@ class PutEnd:
             count = len(tickets)
         except BaseException:
             if process == queue.process:  # as in put
-                queue.finish(partial(self._finish, operation))
+                queue.unfinished += ([self._finish, operation],)  # before any call
+                queue.take_up()
             raise
         operation.messages += count
         operation.nbytes += nbytes
@@ -280,11 +281,13 @@ class PutEnd:
                 except BaseException:  # seen to before anybody forks
                     is_seen_to = True
                     if process == queue.process:
-                        queue.finish(partial(self._finish, operation))
+                        queue.unfinished += ([self._finish, operation],)  # before any call
+                        queue.take_up()
                     raise
         except BaseException as error:
             if not is_seen_to and process == queue.process:
-                queue.finish(partial(self._finish, operation))
+                queue.unfinished += ([self._finish, operation],)  # before any call
+                queue.take_up()
             if isinstance(error, _MayNotLeave):
                 return False
             raise
@@ -488,12 +491,16 @@ class PutEnd:
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
         return f"{waiting} {what}; {self.attachment.describe_holders()}"
 
-    def _finish(self, operation: Operation) -> None:
+    def _finish(self, entry: list[Any]) -> None:
         """Finish what an exception ended.
 
+        Args:
+            entry: of ``unfinished``: the operation.
+
         Raises:
-            InDoubt: whether its ticket or its credit was given cannot be judged now. Then this is to be called again.
+            InDoubt: whether its ticket or its credit was given cannot be judged now.
         """
+        operation: Operation = entry[1]
         words, blocks, spare = self.words, operation.blocks, self._spare[operation.size]
         named = {ticket >> 32 for ticket in words[operation.ticket : operation.ticket + operation.size]}
         if operation.block:
@@ -510,6 +517,7 @@ class PutEnd:
         for each in record.each():  # credits and tickets, as far as they were not given
             self.attachment.recovery.finish_put(self._queue.handle, self.rows.index, each, frees=not is_held)
         self._settle_handover(operation)
+        del entry[:]  # from here on there is no call
         spare += (operation,)
 
     def _give_unused(self, operation: Operation, start: int, stop: int) -> None:
