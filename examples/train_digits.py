@@ -46,7 +46,7 @@ def main(epochs: int) -> None:
     learn, test = data()
     ctx = tp.get_context("fork")
     stock, stock_seconds = train(learn, epochs, multiprocessing_context="fork")
-    ours, our_seconds = train(learn, epochs, multiprocessing_context=ctx, collate_fn=ctx.collate)
+    ours, our_seconds = train(learn, epochs, multiprocessing_context=ctx)
     images, labels = next(iter(DataLoader(test, len(test))))
     accuracy = (ours(images).argmax(1) == labels).float().mean()
     same = all(torch.equal(one, other) for one, other in zip(stock.parameters(), ours.parameters(), strict=True))
