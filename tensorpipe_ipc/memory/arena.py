@@ -170,7 +170,7 @@ class Arena(Extents):
         self._mine: dict[int, _Mine] = {}  # by unit: extents of which any block is in the lists
         self._purse = self._machine = self._grown = 0
         self._claiming, self._sweeping = {}, set()
-        self._window, self._growing = threading.RLock(), threading.RLock()
+        self._window = threading.RLock()
         self._hazard = 0
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
 
@@ -505,49 +505,46 @@ class Arena(Extents):
 
     def _has_pages(self, block: int, kind: int, growth: int, force: bool) -> bool:
         """Have memory for what is to be written into a block that is WRITING. False: there is no room."""
-        with self._growing:
-            if kind <= self.whole:
-                size = 1 << kind
-                if self._purse < size:
-                    for nbytes in (max(PURSE, self.segment.page), size):
-                        if self._has_room(nbytes, force):
-                            self._purse += nbytes
-                            self._count_growth(nbytes)
-                            break
-                    else:
-                        return False
-                self._purse -= size
-                return True
-            written = (block >> 3) + WRITTEN
-            have = self.words[written]
-            if growth <= have:
-                return True
-            return self._grow(block, have, growth, force)
+        if kind > self.whole:
+            have = self.words[(block >> 3) + WRITTEN]
+            return growth <= have or self._grow(block, have, growth, force)
+        size = 1 << kind
+        if self._purse < size:
+            for nbytes in (max(PURSE, self.segment.page), size):
+                if self._has_room(nbytes, force):
+                    self._purse += nbytes
+                    self._count_growth(nbytes)
+                    break
+            else:
+                return False
+        self._purse -= size
+        return True
 
     def _grow(self, block: int, have: int, wanted: int, force: bool) -> bool:
         """Make pages of a block, once there is room for them, also beside what others are about to make.
 
         What is made is told step by step: an exception, or a kill, may end it, and then others look for what lies there.
+        Threads do so at the same time. Each changes its part of the row's word without a call.
         """
         words, row, written = self.words, self.rows.index, (block >> 3) + WRITTEN
-        reserved = row_word(row) + RESERVED
-        before = words[reserved]
+        reserved, left = row_word(row) + RESERVED, wanted - have
+        words[reserved] += left
         try:
-            words[reserved] = before + wanted - have
-            if not self._has_room(wanted - have, force):
+            if not self._has_room(left, force, counted=left):
                 return False
             for first in range(have, wanted, STEP):
-                last = min(first + STEP, wanted)
-                self._count_growth(last - first)
-                if not self.segment.reserve(block + first, block + last):
+                step = min(STEP, wanted - first)
+                self._count_growth(step)
+                if not self.segment.reserve(block + first, block + first + step):
                     words[written] = have
                     return False
-                words[written] = last
-                words[reserved] = before + wanted - last
+                words[written] = first + step
+                words[reserved] -= step
+                left -= step
             return True
         finally:
             if row == self.rows.index:  # and not in a child that was forked meanwhile
-                words[reserved] = before
+                words[reserved] -= left
                 self._punch_untold(block, wanted)
 
     def _punch_untold(self, block: int, nbytes: int) -> None:
@@ -561,7 +558,11 @@ class Arena(Extents):
             self._grown = 0
             self.words[GROWN] = 1
 
-    def _has_room(self, nbytes: int, force: bool) -> bool:
+    def _has_room(self, nbytes: int, force: bool, *, counted: int = 0) -> bool:
+        """
+        Args:
+            counted: bytes of them that the own row says already that it is about to get.
+        """
         if self._machine < nbytes or nbytes >= WORTH:
             self._machine = min(headroom(), max(ALLOWANCE, nbytes))
             if self._machine < nbytes:
@@ -572,16 +573,16 @@ class Arena(Extents):
             room = self.capacity - self.segment.resident()
             if room < nbytes:
                 return False
-            if room - self._reserved() >= nbytes:
+            if room - self._reserved() + counted >= nbytes:
                 return True
             sleep(pause)
         return False
 
     def _reserved(self) -> int:
-        """Return bytes that others are about to get."""
+        """Return bytes that processes are about to get, this one's threads included."""
         total = 0
         for row in self.rows.used():
-            nbytes = self.words[row_word(row) + RESERVED] if row != self.rows.index else 0
+            nbytes = self.words[row_word(row) + RESERVED]
             if nbytes and self.rows.is_alive(row):
                 total += nbytes
         return total
