@@ -83,7 +83,7 @@ __all__ = [
     "tear_what_comes",
     "tell",
     "warn_of_page_locks_anew",
-    "while_blocks_are_withdrawn",
+    "while_extents_are_taken",
     "zeros_without_memory",
 ]
 
@@ -169,7 +169,13 @@ def look_for_idle(arena: Arena) -> None:
 
 def give_up_free_extents(arena: Arena) -> None:
     """Have an arena give up its free extents, and no other memory, as one that lacks addresses does."""
-    arena._take(arena._withdraw())
+    arena._take(
+        [
+            (start, kind, units)
+            for start, kind, units, row in arena.all_extents()
+            if row == arena.rows.index and arena._is_free(start, kind, units)
+        ]
+    )
 
 
 def take_all_extents(arena: Arena) -> None:
@@ -178,19 +184,19 @@ def take_all_extents(arena: Arena) -> None:
 
 
 @contextlib.contextmanager
-def while_blocks_are_withdrawn(action: Callable[[], object]) -> Iterator[None]:
-    """Act once as another thread could, when an arena has chosen extents and is about to take their blocks out of its lists."""
-    removed, done = arena_module._removed, list[bool]()
+def while_extents_are_taken(action: Callable[[], object]) -> Iterator[None]:
+    """Act once as another thread could, when an arena has chosen extents and is about to take them."""
+    take, done = arena_module.Arena._take, list[bool]()
 
-    def act_first(blocks: Any, units: Any) -> list[int]:
-        if units and not done:
+    def act_first(arena: Arena, wanted: Any) -> Any:
+        if wanted and not done:
             done.append(True)
             action()
-        return removed(blocks, units)
+        return take(arena, wanted)
 
-    with mock.patch.object(arena_module, "_removed", act_first):
+    with mock.patch.object(arena_module.Arena, "_take", act_first):
         yield
-    assert done, "no blocks were withdrawn"
+    assert done, "no extents were taken"
 
 
 def set_lease_budget(leases: Leases, nbytes: int) -> None:
@@ -321,8 +327,8 @@ def is_in_use(end: Any) -> bool:
 
 
 def lists_of(arena: Arena) -> tuple[Any, ...]:
-    """Return an arena's lists of blocks: free, fresh, taken last, taken before; and by unit, what they have of an extent."""
-    return arena.free, arena._fresh, arena.recent, arena._older, arena._mine
+    """Return an arena's lists of blocks: free, fresh, taken last, taken before."""
+    return arena.free, arena._fresh, arena.recent, arena._older
 
 
 def log_of(tickets: TokenPipe) -> int:

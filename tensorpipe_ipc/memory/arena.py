@@ -34,14 +34,13 @@ FREE to WRITING. So a block has one owner and one writer, and no process needs c
 generation goes up each time the block is queued. A ticket is (block, generation), so one look at the state tells whether a
 ticket was given, is late or is foreign. A generation comes round after 2 ** 32 messages in one block.
 
-**Allocation** is private to the owner, in plain Python data: lists of free blocks by kind, the most recently freed first. A
-copy into warm memory is five times as fast as into fresh memory. Code without a call is one step for threads and signal
-handlers, and an entry belongs to the thread that has taken it out. A block is in one of four lists, or in a thread's hands:
-``free``; ``_fresh``, whose blocks cost nothing or little yet; ``recent`` and ``_older``, whose blocks were taken, and will be
-freed by the processes that have them. A signal handler's exception must not lose a block on the way. So no call comes between
-the moment when an entry leaves a list and the moment when it is in another list, or WRITING and known to its taker. Nothing
-tells the lists that a block is free: its state does, and ``reclaim_freed`` finds it. extents.py tells what happens to blocks
-that another process has taken.
+**Allocation** is private to the owner, in plain Python data: lists of blocks by kind, the most recently freed first. A copy
+into warm memory is five times as fast as into fresh memory. ``free`` has blocks that are thought to be free, ``_fresh`` those
+that cost nothing or little yet. ``recent`` and ``_older`` have blocks that were taken, and will be freed by the processes that
+have them. *The lists are hints.* A block's extent and state say whether it may be taken, and they are looked at when it is
+(``_start``), with no call before it is WRITING: so a thread or a signal handler sees it before or after that. An entry may be
+too many, as another process has taken the extent, or missing, as an exception came. ``reclaim`` makes the lists anew by the
+states of all own blocks, when there is no room, and when extents have changed hands.
 
 **Memory** is what ``Segment.resident`` says: pages. A block may need pages that it has not had since they were last punched
 out. Before it gets them, they are held against ``capacity``, against what the machine's cgroups leave (headroom.py), and
@@ -57,13 +56,12 @@ free and unused for some seconds is given back by the next process that allocate
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
 import threading
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Container, Iterator
 from multiprocessing import context
 from time import monotonic, sleep
 from typing import Any
@@ -139,7 +137,7 @@ class Arena(Extents):
 
     Attributes:
         writing, held: the low half of a block's state while this process writes or holds it.
-        free: by kind, blocks that are thought to be free, and this process's.
+        free: by kind, blocks that are thought to be free.
         recent: by kind, blocks that this process took last.
         own: by kind, what an extent's word is while it is this process's.
         whole: the largest kind that is no larger than a page.
@@ -167,7 +165,6 @@ class Arena(Extents):
         self._fresh: defaultdict[int, list[int]] = defaultdict(list)
         self.recent: defaultdict[int, deque[int]] = defaultdict(deque)
         self._older: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._mine: dict[int, _Mine] = {}  # by unit: extents of which any block is in the lists
         self._purse = self._machine = self._grown = 0
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
@@ -206,8 +203,8 @@ class Arena(Extents):
             for word in range(max(first, start >> 3), stop >> 3):
                 self.words[word] = 0  # the dead one's
         self.words[row_word(row) + RESERVED] = 0
-        for start, kind, units in self._extents(row):
-            self._has(start, kind, units)
+        for extent in self._extents(row):
+            self._has(*extent)
 
     # ---- allocation ----
 
@@ -234,8 +231,8 @@ class Arena(Extents):
         block = self._allocate(kind, growth, force, taker)
         if not block and not collected:
             self.reclaim()
-            if self._trim(growth):
-                block = self._allocate(kind, growth, force, taker)
+            self._trim(growth)
+            block = self._allocate(kind, growth, force, taker)
         return block
 
     def check(self, nbytes: int) -> None:
@@ -254,32 +251,29 @@ class Arena(Extents):
         taker = Taker() if taker is None else taker
         if kind > QUICK:
             self.reclaim_freed(kind)  # what was freed last is warm; it costs less than a copy of so much
-        lost = 0
+        stale = 0
         while True:
             source = self._next(kind)
             if not source:
                 if not self._has_room(growth if kind > self.whole else 1 << kind, force) or not self._claim(kind):
                     return 0
                 continue
-            done, block = False, 0
+            block = self._start(source, kind, taker)
+            if not block:
+                stale += 1
+                if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
+                    self.reclaim({kind})
+                continue
+            done = False
             try:
-                block = self._start(source, kind, taker)
-                done = not block or (source is self.free[kind] and kind <= self.whole)
-                done = done or self._has_pages(block, kind, growth, force)
+                done = (source is self.free[kind] and kind <= self.whole) or self._has_pages(block, kind, growth, force)
             finally:
-                if not done and taker.block:  # as ``discard``, with no call
-                    block, taker.block = taker.block, 0
-                    if self.words[block >> 3] & _ROW == self.writing & _ROW != 0:
-                        self.words[block >> 3] &= ~HOLDER
-                        source += (block,)
+                if not done:
+                    taker.block = 0
+                    self.discard(block)
+                    source.append(block)
             if not done:
                 return 0
-            if not block:
-                lost += 1
-                # Others may have taken extents of millions of blocks, and one by one takes three times as long.
-                if lost == RECENT and len(self._lost(kind)) > len(self._mine) // 2:
-                    self._drop_lost(kind)
-                continue
             self.recent[kind].append(block)
             if source is self._fresh[kind] and kind <= self.whole:
                 self._stock(kind)
@@ -290,12 +284,12 @@ class Arena(Extents):
         return self.reclaim_freed(kind) or self._fresh[kind]
 
     def _start(self, blocks: list[int], kind: int, taker: Operation | Taker, at: int = -1) -> int:
-        """Have a free block of a list WRITING, if its extent still is this process's. (extents.py, "Changing hands").
+        """Have a block of a list WRITING, if it is free and its extent this process's. (extents.py, "Changing hands").
 
         Returns:
-            The block, which the taker has; 0: it is another's, and in no list any more. Or the list is empty.
+            The block, which the taker has; 0: it is not, and out of the list. Or the list is empty.
         """
-        words = self.words
+        words, started = self.words, 0
         with self._window:  # threads share this hazard; signal handlers do not come in here, where nothing is called
             try:
                 block = blocks[at]
@@ -303,18 +297,13 @@ class Arena(Extents):
             except IndexError:
                 return 0
             words[self._hazard] = block
-            mine = words[self.table + (block >> 20)] == self.own[kind]
-            if mine:
+            if words[self.table + (block >> 20)] == self.own[kind]:
                 state = words[block >> 3] or words[self._floors + (block >> 20)] << GENERATION_AT
-                words[block >> 3] = state & ~HOLDER | self.writing
-                taker.block = block
+                if not state & HOLDER:
+                    words[block >> 3] = state | self.writing
+                    taker.block = started = block
             words[self._hazard] = 0
-            if not mine and block >> 20 in self._mine:
-                self._mine[block >> 20].dropped += (block,)
-        if not mine:
-            self._forget_dropped(block >> 20)
-            return 0
-        return block
+        return started
 
     def _stock(self, kind: int) -> None:
         """A few more small blocks than are needed: so that not each put of a message that is taken at once has to reclaim.
@@ -330,8 +319,8 @@ class Arena(Extents):
                 self._start(fresh, kind, taker)
             finally:
                 if taker.block:
-                    self.words[taker.block >> 3] &= ~HOLDER
-                    free += (taker.block,)
+                    self.discard(taker.block)
+                    free.append(taker.block)
                     self._purse -= 1 << kind
 
     def discard(self, block: int) -> None:
@@ -368,134 +357,49 @@ class Arena(Extents):
     def _partition(self, kind: int, blocks: deque[int], looks: int) -> None:
         """Sort some blocks that were busy: those that are free go to the free ones.
 
-        So do those of an extent that another process has taken, as ``_start`` finds that out. Their state is not read. Where
-        the extent was given up, reading it would make a page that is nobody's.
+        Of an extent that another process has taken the states are not read, and its blocks dropped. Where it was given up,
+        reading would make a page that is nobody's.
         """
         words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):
             block = blocks[0]
-            del blocks[0]  # from here on no call, until that which puts it into a list again
-            if words[table + (block >> 20)] == own and words[block >> 3] & HOLDER:
-                blocks.append(block)
-            else:
-                free.append(block)
+            del blocks[0]
+            if words[table + (block >> 20)] == own:
+                (blocks if words[block >> 3] & HOLDER else free).append(block)
 
-    def reclaim(self) -> None:
-        """Look at every block in flight: for when there is no room."""
-        for kind in list(self.recent):
-            for blocks in (self.recent[kind], self._older[kind]):
-                if not self._any_free(kind, blocks):
-                    continue
-                with contextlib.suppress(IndexError):
-                    self._partition(kind, blocks, len(blocks))
-
-    def _any_free(self, kind: int, blocks: deque[int]) -> bool:
-        if len(blocks) <= RECENT:
-            return True  # it is as quick to sort them
-        places = np.array(blocks.copy(), np.int64)
-        if (self.numbers[self.table + (places >> 20)] != self.own[kind]).any():
-            return True
-        return bool(((self.numbers[places >> 3] & np.uint64(HOLDER)) == FREE).any())
-
-    # ---- what the lists say ----
-
-    def _has(self, start: int, kind: int, units: int) -> None:
-        """Sort the blocks of an extent that has become ours. They are cold, so they come last."""
-        count = self._blocks_in(kind, units)
-        mine = _Mine(kind, count)
-        every = start + (np.arange(count) << kind)
-        blocks, states = self.states(start, kind, units)
-        held = (states & np.uint64(HOLDER)) != FREE
-        busy, free = blocks[held].tolist(), blocks[~held & (states != 0)].tolist()
-        written = np.zeros(units * UNIT >> kind, np.bool_)
-        written[(blocks[states != 0] - start) >> kind] = True
-        fresh = every[~written[:count]][::-1].tolist()
-        self._mine[start >> 20] = mine  # from here on no call
-        self._older[kind] += busy
-        self.free[kind][:0] = free
-        self._fresh[kind][:0] = fresh
-
-    def _blocks_in(self, kind: int, units: int) -> int:
-        spared = self.segment.page if kind <= self.whole else 0  # a hole: extents.py, "Walking"
-        return units * UNIT - spared >> kind
-
-    def _forget_dropped(self, unit: int) -> None:
-        """See whether all blocks are out of the lists, of an extent which another process has taken."""
-        mine = self._mine.get(unit)
-        if mine is not None and len(mine.dropped) >= mine.blocks:
-            self._mine.pop(unit, None)
-
-    def _may_have(self, unit: int, units: int) -> bool:
-        for each in range(unit, unit + units):
-            mine = self._mine.get(each)
-            if mine is not None:
-                self._drop_lost(mine.kind)
-                self._forget_dropped(each)
-        return not any(each in self._mine for each in range(unit, unit + units))
-
-    def _lost(self, kind: int) -> set[int]:
-        """Return the units of extents of a kind which others have taken, and of which blocks are in the lists."""
-        own = self.own[kind]
-        return {
-            unit
-            for unit in list(self._mine)  # not its items: to make their tuples may collect garbage, and that may put
-            if (mine := self._mine.get(unit)) and mine.kind == kind and self.words[self.table + unit] != own
-        }
-
-    def _drop_lost(self, kind: int) -> None:
-        """Drop all blocks of a kind that are of extents which others have taken."""
-        lost = self._lost(kind)
-        for blocks in self._lists(kind):
-            removed = _removed(blocks, lost)
-            try:
-                while removed:
-                    unit = removed[-1] >> 20
-                    if unit in self._mine:
-                        self._mine[unit].dropped += (removed[-1],)
-                    del removed[-1]
-            finally:
-                blocks.extend(removed)  # what an exception left
-        for unit in lost:
-            self._forget_dropped(unit)
-
-    def _withdraw(self, only: Collection[int] | None = None, *, busy: bool = False) -> list[Extent]:
-        """Take own extents of which all blocks are free out of the lists. They are to be taken anew, or given up.
+    def reclaim(self, kinds: Collection[int] | None = None) -> None:
+        """Make the lists anew by the states of all own blocks: when there is no room, or extents have changed hands.
 
         Args:
-            only: units of extents that are wanted; None: all.
-            busy: those of which some blocks are not free, too.
+            kinds: those whose lists; None: all.
         """
-        found = list[Extent]()
-        if only is not None and not only:
-            return found
-        for kind in {mine.kind for mine in list(self._mine.values())}:
-            self._drop_lost(kind)
-            lists = self._lists(kind) if busy else (self.free[kind], self._fresh[kind])
-            whole = {
-                unit
-                for unit, count in _units(lists).items()
-                if unit in self._mine and count == self._mine[unit].blocks and (only is None or unit in only)
-            }
-            removed, gone, units = list[_Removed](), set[int](), max(1, (1 << kind) >> 20)
-            try:
-                for blocks in lists if whole else ():
-                    removed += ((blocks, _removed(blocks, whole)),)
-                taken = _units([entries for _, entries in removed])
-                # Another thread may have dropped one meanwhile, which another process has taken.
-                for unit in {
-                    unit for unit in whole if unit in self._mine and self._mine[unit].blocks == taken.get(unit)
-                }:
-                    gone |= {unit}  # no call from here on
-                    del self._mine[unit]
-                    found += ((unit << 20, kind, units),)
-                _put_back(removed, gone)
-            except BaseException:
-                _put_back(removed, gone)
-                raise
-        return found
+        found: defaultdict[int, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        for start, kind, units in reversed(list(self._extents(self.rows.index))):  # so that the first is used first
+            if kinds is None or kind in kinds:
+                for blocks, some in zip(found[kind], self._sorted(start, kind, units), strict=True):
+                    blocks += some
+        for kind in {*found, *self.free} if kinds is None else kinds:
+            free, fresh, busy = found[kind]
+            self.recent[kind].clear()
+            self.free[kind][:], self._fresh[kind][:], self._older[kind] = free, fresh, deque(busy)
 
-    def _lists(self, kind: int) -> tuple[list[int] | deque[int], ...]:
-        return self.free[kind], self._fresh[kind], self.recent[kind], self._older[kind]
+    def _has(self, start: int, kind: int, units: int) -> None:
+        free, fresh, busy = self._sorted(start, kind, units)
+        self.free[kind] += free
+        self._fresh[kind] += fresh
+        self._older[kind] += busy
+
+    def _sorted(self, start: int, kind: int, units: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the blocks of an extent that are free, those that cost nothing or little yet, and those that are busy."""
+        is_small = kind <= self.whole
+        count = units * UNIT - (self.segment.page if is_small else 0) >> kind  # a hole: extents.py, "Walking"
+        blocks, states = self.states(start, kind, units)
+        held = (states & np.uint64(HOLDER)) != FREE
+        warm = states != 0 if is_small else self.numbers[(blocks >> 3) + WRITTEN] > self.segment.page
+        fresh = np.ones(units * UNIT >> kind, np.bool_)
+        fresh[(blocks[held | warm] - start) >> kind] = False
+        cold = start + (np.flatnonzero(fresh[:count])[::-1] << kind)
+        return blocks[~held & warm].tolist(), cold.tolist(), blocks[held].tolist()
 
     # ---- memory ----
 
@@ -591,19 +495,17 @@ class Arena(Extents):
         """Return bytes that have to be given back before there is room for so many."""
         return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), headroom())
 
-    def _trim(self, nbytes: int) -> bool:
-        """Give back memory of own free blocks, largest and coldest first, until there is room. Whether any was free."""
+    def _trim(self, nbytes: int) -> None:
+        """Give back memory of own free blocks, largest and coldest first, until there is room."""
         self._purse = self._machine = 0
-        tried, short = False, 0
+        short = 0
         for kind in sorted((kind for kind in list(self.free) if kind > self.whole), reverse=True):
             blocks = self.free[kind]
             for _ in range(len(blocks)):
                 # Not for each block: a look costs several times what it does to give one back.
-                if short <= 0 and (short := self._short_of(nbytes)) <= 0 and tried:
-                    return True
-                tried = True
+                if short <= 0 and (short := self._short_of(nbytes)) <= 0:
+                    return
                 short -= self._punch_out(blocks, kind)
-        return tried
 
     def _punch_out(self, blocks: list[int], kind: int) -> int:
         """Give back all of the first of some free blocks but the page with its state. Bytes."""
@@ -613,8 +515,8 @@ class Arena(Extents):
             return self.shrink(block) if block else 0
         finally:
             if taker.block:
-                self.words[taker.block >> 3] &= ~HOLDER
-                self._fresh[kind] += (taker.block,)
+                self.discard(taker.block)
+                self._fresh[kind].append(taker.block)
 
     def shrink(self, block: int) -> int:
         """Give back all of a block that this process has but the page with its state. Bytes. Its content nobody may need."""
@@ -634,6 +536,7 @@ class Arena(Extents):
         free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
         missed = set[int]()
+        self.reclaim()
         while (refused := self._collect(nbytes, missed)) - missed:
             missed |= refused
 
@@ -649,27 +552,27 @@ class Arena(Extents):
         # A fresh block's state, and the two words of its extent, may each make a page before there is a look at the room.
         kind, beside = size_class_of(nbytes), 3 * self.segment.page
         growth = self._growth(nbytes) + beside
-        self.reclaim()
         short, no_addresses = self._short_of(growth), not self._next(kind) and self._lacks_addresses(kind)
         if short <= 0 and not no_addresses:
             return set()
         self._punch_gaps()
         short = self._short_of(growth)
-        chosen = self._withdraw()
-        mine = set(chosen)
-        found, same = list[tuple[bool, int, bool, Extent]](), list[tuple[int, Extent]]()
+        found, same, chosen = list[tuple[bool, int, bool, Extent]](), list[tuple[int, Extent]](), list[Extent]()
         for start, kind_, units_, row, _ in self._words_of_extents():
             if start >> 20 not in missed:
                 extent, (blocks, states) = (start, kind_, units_), self.states(start, kind_, units_)
                 is_anothers = row != self.rows.index and self.rows.is_alive(row)
-                found.append((is_anothers, *self._free_memory(start, kind_, blocks, states), extent))
+                free, whole = self._free_memory(start, kind_, blocks, states)
+                found.append((is_anothers, free, whole, extent))
+                if whole and row == self.rows.index:
+                    chosen.append(extent)
                 if kind_ == kind:
                     same.append((int(np.count_nonzero(states & np.uint64(HOLDER))), extent))
-        more = list[Extent]()
+        mine, more = set(chosen), list[Extent]()
         if no_addresses:
             more += [extent for _, _, whole, extent in found if whole and extent not in mine]
             # And one whose free blocks are of the right size: what is free as a whole may not lie in a row, or there is none.
-            more += [extent for busy, extent in sorted(same)[:1] if 0 < busy < self._blocks_in(kind, extent[2])]
+            more += [extent for busy, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> kind]
         mine |= set(more)
         short -= sum(free for _, free, _, extent in found if extent in mine)
         others = [each for each in found if each[1] and each[3] not in mine]
@@ -678,7 +581,6 @@ class Arena(Extents):
                 if short > 0:
                     more.append(extent)
                     short -= free
-        self._withdraw({start >> 20 for start, _, _ in more}, busy=True)
         refused = self._take(chosen + more)
         self._trim(growth)
         return refused
@@ -720,14 +622,12 @@ class Arena(Extents):
     def trim(self) -> int:
         """Give back all free memory, whoever has it. Bytes."""
         before = self.segment.resident()
-        self.reclaim()
         self._purse = 0
         wanted = [
             (start, kind, units)
             for start, kind, units, *_ in self._words_of_extents()
             if any(self._free_memory(start, kind, *self.states(start, kind, units)))
         ]
-        self._withdraw({start >> 20 for start, _, _ in wanted}, busy=True)
         self._take(wanted)
         self._trim(1 << 62)
         self._punch_gaps()
@@ -764,8 +664,6 @@ class Arena(Extents):
             self.words[GROWN] = 1
         self._punch_gaps()
         if idle:
-            self.reclaim()
-            self._withdraw({start >> 20 for start, _, _ in idle}, busy=True)
             self._take(list(idle))
 
     # ---- the dead ----
@@ -811,7 +709,7 @@ class Arena(Extents):
         for start, kind, units in list(self._extents(row)):
             unit = start >> 20
             with self._alone(unit, units) as alone:
-                if alone and self.words[self.table + unit] & 0xFFFF == row + 1 and self._may_have(unit, 1):
+                if alone and self.words[self.table + unit] & 0xFFFF == row + 1:
                     self.words[self.table + unit] = self._own(kind, units)
                     self._has(start, kind, units)
 
@@ -843,67 +741,6 @@ class Arena(Extents):
             busy = (states != FREE) & (states != KEPT)
             rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
             yield rows, self.numbers[(blocks[busy] >> 3) + NBYTES]
-
-
-class _Mine:
-    """An extent with blocks in this process's lists.
-
-    Attributes:
-        blocks: how many it has.
-        dropped: those that are in no list any more, since another process has taken the extent.
-    """
-
-    __slots__ = ("blocks", "dropped", "kind")
-
-    def __init__(self, kind: int, blocks: int) -> None:
-        self.kind, self.blocks = kind, blocks
-        self.dropped: list[int] = []
-
-
-def _units(lists: Iterable[list[int] | deque[int]]) -> dict[int, int]:
-    """By unit, how many blocks of it are in any of these lists."""
-    return Counter(block >> 20 for blocks in lists for block in blocks.copy())
-
-
-_Removed = tuple["list[int] | deque[int]", list[int]]  # a list, and what was taken out of it
-
-
-def _put_back(removed: list[_Removed], gone: Collection[int]) -> None:
-    """Put back what was taken out of lists, but for the blocks of some units."""
-    while removed:
-        blocks, entries = removed[-1]
-        left = [block for block in entries if block >> 20 not in gone]
-        if isinstance(blocks, deque):
-            blocks += left
-        else:
-            blocks[:0] = left
-        del removed[-1]
-
-
-def _removed(blocks: list[int] | deque[int], units: Collection[int]) -> list[int]:
-    """Take the blocks of some units out of a list. Threads may use it meanwhile: each entry is in one place at a time."""
-    kept, removed = list[int](), list[int]()
-    if units:
-        try:
-            try:
-                for _ in range(len(blocks)):
-                    block = blocks[-1]
-                    del blocks[-1]
-                    if block >> 20 in units:
-                        removed += (block,)
-                    else:
-                        kept += (block,)
-            except IndexError:
-                pass
-            kept.reverse()
-            removed.reverse()
-        except BaseException:
-            kept += removed
-            raise
-        finally:
-            # No call: an exception behind it would lose what was removed.
-            blocks += kept  # type: ignore[operator]
-    return removed
 
 
 def size_class_of(nbytes: int) -> int:

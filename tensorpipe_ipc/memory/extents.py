@@ -21,8 +21,8 @@ get the extent. Before the owner writes the state of a free block, it takes thes
 
     owner                                        taker, which has the units' lock
     1  hazard = the block                        1  the extent's word = taker's row, in doubt
-    2  read the extent's word; not mine?         2  barrier: all that was stored before is seen now
-       then hazard = 0, and the block is dropped 3  read the hazards of all rows whose process lives
+    2  read extent's word and state; not mine,   2  barrier: all that was stored before is seen now
+       or not FREE? hazard = 0, drop the entry   3  read the hazards of all rows whose process lives
     3  block WRITING                                one in this extent? then leave the word as it is, for the next look
     4  hazard = 0                                4  the word, no longer in doubt: or 0, see below
 
@@ -39,8 +39,7 @@ process that the kernel does not let register stores ``apart`` in the segment's 
 before it goes on. A taker reads ``apart`` after its quick barrier, and takes a slow one if it is set. If the taker reads 0,
 every process saw its step 1 before the other's slow barrier was over. So that process's step 2 sees it, whatever it does later.
 
-An owner discovers its losses gradually, block by block. It does not claim a unit again until it has dropped each block of the
-lost extent, or searched its lists for them: an old entry of a list could pass for a new one.
+An owner discovers its losses gradually, block by block: steps 1 to 4 tell what an entry of its lists is worth.
 
 **Giving up.** An extent whose blocks are all FREE after step 3 stays so. Its *floor* rises above the generations of all its
 blocks, its pages are punched out, and last its word becomes 0. Then its addresses belong to any process, for any kind of
@@ -71,7 +70,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -116,12 +115,12 @@ class Extents:
 
     # ---- what the arena knows ----
 
-    def _may_have(self, unit: int, units: int) -> bool:
-        """Return whether nothing is left of when this process had any of these units before."""
-        raise NotImplementedError
-
     def _has(self, start: int, kind: int, units: int) -> None:
         """An extent has become this process's; its word says so."""
+        raise NotImplementedError
+
+    def reclaim(self, kinds: Collection[int]) -> None:
+        """Extents of these kinds have become this process's, or free units."""
         raise NotImplementedError
 
     # ---- claiming ----
@@ -150,7 +149,7 @@ class Extents:
     def _claim_at(self, unit: int, units: int, kind: int) -> bool:
         """Make these units an extent, unless they are none that are free, or somebody else is at them. Whether they are."""
         with self._alone(unit, units) as alone:
-            if not alone or self._gap(unit, units) != unit or not self._may_have(unit, units):
+            if not alone or self._gap(unit, units) != unit:
                 return False
             self.words[self.table + unit] = self._own(kind, units)
             self._has(unit * UNIT, kind, units)
@@ -222,7 +221,9 @@ class Extents:
             The units of those that somebody else is at.
         """
         step = -(-len(wanted) // (1 if self.words[APART] else _PARTS)) or 1
-        return set[int]().union(*(self._take_some(wanted[i : i + step]) for i in range(0, len(wanted), step)))
+        missed = set[int]().union(*(self._take_some(wanted[i : i + step]) for i in range(0, len(wanted), step)))
+        self.reclaim({kind for _, kind, _ in wanted})
+        return missed
 
     def _take_some(self, wanted: Sequence[Extent]) -> set[int]:
         missed = {start >> 20 for start, *_ in wanted}
@@ -241,13 +242,12 @@ class Extents:
                     continue
                 self._punch_free(start, kind, units)
                 self.words[self.table + (start >> 20)] = self._own(kind, units)
-                self._has(start, kind, units)
         return missed
 
     def _mark(self, held: contextlib.ExitStack, start: int, kind: int, units: int) -> bool:
         """Have the word of an extent say that it is this row's, in doubt, and keep others from it."""
         unit = start >> 20
-        if not held.enter_context(self._alone(unit, units)) or not self._may_have(unit, 1):
+        if not held.enter_context(self._alone(unit, units)):
             return False
         if self.words[self.table + unit] & _SHAPE != units << 32 | kind << 16:
             return False  # it has been given up meanwhile

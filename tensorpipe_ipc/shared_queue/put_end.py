@@ -393,10 +393,12 @@ class PutEnd:
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard
             words[hazard] = block
-            if words[arena.table + (block >> 20)] == arena.own[kind] and (
-                kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER
+            if (
+                words[arena.table + (block >> 20)] == arena.own[kind]
+                and not words[word] & HOLDER
+                and (kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER)
             ):
-                words[word] = words[word] & ~HOLDER | arena.writing
+                words[word] |= arena.writing
                 taker.block = block
                 words[hazard] = 0
                 arena.recent[kind].append(block)

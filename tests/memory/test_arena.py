@@ -21,7 +21,7 @@ from inside import (
     look_for_idle,
     make_look_due,
     take_all_extents,
-    while_blocks_are_withdrawn,
+    while_extents_are_taken,
 )
 
 import tensorpipe_ipc.memory.arena
@@ -531,7 +531,7 @@ def test_a_thread_drops_what_another_process_took_while_one_looks_for_free_exten
         theirs.append(other.allocate(400))
         ours.append(arena.allocate(400))
 
-    with while_blocks_are_withdrawn(take_and_drop):
+    with while_extents_are_taken(take_and_drop):
         arena.trim()
     assert theirs[0] == first_unit_of(arena) * UNIT
     assert [step(arena, block) for block in theirs + ours] == [WRITING, WRITING]

@@ -75,7 +75,7 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(
         arena.discard(arena.allocate(size + 64))
         arena.reclaim()
         if memory == "fresh":
-            free, fresh, _, older, _ = lists_of(arena)
+            free, fresh, _, older = lists_of(arena)
             fresh[kind].append(free[kind].pop())
             free[kind].clear()
             older[kind].clear()
