@@ -230,7 +230,7 @@ class Arena(Extents):
         self.mind_idle()
         block = self._allocate(kind, growth, force, taker)
         if not block and not collected:
-            self.reclaim()
+            self.reclaim(self._useful(kind))
             self._trim(growth)
             block = self._allocate(kind, growth, force, taker)
         return block
@@ -251,33 +251,29 @@ class Arena(Extents):
         taker = Taker() if taker is None else taker
         if kind > QUICK:
             self.reclaim_freed(kind)  # what was freed last is warm; it costs less than a copy of so much
-        stale = 0
+        is_small, stale = kind <= self.whole, 0
         while True:
             source = self._next(kind)
             if not source:
-                if not self._has_room(growth if kind > self.whole else 1 << kind, force) or not self._claim(kind):
+                if not self._has_room(1 << kind if is_small else growth, force) or not self._claim(kind):
                     return 0
                 continue
-            block = self._start(source, kind, taker)
-            if not block:
-                stale += 1
-                if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
-                    self.reclaim({kind})
-                continue
-            done = False
-            try:
-                done = (source is self.free[kind] and kind <= self.whole) or self._has_pages(block, kind, growth, force)
-            finally:
-                if not done:
-                    taker.block = 0
-                    self.discard(block)
-                    source.append(block)
-            if not done:
+            is_fresh = source is self._fresh[kind]
+            if is_small and is_fresh and not self._has_purse(1 << kind, force):  # first: its state makes a page
                 return 0
-            self.recent[kind].append(block)
-            if source is self._fresh[kind] and kind <= self.whole:
-                self._stock(kind)
-            return block
+            block = self._start(source, kind, taker)
+            if block and (is_small or self._has_pages(block, growth, force, taker)):
+                self.recent[kind].append(block)
+                if is_small and is_fresh:
+                    self._purse -= 1 << kind
+                    self._stock(kind)
+                return block
+            if block:
+                source.append(block)
+                return 0
+            stale += 1
+            if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
+                self.reclaim({kind})
 
     def _next(self, kind: int) -> list[int]:
         """Return a list whose last block is thought to be free; an empty one: there is none."""
@@ -298,7 +294,7 @@ class Arena(Extents):
                 return 0
             words[self._hazard] = block
             if words[self.table + (block >> 20)] == self.own[kind]:
-                state = words[block >> 3] or words[self._floors + (block >> 20)] << GENERATION_AT
+                state = words[block >> 3] or words[self.floors + (block >> 20)] << GENERATION_AT
                 if not state & HOLDER:
                     words[block >> 3] = state | self.writing
                     taker.block = started = block
@@ -343,10 +339,7 @@ class Arena(Extents):
         free, recent, old = self.free[kind], self.recent[kind], self._older[kind]
         try:
             while len(recent) > RECENT:
-                # Not in one with its removal: a tuple that is made may have garbage collected, and a finalizer may put.
-                block = recent[0]
-                del recent[0]
-                old.append(block)
+                old.append(recent.popleft())
             self._partition(kind, recent, len(recent))
             if old:
                 self._partition(kind, old, min(len(old), 4))
@@ -362,8 +355,7 @@ class Arena(Extents):
         """
         words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):
-            block = blocks[0]
-            del blocks[0]
+            block = blocks.popleft()
             if words[table + (block >> 20)] == own:
                 (blocks if words[block >> 3] & HOLDER else free).append(block)
 
@@ -383,6 +375,10 @@ class Arena(Extents):
             self.recent[kind].clear()
             self.free[kind][:], self._fresh[kind][:], self._older[kind] = free, fresh, deque(busy)
 
+    def _useful(self, kind: int) -> set[int]:
+        """Return which kinds' free blocks help where a block of some kind is wanted: those that can be punched out, too."""
+        return {kind, *(each for each in list(self.free) if each > self.whole)}
+
     def _has(self, start: int, kind: int, units: int) -> None:
         free, fresh, busy = self._sorted(start, kind, units)
         self.free[kind] += free
@@ -395,7 +391,7 @@ class Arena(Extents):
         count = units * UNIT - (self.segment.page if is_small else 0) >> kind  # a hole: extents.py, "Walking"
         blocks, states = self.states(start, kind, units)
         held = (states & np.uint64(HOLDER)) != FREE
-        warm = states != 0 if is_small else self.numbers[(blocks >> 3) + WRITTEN] > self.segment.page
+        warm = (self.numbers[(blocks >> 3) + WRITTEN] > self.segment.page) | is_small
         fresh = np.ones(units * UNIT >> kind, np.bool_)
         fresh[(blocks[held | warm] - start) >> kind] = False
         cold = start + (np.flatnonzero(fresh[:count])[::-1] << kind)
@@ -407,22 +403,26 @@ class Arena(Extents):
         """Return bytes of pages that so many bytes of metadata and payload lie on."""
         return -(-(nbytes + HEADER) // self.segment.page) * self.segment.page
 
-    def _has_pages(self, block: int, kind: int, growth: int, force: bool) -> bool:
-        """Have memory for what is to be written into a block that is WRITING. False: there is no room."""
-        if kind > self.whole:
-            have = self.words[(block >> 3) + WRITTEN]
-            return growth <= have or self._grow(block, have, growth, force)
-        size = 1 << kind
+    def _has_purse(self, size: int, force: bool) -> bool:
+        """Have memory for a small block that costs some."""
         if self._purse < size:
             for nbytes in (max(PURSE, self.segment.page), size):
                 if self._has_room(nbytes, force):
                     self._purse += nbytes
                     self._count_growth(nbytes)
                     break
-            else:
-                return False
-        self._purse -= size
-        return True
+        return self._purse >= size
+
+    def _has_pages(self, block: int, growth: int, force: bool, taker: Operation | Taker) -> bool:
+        """Have memory for what is to be written into a large block that is WRITING. False: there is no room, and it is FREE."""
+        have, done = self.words[(block >> 3) + WRITTEN], False
+        try:
+            done = growth <= have or self._grow(block, have, growth, force)
+            return done
+        finally:
+            if not done:
+                taker.block = 0
+                self.discard(block)
 
     def _grow(self, block: int, have: int, wanted: int, force: bool) -> bool:
         """Make pages of a block, once there is room for them, also beside what others are about to make.
@@ -536,7 +536,7 @@ class Arena(Extents):
         free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
         missed = set[int]()
-        self.reclaim()
+        self.reclaim(self._useful(size_class_of(nbytes)))
         while (refused := self._collect(nbytes, missed)) - missed:
             missed |= refused
 
@@ -588,6 +588,10 @@ class Arena(Extents):
     def _lacks_addresses(self, kind: int) -> bool:
         units = max(1, (1 << kind) >> 20)
         return self._gap(self._first_unit, units) + units > self._units
+
+    def is_for_tensors(self, block: int) -> bool:
+        """Return whether tensors may lie on a block. The upper half of the addresses is left to messages on their way."""
+        return block >> 20 < self._first_unit + self._units >> 1
 
     def why_no_room(self, nbytes: int) -> str:
         """Return what there is no room for, for people."""

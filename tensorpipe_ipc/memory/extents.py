@@ -108,7 +108,7 @@ class Extents:
         self.numbers: Words = segment.octets[: segment.size & -8].view(np.uint64)  # the words, for many at once
         self._units = segment.size // UNIT
         self.table = ROWS_END // 8
-        self._floors = self.table + self._units
+        self.floors = self.table + self._units
         self._first_unit = -(-(ROWS_END + 16 * self._units) // UNIT)
         self._claiming: dict[int, list[int]] = {}  # by unit: the thread, or interrupted code, that is at it
         self._sweeping: set[int] = set()  # dead rows that this process is at
@@ -120,7 +120,7 @@ class Extents:
         raise NotImplementedError
 
     def reclaim(self, kinds: Collection[int]) -> None:
-        """Extents of these kinds have become this process's, or free units."""
+        """Extents of these kinds have become this process's."""
         raise NotImplementedError
 
     # ---- claiming ----
@@ -221,11 +221,18 @@ class Extents:
             The units of those that somebody else is at.
         """
         step = -(-len(wanted) // (1 if self.words[APART] else _PARTS)) or 1
-        missed = set[int]().union(*(self._take_some(wanted[i : i + step]) for i in range(0, len(wanted), step)))
-        self.reclaim({kind for _, kind, _ in wanted})
+        missed, kept = set[int](), set[int]()
+        for i in range(0, len(wanted), step):
+            missed |= self._take_some(wanted[i : i + step], kept)
+        if kept:
+            self.reclaim(kept)
         return missed
 
-    def _take_some(self, wanted: Sequence[Extent]) -> set[int]:
+    def _take_some(self, wanted: Sequence[Extent], kept: set[int]) -> set[int]:
+        """
+        Args:
+            kept: gets the kinds of those that are not given up.
+        """
         missed = {start >> 20 for start, *_ in wanted}
         with contextlib.ExitStack() as held:
             marked = [extent for extent in wanted if self._mark(held, *extent)]
@@ -240,6 +247,7 @@ class Extents:
                 missed.discard(start >> 20)
                 if self._is_free(start, kind, units) and self._give_up(start, kind, units):
                     continue
+                kept.add(kind)
                 self._punch_free(start, kind, units)
                 self.words[self.table + (start >> 20)] = self._own(kind, units)
         return missed
@@ -278,7 +286,7 @@ class Extents:
 
     def _raise_floor(self, start: int, states: Words) -> None:
         """Have the blocks of an extent whose states are about to be punched out begin later than they ended."""
-        floor = self._floors + (start >> 20)
+        floor = self.floors + (start >> 20)
         self.words[floor] = max(self.words[floor], int((states >> _GENERATION_AT).max(initial=0)) + 1 & _HOLDER)
 
     def _punch_free(self, start: int, kind: int, units: int) -> None:
@@ -315,7 +323,7 @@ class Extents:
 
     def floor(self, block: int) -> int:
         """Return the generation at which a block begins that was never used, or whose page was punched out."""
-        return self.words[self._floors + (block >> 20)]
+        return self.words[self.floors + (block >> 20)]
 
     # ---- walking ----
 

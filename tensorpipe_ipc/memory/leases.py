@@ -24,9 +24,10 @@ which the lock of its fork marker is another's. A block whose message is just be
 that decodes it (``__setstate__``) may fork with its tensors in hand. Its array is kept until the get is over (``early``). Other
 blocks that are not HELD during a fork carry no tensors, and stay shared.
 
-**The bound.** A process has at most ``budget`` bytes under lease. And it makes no lease while the memory in use exceeds the
-arena's capacity, which happens when a message is placed in an empty queue although memory is short. So all leases of all
-processes together never pin more than the capacity.
+**The bound.** A process has at most ``budget`` bytes of pages under lease. And it makes no lease while the memory in use
+exceeds the arena's capacity, which happens when a message is placed in an empty queue although memory is short. So all leases
+of all processes together never pin more than the capacity. Nor do they take all addresses (``ulimit -v``): no tensor lies on
+the upper half of them, unless the user wants nothing but a lease. So messages always find addresses, and are copied there.
 
 **Signals and threads.** CPython looks for signals, and switches threads, after a call, on entering a function and on jumping
 back. It does not between a subscript, a comparison and a store or ``del``. So a look, and the store that depends on it, are
@@ -50,7 +51,18 @@ import numpy.typing as npt
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory.apart import set_apart, set_together
-from tensorpipe_ipc.memory.arena import GENERATION_AT, HEADER, HELD, HOLDER, NBYTES, QUEUED, WRITING, Arena, Taker
+from tensorpipe_ipc.memory.arena import (
+    GENERATION_AT,
+    HEADER,
+    HELD,
+    HOLDER,
+    NBYTES,
+    QUEUED,
+    WRITING,
+    WRITTEN,
+    Arena,
+    Taker,
+)
 from tensorpipe_ipc.memory.segment import PAGE, identity_of
 
 __all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
@@ -67,7 +79,7 @@ class Leases:
     """The blocks that one process holds of an arena.
 
     Attributes:
-        budget: bytes under lease beyond which ``lease`` refuses.
+        budget: bytes of pages under lease beyond which ``lease`` refuses.
         gives_back: what is let go of is given back at once, as nobody may come by who would find that it lies idle.
         has_forked: there were children that have the segment, and may live.
     """
@@ -136,16 +148,19 @@ class Leases:
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room = self.budget
 
-    def lease(self, block: int, start: int, nbytes: int) -> Octets | None:
+    def lease(self, block: int, start: int, nbytes: int, *, must: bool = False) -> Octets | None:
         """Return the bytes of a block as an array whose death frees the block, once its state is HELD by this process.
 
         The caller stamps the block HELD after it has the array, so that an array lost on the way frees nothing, and while there
         is no fork (``no_fork``). If ``live`` does not know the block, the array is a copy in a block of its own, and the
         caller frees the other one.
 
+        Args:
+            must: also where addresses are left to messages.
+
         Returns:
-            None where the budget is used up, more memory is in use than the arena may cost, or there is no room for such a
-            copy. Then memory of one's own is due.
+            None where the budget is used up, more memory is in use than the arena may cost, addresses are left to messages, or
+            there is no room for such a copy. Then memory of one's own is due.
         """
         self.settle(at_once=False)
         before = self.live.get(block >> 3)  # of a get that failed, and that somebody remembers: a traceback, say
@@ -153,11 +168,12 @@ class Leases:
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
         is_small = self._is_small(block, start, nbytes)
-        if self._room < (PAGE if is_small else nbytes) or self.arena.is_overfull():
+        charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])  # pages of a larger one, too
+        if self._room < charge or self.arena.is_overfull() or not (must or self.arena.is_for_tensors(block)):
             return None
         if is_small:
             return self._lease_of_copy(start, nbytes)
-        return self._anchored(block, start, nbytes, nbytes)
+        return self._anchored(block, start, nbytes, nbytes, charge)
 
     def needs_block(self, block: int, start: int, nbytes: int) -> bool:
         """Return whether a lease of these bytes takes another block, and the budget allows it."""
@@ -178,12 +194,13 @@ class Leases:
         array[:] = self.octets[start : start + nbytes]
         return array
 
-    def _anchored(self, block: int, start: int, nbytes: int, charge: int) -> Octets:
+    def _anchored(self, block: int, start: int, nbytes: int, counted: int, charge: int) -> Octets:
         # Not a slice of octets: NumPy has a view of a view refer to the first array, so what is made on a slice, even
         # through a memoryview, would keep octets, and let the slice die. An array on the mapping itself is kept.
         array: Octets = np.ndarray(nbytes, np.uint8, self._memory, start)
         anchor = _Anchor(array, _release)
-        anchor.leases, anchor.word, anchor.nbytes, anchor.start = self, block >> 3, charge, start
+        anchor.leases, anchor.word, anchor.start = self, block >> 3, start
+        anchor.nbytes, anchor.charge = counted, charge
         anchor.held = (self.words[block >> 3] | HOLDER) ^ HOLDER | self.arena.held
         rows = self.arena.rows
         with rows.no_fork:
@@ -200,14 +217,14 @@ class Leases:
         if former is not None:
             self.drop(former)
         self.live[anchor.word] = anchor
-        self._room -= anchor.nbytes
+        self._room -= anchor.charge
 
     def drop(self, anchor: _Anchor) -> None:
         """Count an anchor as live no more, if it is."""
         live, word = self.live, anchor.word
         if word in live and live[word] is anchor:
             del live[word]
-            self._room += anchor.nbytes
+            self._room += anchor.charge
             self.offered.discard(word)
 
     @contextlib.contextmanager
@@ -236,7 +253,7 @@ class Leases:
             RuntimeError: this is a child that a signal's handler has forked since the block was taken, and returned from.
         """
         words, word = self.words, taker.block >> 3
-        array = self._anchored(taker.block, start, nbytes, charge)
+        array = self._anchored(taker.block, start, nbytes, charge, charge)
         with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
             if words[word] & HOLDER != self.arena.writing or not self.arena.writing:
                 raise RuntimeError("a child that was forked in the middle of a call has returned into it")
@@ -383,11 +400,12 @@ _Run = tuple["_Anchor", int]  # and its array's bytes
 
 
 class _Anchor(weakref.ref[Any]):
-    __slots__ = ("forks", "held", "leases", "nbytes", "process", "start", "word")
+    __slots__ = ("charge", "forks", "held", "leases", "nbytes", "process", "start", "word")
     leases: Leases
     word: int
     start: int
-    nbytes: int
+    nbytes: int  # as statistics have it
+    charge: int  # of the budget
     held: int
     process: int
     forks: int
@@ -416,7 +434,7 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
             fence.release()
     if word in live and live[word] is anchor:
         del live[word]  # no call since the look: nobody else releases it
-        leases._room += anchor.nbytes
+        leases._room += anchor.charge
         forks = leases.arena.rows.forks
         if words[word] == held:
             if forked != forks:

@@ -462,14 +462,14 @@ class GetEnd:
         return decode(metadata, self.leases.octets[start : start + nbytes].copy() if array is None else array)
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
-        array = self.leases.lease(block, start, nbytes)
+        array = self.leases.lease(block, start, nbytes, must=must)
         if array is None and must and self.leases.needs_block(block, start, nbytes):
             self.attachment.make_room(LEAST)  # what is free may lie with somebody
         elif array is None and self.arena.is_overfull():  # the dead may have what is too much
             self.attachment.recover_dead()
         else:
             return array
-        return self.leases.lease(block, start, nbytes)
+        return self.leases.lease(block, start, nbytes, must=must)
 
     def _let_go(self, word: int) -> None:
         """The block is HELD if the message lies on it, else FREE."""

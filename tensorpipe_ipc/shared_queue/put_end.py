@@ -393,16 +393,14 @@ class PutEnd:
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard
             words[hazard] = block
-            if (
-                words[arena.table + (block >> 20)] == arena.own[kind]
-                and not words[word] & HOLDER
-                and (kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER)
-            ):
-                words[word] |= arena.writing
-                taker.block = block
-                words[hazard] = 0
-                arena.recent[kind].append(block)
-                return block
+            if words[arena.table + (block >> 20)] == arena.own[kind]:
+                state = words[word] or words[arena.floors + (block >> 20)] << GENERATION_AT
+                if not state & HOLDER and (kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER):
+                    words[word] = state | arena.writing
+                    taker.block = block
+                    words[hazard] = 0
+                    arena.recent[kind].append(block)
+                    return block
             words[hazard] = 0
             free.append(block)
         return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)

@@ -36,7 +36,7 @@ from wholeness import strides
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.memory import barrier
-from tensorpipe_ipc.memory.arena import size_class_of
+from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.shared_queue.survey import survey
@@ -947,6 +947,68 @@ def test_threads_put_while_others_take_their_memory_away(ctx: Any) -> None:
         thread.join(3 * LIMIT)
     assert not failed
     assert [reap(pid) for pid in pids] == [0, 0]
+
+
+def test_a_put_does_not_wait_for_the_memory_of_another_threads_large_one(
+    large_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the system makes pages for 8 MiB, which may take long, others put small messages and large ones."""
+    there, began, goes_on = large_ctx.Queue(), threading.Event(), threading.Event()
+    reserve = Segment.reserve
+
+    def reserve_late(segment: Segment, start: int, stop: int) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            began.set()
+            assert goes_on.wait(LIMIT)
+        return reserve(segment, start, stop)
+
+    monkeypatch.setattr(Segment, "reserve", reserve_late)
+    put = in_thread(lambda: there.put(octets(8 * MIB)))
+    assert began.wait(LIMIT)
+    for nbytes in (100, 3000, 100_000, 5 * MIB):
+        there.put(octets(nbytes), timeout=LIMIT)
+    with pytest.raises(Full):
+        there.put(octets(20 * MIB), timeout=0)  # there is room for no more beside that one
+    goes_on.set()
+    put()
+    assert sum(len(there.get(copy=True)) for _ in range(5)) == 13 * MIB + 103_100
+
+
+@pytest.mark.parametrize("nbytes", [100, 3000, 5000])
+def test_puts_that_find_no_room_take_none(ctx: Any, nbytes: int) -> None:
+    """However often they fail, what lies in the arena stays within its capacity."""
+    there = ctx.Queue()
+
+    def fill() -> int:
+        with contextlib.suppress(Full):
+            while True:
+                there.put(octets(nbytes), timeout=0)
+        return int(there.qsize())
+
+    most = fill()
+    assert [fill() for _ in range(5)] == [most] * 5
+    assert resident(there) <= 32 * PART
+
+
+def test_a_list_that_is_behind_has_no_generation_come_twice(ctx: Any) -> None:
+    """An entry may be there when the block's page was given back, and its extent taken anew."""
+    there, arena, seen = ctx.Queue(), ctx.tensorpipe_attachment().arena, list[int]()
+    kind = size_class_of(2600)
+    for _ in range(4):
+        for _ in range(100):
+            there.put(octets(2500))
+        block = arena.recent[kind][-1]
+        for _ in range(100):
+            there.get(copy=True)
+        there.trim()
+        first = arena.allocate(2500)
+        arena.discard(first)
+        arena.free[kind].append(block)
+        there.put(octets(2500))
+        assert arena.recent[kind][-1] == block
+        seen.append(arena.words[block >> 3] >> GENERATION_AT)
+        there.get(copy=True)
+    assert seen == sorted(set(seen))
 
 
 @pytest.mark.parametrize("serializer", ["raw", "numpy"])

@@ -14,12 +14,12 @@ import pytest
 import torch
 from arenas import CAPACITY, blocks_in_use, small_context
 from crash_points import in_child, reap
-from inside import set_lease_budget, shared_queue_of
+from inside import leave_addresses, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import SharedMemoryError
 
 SIZE = 100_000
-MIB = 1 << 20
+MIB, PAGE = 1 << 20, 1 << 12
 LIMIT = 20
 
 KEEPERS = {
@@ -304,15 +304,52 @@ def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ct
     assert there.statistics().bytes_leased == MIB
 
 
+@pytest.mark.parametrize("nbytes", [33 << 10, 70_000])
+def test_leases_pin_no_more_pages_than_the_budget(ctx: Any, nbytes: int) -> None:
+    """Their blocks have pages of larger messages that lay there before."""
+    there, leases = ctx.Queue(), ctx.tensorpipe_attachment().leases
+    set_lease_budget(leases, 8 * MIB)
+    for _ in range(2):
+        for _ in range(300):
+            there.put(torch.zeros(2 * nbytes - PAGE, dtype=torch.uint8))
+        for _ in range(300):
+            there.get(copy=True)
+    before = there.statistics().resident
+    for _ in range(300):
+        there.put(torch.zeros(nbytes, dtype=torch.uint8))
+    held = [there.get() for _ in range(300)]
+    assert there.statistics().resident >= before
+    there.trim()
+    assert 7 * MIB < there.statistics().resident < 9 * MIB
+    assert len(held) == 300
+
+
+def test_leases_leave_addresses_to_messages(ctx: Any) -> None:
+    """A process with few addresses (``ulimit -v``) that keeps all that it gets has copies in the end, and puts go on."""
+    there, arena = ctx.Queue(), ctx.tensorpipe_attachment().arena
+    leave_addresses(arena, 16)
+    held = []
+    for i in range(40):
+        there.put(torch.full((900_000,), i, dtype=torch.uint8), timeout=LIMIT)
+        held.append(there.get())
+        with there.loan(900_000, torch.uint8, timeout=LIMIT) as loan:
+            loan.fill_(i)
+        held.append(there.get())
+    assert all((tensor == i // 2).all() for i, tensor in enumerate(held))
+    assert 4 * 900_000 < there.statistics().bytes_leased < 9 * MIB
+    there.put(torch.zeros(6 * MIB, dtype=torch.uint8), timeout=LIMIT)
+
+
 def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx: Any) -> None:
     there = ctx.Queue(3)
     leases = ctx.tensorpipe_attachment().leases
-    set_lease_budget(leases, 2 * 4 * SIZE)
+    budget = 2 * (4 * SIZE + PAGE)
+    set_lease_budget(leases, budget)
     held = [leased(there, copy=False), leased(there, copy=False)]
     for i in range(2):
         there.put(torch.full((SIZE,), float(i)))
     for _ in range(5):
-        with pytest.raises(SharedMemoryError, match=f"may have {8 * SIZE} bytes under lease"):
+        with pytest.raises(SharedMemoryError, match=f"may have {budget} bytes under lease"):
             there.get(copy=False)
     assert there.get(copy="auto").sum() == 0  # a copy
     with pytest.raises(SharedMemoryError):

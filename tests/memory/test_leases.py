@@ -112,7 +112,7 @@ def test_a_late_release_frees_nobody_elses_block(held: Any) -> None:
 
 def test_beyond_the_budget_there_is_no_lease_until_one_ends(arena: Arena) -> None:
     arena.attach()
-    leases = Leases(arena, budget=3 * NBYTES)
+    leases = Leases(arena, budget=3 * 40_960)  # NBYTES and its header, by pages
     blocks = [arena.allocate(NBYTES) for _ in range(4)]
     arrays = [leases.lease(block, block + 64, NBYTES) for block in blocks]
     assert [array is None for array in arrays] == [False, False, False, True]

@@ -24,7 +24,7 @@ from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import open_queue_of, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS
+from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 
@@ -578,7 +578,7 @@ class Breaks:
 def test_what_comes_at_the_second_try_lies_under_one_lease() -> None:
     """A first try that failed, and whose traceback somebody has, costs nothing of what may be under lease."""
     there, kept = Queue(), list[Exception]()
-    set_lease_budget(shared_queue_of(there).leases, 600_000)  # for three such messages
+    set_lease_budget(shared_queue_of(there).leases, 147 * PAGE)  # for three such messages
     for _ in range(3):
         there.put(torch.ones(100_000, dtype=torch.bfloat16))
         try:

@@ -167,7 +167,7 @@ def test_a_full_arena_gives_full_with_sizes_and_holders_and_goes_on_when_a_lease
 
 def test_beyond_the_budget_messages_are_copied(payload: Any) -> None:
     attachment = Attachment(Arena(Segment.create(1 << 30), capacity=64 << 20))
-    set_lease_budget(attachment.leases, 3 * LARGE)
+    set_lease_budget(attachment.leases, 3 * (LARGE + 4096))
     queue = SharedMemoryQueue.create(attachment)
     held = []
     for i in range(10):
