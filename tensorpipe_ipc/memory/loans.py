@@ -115,8 +115,7 @@ def make_tensors(
         with leases.taking() as taker:
             block = allocate(_room(nbytes), taker)
             if block and not leases.arena.is_for_tensors(block):
-                taker.block = 0
-                leases.arena.discard(block)
+                leases.arena.give_up(taker)
                 block = 0
             array = leases.hold(taker, block + HEADER + ROOM, nbytes) if block else None
     if leases is not None and array is not None and offered:
