@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -14,7 +12,7 @@ import torch
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of
 from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
-from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
+from tensorpipe_ipc.endpoints.end import End
 from tensorpipe_ipc.endpoints.negotiation import how_to_accept
 from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
 from tensorpipe_ipc.endpoints.receiver import NOTHING, Receiver
@@ -82,7 +80,7 @@ class ConsumerStatistics:
     """Producers that went without a goodbye, or were given up."""
 
 
-class Consumer:
+class Consumer(End):
     """The end that messages are taken out of. One or many producers put them in, in this process or another.
 
     One side binds the endpoint, the others connect; who starts first does not matter. Messages of one producer come in the
@@ -148,6 +146,7 @@ class Consumer:
             Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
                 a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
+            Closed: the program is ending.
         """
         if isinstance(accept, str):
             raise TypeError(f"accept={accept!r} is a str; give a list of names: [{accept!r}]")
@@ -159,19 +158,10 @@ class Consumer:
             accept=names,
             producers=_number_of(producers),
         )
-        self._guard = Guard(f"Consumer on {self._receiver.endpoint}")
         self._messages = self._bytes = 0
         self._last_metadata = b""  # of a block: in a stream of bare tensors they are the same again
         self._last_parts: Any = None
-        self._finish = weakref.finalize(self, _close_at_last, self._receiver, self._guard)
-        with undisturbed():
-            self._receiver.conversation.open()
-        self._guard.what = f"Consumer on {self._receiver.endpoint}"  # with the port that was chosen
-
-    @property
-    def endpoint(self) -> str:
-        """The address in full, with the port that was chosen if it was left open."""
-        return self._receiver.endpoint
+        super().__init__(self._receiver)
 
     def get(self, timeout: float | None = None) -> Any:
         """Take one message. What is returned belongs to the caller, and may be written to.
@@ -236,29 +226,13 @@ class Consumer:
         with self._guard:
             return self._receiver.fileno()
 
-    def trim(self) -> int:
-        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
-
-        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
-
-        Returns:
-            How many bytes that were; 0 without shared memory.
+    def statistics(self) -> ConsumerStatistics:
+        """Return a snapshot of what happened so far; of an end that is closed, the last one. Any thread may ask.
 
         Raises:
-            Closed: the end is closed or was forked.
-            Busy: another thread uses it.
+            Closed: the end was forked.
         """
-        with self._guard:
-            return self._receiver.conversation.trim()
-
-    def statistics(self) -> ConsumerStatistics:
-        """Return a snapshot of what happened so far; of an end that is closed, the last one."""
-        if self._guard.closed and not self._guard.foreign:
-            return self._statistics()
-        with self._guard:
-            return self._statistics()
-
-    def _statistics(self) -> ConsumerStatistics:
+        self._guard.check_process()
         receiver = self._receiver
         return ConsumerStatistics(
             messages=self._messages,
@@ -267,7 +241,7 @@ class Consumer:
             duplicates=receiver.duplicates,
             rejected=receiver.conversation.rejected + receiver.socket.dropped,
             last_rejection=receiver.conversation.last_rejection,
-            peers=() if self._guard.closed else tuple(str(peer) for peer in receiver.peers.values()),
+            peers=() if self._guard.closed else tuple(map(str, list(receiver.peers.values()))),
             transport=receiver.conversation.transport(),
             ended=receiver.left[How.GOODBYE],
             failed=receiver.left[How.FAILED],
@@ -279,10 +253,7 @@ class Consumer:
 
         Any thread may do it. One that waits in ``get`` meanwhile gets ``Closed`` within 100 ms.
         """
-        with self._guard.to_close() as is_open:
-            if is_open:
-                _close(self._receiver, self._guard)
-                self._finish.detach()
+        self._close()
 
     def __iter__(self) -> Iterator[Any]:
         """Take messages until the stream ends.
@@ -295,24 +266,6 @@ class Consumer:
                 yield self.get()
             except EndOfStream:
                 return
-
-    def __enter__(self) -> Consumer:
-        """Itself.
-
-        Raises:
-            Closed: the end is closed or was forked.
-        """
-        with self._guard:
-            return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._receiver.end_by(value)
-        finally:
-            self.close()
 
     def __repr__(self) -> str:
         state = self._guard.state
@@ -449,7 +402,7 @@ class Consumer:
 
     def _told_end(self) -> Exception:
         """Return what tells of the end of a stream. With that it is told; an exception that comes before has it told later."""
-        unwell = self._receiver.unwell
+        unwell = self._receiver.ended_unwell()
         told = f"{self.endpoint}: every producer has said goodbye, and all is taken"
         end: Exception = EndOfStream(told)
         if unwell:
@@ -462,24 +415,3 @@ class Consumer:
 def _number_of(producers: Any) -> int | None:
     """Return how many producers a stream has; 0: as many as come."""
     return 0 if producers == "auto" else None if producers is None else check_count(producers, "producers")
-
-
-def _close_at_last(receiver: Receiver, guard: Guard) -> None:
-    """Close what a consumer has, when that was dropped, or at exit. It must not know the consumer itself."""
-    if postponed(_close_at_last, receiver, guard):
-        return
-    with guard.at_last() as is_open:
-        if is_open:
-            _close(receiver, guard)
-
-
-def _close(receiver: Receiver, guard: Guard) -> None:
-    """Close what a consumer has. May be cut short anywhere by an exception, and called again."""
-    guard.closing = True
-    linger = 0.0
-    try:
-        linger = 1.0 if not receiver.conversation.has_parted and receiver.say_goodbye() else 0.0
-    finally:
-        with undisturbed():
-            receiver.close(linger)
-    guard.closed = True

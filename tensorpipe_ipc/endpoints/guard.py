@@ -1,24 +1,34 @@
 """Guard: one end, one thread at a time, in the process that made it, until it is closed.
 
 Any thread may close an end. It says so first, and whoever waits in a use of the end looks for that in every slice.
+
+What is open when the program ends is closed then, and nothing is opened any more. A process that multiprocessing started does
+not end as a program does: there multiprocessing's own list is what is gone through. So both have it, and whichever is first
+does it. In the program itself ours comes before multiprocessing waits for children, which may wait for a goodbye.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from multiprocessing import util
 from typing import Any
 
 from tensorpipe_ipc.borrowed import is_owned
 from tensorpipe_ipc.errors import Busy, Closed
 
-__all__ = ["Guard", "postponed", "undisturbed"]
+__all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
 
 
 _AT_EXIT = 2.0  # seconds
+_FIRST = (
+    100  # of multiprocessing's priorities: before pools and managers are ended, whose processes may have the other ends
+)
 
 
 class _Section(threading.local):
@@ -62,14 +72,16 @@ class Guard:
         what: the end, in words.
         closed: set when the end is closed.
         closing: set when a thread is about to close it.
+        user: the thread that last used it.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "what")
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "user", "what")
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
         self.closed = self.closing = False
         self.what = what
+        self.user = threading.get_ident()
         self._pid = os.getpid()
         self._lock = threading.RLock()  # which knows its owner
         self._is_owned: Callable[[], bool] = functools.partial(is_owned, self._lock)
@@ -82,11 +94,7 @@ class Guard:
             Closed: the end is closed, or belongs to the process that this one was forked from.
             Busy: another thread uses it, or this thread's signal handler interrupted a use.
         """
-        if os.getpid() != self._pid:
-            raise Closed(
-                f"{self.what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
-                "do not survive a fork; make the end in the process that uses it"
-            )
+        self.check_process()
         if self._is_owned():
             raise Busy(f"{self.what} is in use by what this signal's handler interrupted")
         try:
@@ -94,14 +102,27 @@ class Guard:
                 self.check()  # another thread may be closing it
                 raise Busy(f"{self.what} is in use by another thread; give each thread an end of its own")
             self.check()
+            self.user = threading.get_ident()
         except BaseException:
-            try:
-                if self._is_owned():
-                    self._lock.release()
-            except BaseException:  # a second one, right behind the first
-                if self._is_owned():
-                    self._lock.release()
+            if self._is_owned():
+                self._lock.release()
             raise
+
+    def check_process(self) -> None:
+        """See that this is the process that made the end.
+
+        Raises:
+            Closed: it is a fork of that.
+        """
+        if os.getpid() != self._pid:
+            raise Closed(
+                f"{self.what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
+                "do not survive a fork; make the end in the process that uses it"
+            )
+
+    def is_anothers(self) -> bool:
+        """Return whether a thread that goes on, and is not this one, was the last to use the end: it may just be about to."""
+        return self.user != threading.get_ident() and any(self.user == each.ident for each in threading.enumerate())
 
     def check(self) -> None:
         """See that the end is open, and nobody is about to close it.
@@ -149,6 +170,11 @@ class Guard:
         finally:
             self._lock.release()
 
+    def set_closed(self) -> None:
+        """Note that the end is closed."""
+        self.closed = True
+        _open.pop(id(self), None)
+
     @property
     def state(self) -> str:
         """In words, for ``repr``."""
@@ -158,3 +184,52 @@ class Guard:
     def foreign(self) -> bool:
         """Return whether this is a fork of the process that made the end."""
         return os.getpid() != self._pid
+
+
+_open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard
+_prepared_in = 0  # the process that has been told of ``_end``
+_ending_in = 0  # the process that is ending
+
+
+def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
+    """Have an end closed by a call when it is dropped, and at the latest when the program ends. The call must not know it.
+
+    Raises:
+        Closed: the program is ending.
+    """
+    finish = weakref.finalize(end, function, *arguments)
+    _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
+    _open[id(guard)] = guard, finish
+    if (
+        _ending_in == os.getpid()
+    ):  # asked last: an end that is not among those which are being closed is not to be opened
+        guard.closing = True
+        guard.set_closed()
+        finish.detach()
+        raise Closed(f"{guard.what} is not opened: the program is ending, and closes all ends that it has")
+    return finish
+
+
+def _prepare() -> None:
+    global _prepared_in
+    if not _prepared_in:
+        atexit.register(_end)
+    if _prepared_in != os.getpid():
+        util.Finalize(None, _end, exitpriority=_FIRST)
+        _prepared_in = os.getpid()
+
+
+def _end() -> None:
+    """Close all ends, the newest first.
+
+    A process of multiprocessing's comes here while other threads may go on, for which it waits afterwards. They keep theirs.
+    """
+    global _ending_in
+    own = threading.get_ident()
+    going_on = {each.ident for each in threading.enumerate() if not each.daemon and each.ident != own}
+    if not going_on:
+        _ending_in = os.getpid()
+    with ExitStack() as steps:  # each is closed though another raises
+        for guard, finish in list(_open.values()):
+            if guard.user not in going_on:
+                steps.callback(finish)

@@ -79,13 +79,13 @@ class Negotiation:
         return not terms.why_not if peer.settled else peer.queue is not None
 
     def transport(self, peers: Iterable[Peer]) -> str:
-        """Return how messages travel, and why so; as it last was, where nobody is there."""
+        """Return how messages travel, and why so; as it last was, where nobody is there. Any thread may ask."""
         frames = f"frames over {self._scheme}"
         if self._scheme == "inproc":
             return frames
         if self.wish == "off":
             return f"{frames}: shared memory is off here"
-        found = {self.transport_with(peer) for peer in peers if peer.settled or peer.queue is not None}
+        found = {self.transport_with(peer) for peer in list(peers) if peer.settled or peer.queue is not None}
         if found:
             self._transport = "; ".join(sorted(found, reverse=True))
         return self._transport

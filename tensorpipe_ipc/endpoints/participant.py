@@ -6,7 +6,7 @@ import time
 
 from tensorpipe_ipc.endpoints.conversation import Conversation, Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Event
-from tensorpipe_ipc.endpoints.peer import ending_by
+from tensorpipe_ipc.endpoints.peer import Peer, ending_by
 from tensorpipe_ipc.wire.header import Ending, failed
 
 __all__ = ["Participant"]
@@ -57,6 +57,31 @@ class Participant:
     def _tend(self) -> None:
         """Do what is due now and then, after a look who is still there."""
         raise NotImplementedError
+
+    def take_leave(self, linger: float) -> tuple[str, float]:
+        """Wait up to ``linger`` seconds until all is taken, and say goodbye.
+
+        Returns:
+            What was not taken, in words, and how long the goodbye may take to leave.
+        """
+        raise NotImplementedError
+
+    def told_losses(self) -> tuple[str, list[Peer]]:
+        """Return who left without having taken what was put to it, in words, which nobody was told of; it is told by that."""
+        return "", []
+
+    def _let_go(self) -> None:
+        """Let go of the queues."""
+        raise NotImplementedError
+
+    def close(self, linger: float) -> None:
+        """Close the socket, and let go of all. May be cut short anywhere by an exception, and called again."""
+        self.conversation.has_parted = True
+        try:
+            self.conversation.transport()  # is told as it last was
+            self._let_go()
+        finally:
+            self.conversation.disconnect(linger, self.ending)
 
     def pump(self, timeout: float) -> Arrived | None:
         """Wait for one message, up to ``timeout`` seconds and a slice, and deal with it.

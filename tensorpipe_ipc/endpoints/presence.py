@@ -129,8 +129,9 @@ class Presence:
                 self._posted = text
 
     def sees(self, token: int) -> bool:
-        """Return whether another end in the same folder is open. Of one that is closed itself: True."""
-        return self._folder is None or (token < _TOKENS and is_locked(self._folder.fileno(), token))
+        """Return whether another end in the same folder is open. Of one that is closed itself: True. Any thread may ask."""
+        folder = self._folder  # which another thread may close at any moment, but for this
+        return folder is None or (token < _TOKENS and is_locked(folder.fileno(), token))
 
     def sight_of(self, token: int, folder: int) -> Sight:
         """Look for another end.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
 import warnings
 import weakref
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -16,11 +16,11 @@ from tensorpipe_ipc.cuda.on_device import CudaIpcSender
 from tensorpipe_ipc.cuda.staging import staged
 from tensorpipe_ipc.endpoints.consumer_peer import ConsumerPeer
 from tensorpipe_ipc.endpoints.conversation import PEER_TIMEOUT, Opening
-from tensorpipe_ipc.endpoints.guard import Guard, postponed, undisturbed
-from tensorpipe_ipc.endpoints.peer import Peer, lost_or_failed
+from tensorpipe_ipc.endpoints.end import End
+from tensorpipe_ipc.endpoints.peer import lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, Sender
-from tensorpipe_ipc.errors import Full
+from tensorpipe_ipc.errors import Busy, Closed, Full
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.memory.handover import handover_of, placed
 from tensorpipe_ipc.memory.leases import Handover
@@ -37,11 +37,6 @@ from tensorpipe_ipc.wire.message import EncodedMessage, encode
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
 __all__ = ["Producer", "ProducerStatistics"]
-
-_CREDIT = 0.1  # seconds that word of what was taken may be on its way, in frames, whatever the linger
-_FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
-# Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
-_ONLY_FAREWELL = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +77,7 @@ class ProducerStatistics:
     """Why the last one with such tensors, to any of them, did not, but went through the CPU's memory; "" where it did."""
 
 
-class Producer:
+class Producer(End):
     """The end that messages are put into. One or many consumers take them out, in this process or another.
 
     One side binds the endpoint, the others connect; who starts first does not matter. A message goes to one consumer: with
@@ -138,6 +133,7 @@ class Producer:
             Refused: the address is in use by a live process, is not safe, in no folder, or not loopback and there are no keys;
                 a key file cannot be used.
             SharedMemoryError: shared memory is required, and the endpoint is inproc.
+            Closed: the program is ending.
         """
         named = serializer_named(serializer)
         narrowing(named, wire_dtype)  # raises, if it is none
@@ -150,19 +146,9 @@ class Producer:
         if cuda_ipc:
             self._lenders = weakref.WeakKeyDictionary()
             self._sender.in_one_block = functools.partial(_lent, self._lenders)
-        self._guard = Guard(f"Producer on {self._sender.endpoint}")
         self._messages = self._bytes = self._waits = 0
         self._seconds_waited = 0.0
-        self._linger = linger
-        self._finish = weakref.finalize(self, _close_or_warn, self._sender, self._guard, linger)
-        with undisturbed():
-            self._sender.conversation.open()
-        self._guard.what = f"Producer on {self._sender.endpoint}"  # with the port that was chosen
-
-    @property
-    def endpoint(self) -> str:
-        """The address in full, with the port that was chosen if it was left open."""
-        return self._sender.endpoint
+        super().__init__(self._sender, linger)
 
     def put(self, tree: Any, timeout: float | None = None, *, move: bool = False) -> None:
         """Send one message. When this returns, the tree has been read: it may be changed or dropped.
@@ -283,37 +269,26 @@ class Producer:
                 self._wait(deadline, "messages not taken")
             self._tell_of_losses()
 
-    def trim(self) -> int:
-        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+    def statistics(self) -> ProducerStatistics:
+        """Return a snapshot of what happened so far; of an end that is closed, the last one.
 
-        Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
-
-        Returns:
-            How many bytes that were; 0 without shared memory.
+        Any thread may ask. Where another one uses the end, it is as that one has seen it.
 
         Raises:
-            Closed: the end is closed or was forked.
-            Busy: another thread uses it.
+            Closed: the end was forked.
         """
-        with self._guard:
-            return self._sender.conversation.trim()
-
-    def statistics(self) -> ProducerStatistics:
-        """Return a snapshot of what happened so far; of an end that is closed, the last one."""
-        if self._guard.closed and not self._guard.foreign:
-            return self._statistics()
-        with self._guard:
-            self._sender.drain()
-            self._sender.look_around()
-            return self._statistics()
-
-    def _statistics(self) -> ProducerStatistics:
+        self._guard.check_process()
+        if not self._guard.is_anothers():
+            with contextlib.suppress(Busy, Closed), self._guard:
+                self._sender.drain()
+                self._sender.look_around()
+                self._sender.look_for_room()
         sender, lenders = self._sender, list((self._lenders or {}).values())
-        peers = () if self._guard.closed else tuple(str(peer) for peer in sender.peers.values() if peer.settled)
+        peers = () if self._guard.closed else tuple(str(peer) for peer in list(sender.peers.values()) if peer.settled)
         return ProducerStatistics(
             messages=self._messages,
             bytes=self._bytes,
-            in_flight=sender.in_flight,
+            in_flight=sender.known_in_flight,
             lost=sender.lost,
             resent=sender.resent,
             rejected=sender.conversation.rejected + sender.socket.dropped,
@@ -340,37 +315,8 @@ class Producer:
         if told:
             warnings.warn(told, RuntimeWarning, stacklevel=2)
 
-    def _close(self) -> tuple[str, list[Peer]]:
-        """Close. Return what was not taken, in words, and by whom that left."""
-        with self._guard.to_close() as is_open:
-            told = _close(self._sender, self._guard, self._linger) if is_open else ("", [])
-            self._finish.detach()
-            return told
-
-    def __enter__(self) -> Producer:
-        """Itself.
-
-        Raises:
-            Closed: the end is closed or was forked.
-        """
-        with self._guard:
-            return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if not self._guard.closing:  # else another thread closes it, and that is why the block is left
-                self._sender.end_by(value)
-        finally:
-            told, peers = self._close()
-        if told and value is None:
-            raise lost_or_failed(told, peers)
-        if told:
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
-
     def __repr__(self) -> str:
-        in_flight = "" if self._guard.foreign else f" in_flight={self._sender.in_flight}"
+        in_flight = "" if self._guard.foreign else f" in_flight={self._sender.known_in_flight}"
         return f"<Producer {self.endpoint} {self._guard.state} put={self._messages}{in_flight}>"
 
     def _handover_of(self, tree: Any) -> Handover | None:
@@ -444,13 +390,9 @@ class Producer:
         self._sender.raise_refusal()
 
     def _tell_of_losses(self) -> None:
-        losses, self._sender.left_behind = self._sender.left_behind, []
+        losses, peers = self._sender.told_losses()
         if losses:
-            raise lost_or_failed(f"{self.endpoint}: {'; '.join(map(_lost_with, losses))}", [peer for peer, _ in losses])
-
-
-def _lost_with(loss: tuple[Peer, int]) -> str:
-    return f"{loss[0]} with {loss[1]} messages that it had not taken"
+            raise lost_or_failed(f"{self.endpoint}: {losses}", peers)
 
 
 def _lent(
@@ -458,57 +400,3 @@ def _lent(
 ) -> tuple[Block, bytes]:
     lender = lenders.get(queue) or lenders.setdefault(queue, CudaIpcSender(queue))
     return lender.in_one_block(message)
-
-
-def _close_or_warn(sender: Sender, guard: Guard, linger: float) -> None:
-    """Close what a producer has, when that was dropped, or at exit."""
-    if postponed(_close_or_warn, sender, guard, linger):
-        return
-    with guard.at_last() as is_open:
-        told, _ = _close(sender, guard, linger) if is_open else ("", [])
-    if told:
-        warnings.warn(told, RuntimeWarning, stacklevel=2)
-
-
-def _close(sender: Sender, guard: Guard, linger: float) -> tuple[str, list[Peer]]:
-    """Close what a producer has. It must not know the producer itself.
-
-    May be cut short anywhere by an exception, and called again.
-
-    Returns:
-        What was not taken and nobody was told of, in words; and the consumers that left without having taken it.
-    """
-    guard.closing = True
-    untaken, farewell = "", _FAREWELL
-    try:
-        if not sender.conversation.has_parted:
-            untaken, farewell = _take_leave(sender, linger)
-    finally:
-        with undisturbed():
-            sender.close(farewell)
-    guard.closed = True
-    losses, sender.left_behind = sender.left_behind, []
-    told = "; ".join(filter(None, [*map(_lost_with, losses), untaken]))
-    return f"{sender.endpoint}: {told}" if told else "", [peer for peer, _ in losses]
-
-
-def _take_leave(sender: Sender, linger: float) -> tuple[str, float]:
-    """Wait, and say goodbye. Return what was not taken, in words, and how long the goodbye may take to leave."""
-    deadline = deadline_of(max(linger, _CREDIT) if sender.frames_in_flight else linger)
-    try:
-        if sender.in_flight:
-            sender.drain()  # what was taken by now counts as taken, also without linger
-        while sender.in_flight and remaining(deadline) > 0:
-            sender.wait(remaining(deadline))
-        if sender.in_flight:
-            sender.drain()
-            sender.look_around(at_once=True)  # a consumer that has just closed says what it took
-    finally:
-        left, blocked = sender.in_flight, sender.why_blocked() + sender.conversation.connect_error()
-        told = sender.say_goodbye()
-    if not left:
-        return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
-    return (
-        f"Producer on {sender.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
-        _FAREWELL if told else 0.0,
-    )

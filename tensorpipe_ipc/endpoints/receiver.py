@@ -26,6 +26,7 @@ _MISSES = 8  # messages that are waited for, after one that was not there, befor
 _AGAIN = 0.5  # seconds
 REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
+_FAREWELL = 1.0  # seconds that a goodbye has to leave
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
@@ -37,8 +38,8 @@ class Receiver(Participant):
         met_any: whether any producer ever came.
         duplicates: messages that came again, and were dropped.
         producers: how many must end for the stream to end; 0: all that came; None: it never ends.
-        ended: producers that have left since the last stream ended.
-        unwell: those of them that failed, vanished, or left messages on the way.
+        ended: producers that have left since the last stream ended; with ``producers``, some of them may be the next streams'.
+        unwell: those of them that failed, vanished, or left messages on the way, each with how many had left by then.
         left: how many left in each way, in all.
         asked: who was last asked for a message.
         in_hand: whether a message was taken that ``get`` has not returned. If an exception of a signal's handler takes it
@@ -76,7 +77,7 @@ class Receiver(Participant):
         self._stream = 1
         self.producers = producers
         self.ended = 0
-        self.unwell: list[ProducerPeer] = []
+        self.unwell: list[tuple[int, ProducerPeer]] = []
         self.left = dict.fromkeys(How, 0)
         self._timer: TimerFd | None = None
         self._due = 0.0  # when it is
@@ -111,7 +112,7 @@ class Receiver(Participant):
         peer.round = self._round
         taken, stream, never_came = self._known.get(hello.end, (0, 0, 0))
         peer.began = peer.taken = max(taken, hello.sequence)
-        if stream == self._stream:  # it had not gone: its end will tell of all that is missing
+        if stream >= self._stream:  # it had not gone: its end will tell of all that is missing
             peer.never_came = never_came + peer.taken - taken
         return peer
 
@@ -146,14 +147,15 @@ class Receiver(Participant):
 
     def _joined(self, peer: ProducerPeer) -> None:
         end, known = peer.hello.end, self._known
-        unwell = [each for each in self.unwell if each.hello.end != end]
+        its = next((count for count, each in self.unwell if each.hello.end == end), self.ended)
+        unwell = [(count - (count > its), each) for count, each in self.unwell if each.hello.end != end]
         if end in known:  # one that was given up is back
             taken, stream, _ = known[end]
             self.lost += peer.began - taken  # what was given up with it
-            if stream == self._stream:
+            if stream >= self._stream:  # its end was not told yet
                 self.unwell = unwell
             del known[end]
-            self.ended -= stream == self._stream and self.ended > 0  # as the end of which it was counted
+            self.ended -= stream >= self._stream and self.ended > 0  # as the end of which it was counted
         self.conversation.events.popleft()  # with no call since the first of these figures
         self._share(peer)
 
@@ -191,7 +193,8 @@ class Receiver(Participant):
         # One that sent nothing pushes out none that did.
         is_news = peer.taken > peer.hello.sequence or len(self._known) < REMEMBERED
         if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:
-            self._known[peer.hello.end] = peer.taken, self._stream, peer.never_came
+            stream = self._stream + (self.ended // self.producers if self.producers else 0)
+            self._known[peer.hello.end] = peer.taken, stream, peer.never_came
             while len(self._known) > REMEMBERED:
                 del self._known[next(iter(self._known))]
         if peer.left is How.LOST and peer.queue is not None:
@@ -201,7 +204,9 @@ class Receiver(Participant):
         met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
         if is_unwell and self.producers is None:  # a stream that never ends
             log.warning("%s: %s", self.endpoint, peer)
-        unwell = [*self.unwell[1 - _TOLD :], peer] if is_unwell and self.producers is not None else self.unwell
+        unwell = self.unwell
+        if is_unwell and self.producers is not None:
+            unwell = [*unwell[1 - _TOLD :], (self.ended + 1, peer)]
         self.left[peer.left] += 1
         self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
         self.ended += counts
@@ -245,10 +250,16 @@ class Receiver(Participant):
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not here.standby.any_claimed
 
+    def ended_unwell(self) -> list[ProducerPeer]:
+        """Return which producers of a stream that has ended did not end well. Its are the first ``producers`` that left."""
+        return [peer for count, peer in self.unwell if count <= (self.producers or self.ended)]
+
     def next_stream(self) -> None:
-        """Begin the next stream, as the end of this one is being told. No exception can come within, or when it returns."""
-        self.unwell, self.met_any, self._stream = [], False, self._stream + 1
-        self.ended -= self.producers or self.ended
+        """Begin the next stream, as the end of this one is being told. No exception can come at its end, or when it returns."""
+        ended = self.producers or self.ended
+        unwell = [(count - ended, peer) for count, peer in self.unwell if count > ended]
+        self.unwell, self.met_any, self._stream = unwell, False, self._stream + 1
+        self.ended -= ended
 
     def holds_back(self) -> bool:
         """Return whether an interrupted get left a message that no descriptor tells of."""
@@ -367,7 +378,7 @@ class Receiver(Participant):
     @property
     def lost_so_far(self) -> int:
         """Messages that were lost: ``lost``, and by exceptions that came inside a get of a queue, or behind it."""
-        queues = [peer.queue for peer in self._sharing.values()]
+        queues = [peer.queue for peer in list(self._sharing.values())]  # any thread may ask
         return self.lost + self.in_hand + sum(queue.gets.lost for queue in queues if queue is not None)
 
     def count_in_hand(self) -> None:
@@ -531,16 +542,21 @@ class Receiver(Participant):
         if reassembly is not None and reassembly.sequence == arrived.header.sequence and reassembly.refused:
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
+    def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
+        """See Participant."""
+        return "", _FAREWELL if self.say_goodbye() else 0.0
+
+    def _let_go(self) -> None:
+        """See Participant."""
+        self._buffers.close()
+        for peer in list(self._sharing.values()):
+            self._unshare(peer)
+
     def close(self, linger: float) -> None:
-        """Close the socket, and let go of the queues."""
-        self.conversation.has_parted = True
+        """See Participant."""
         try:
-            self.conversation.transport()  # is told as it last was
-            for peer in list(self._sharing.values()):
-                self._unshare(peer)
+            super().close(linger)
         finally:
-            self._buffers.close()
-            self.conversation.disconnect(linger, self.ending)
             if self._timer is not None:
                 self._timer.close()
 

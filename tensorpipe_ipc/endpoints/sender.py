@@ -18,6 +18,7 @@ from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import Full, ProtocolError, ShutDown
+from tensorpipe_ipc.limits import deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers.base import any_size
@@ -31,6 +32,10 @@ __all__ = ["Held", "NotHandedOver", "Sender"]
 
 Held = tuple[Handover, bytes]
 REMEMBERED = 1000  # peers that vanished, at most
+_CREDIT = 0.1  # seconds that word of what was taken may be on its way, in frames, whatever the linger
+_FAREWELL = 0.2  # seconds that a goodbye has to leave, whatever the linger: over tcp an end without one may come back
+# Seconds at most where only that has to leave: to a consumer who closes at this moment it never does, and libzmq waits for it.
+_ONLY_FAREWELL = 1.0
 _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
@@ -49,7 +54,6 @@ class Sender(Participant):
 
     Attributes:
         resent: messages that were sent again.
-        left_behind: consumers that left with messages they had not taken, and how many; until flush has told.
         in_one_block: what of a message goes into a block of a queue's.
     """
 
@@ -74,7 +78,7 @@ class Sender(Participant):
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
         self.resent = 0
-        self.left_behind: list[tuple[Peer, int]] = []
+        self._left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
 
     # -- what its conversation asks
@@ -171,12 +175,12 @@ class Sender(Participant):
                 self._vanished.pop(peer.hello.end, None)
         if peer.queue is not None and peer.left is How.LOST:
             peer.queue.attachment.recover_dead()
-        untaken, left_behind = peer.load(), self.left_behind
+        untaken, left_behind = peer.load(), self._left_behind  # until flush, or close, has told
         if untaken:
             left_behind = [*left_behind[1 - _TOLD :], (peer, untaken)]
         self._reckon_framed()
         self.lost += untaken
-        self.left_behind = left_behind
+        self._left_behind = left_behind
         self.conversation.events.popleft()  # with no call since the first of these two
         self._unshare(peer)
         self.conversation.publish()
@@ -188,6 +192,7 @@ class Sender(Participant):
             fd = peer.queue.credits.fileno()
             # Told of each credit that comes: with several consumers there may be some, and still no room in all.
             self.socket.watch(fd, edge=True)
+            peer.load()
             self._sharing[fd] = peer
             self._unsure = True
 
@@ -209,6 +214,17 @@ class Sender(Participant):
         return self._framed + sum(map(ConsumerPeer.load, self._sharing.values())) if self._sharing else self._framed
 
     @property
+    def known_in_flight(self) -> int:
+        """The same, as far as it is known without a look. Any thread may ask."""
+        queues = [(peer.queue, peer.room) for peer in list(self._sharing.values())]
+        return self._framed + sum(queue.maxsize - room for queue, room in queues if queue is not None)
+
+    def look_for_room(self) -> None:
+        """Bring up to date what is known of each consumer."""
+        for peer in self._sharing.values():
+            peer.load()
+
+    @property
     def shares_memory(self) -> bool:
         """Return whether there is any queue."""
         return bool(self._sharing)
@@ -220,11 +236,6 @@ class Sender(Participant):
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
         super().drain(in_passing=in_passing, due=due)
-
-    @property
-    def frames_in_flight(self) -> int:
-        """Return how many of them went in frames."""
-        return self._framed
 
     @property
     def settled(self) -> int:
@@ -251,16 +262,38 @@ class Sender(Participant):
         else:
             self.look_around()
 
-    def close(self, linger: float) -> None:
-        """Close the socket, and let go of the queues."""
-        self.conversation.has_parted = True
+    def take_leave(self, linger: float) -> tuple[str, float]:
+        """See Participant."""
+        deadline = deadline_of(max(linger, _CREDIT) if self._framed else linger)
         try:
-            self._framed = self.in_flight
-            self.conversation.transport()  # is told as it last was
-            for peer in list(self._sharing.values()):
-                self._unshare(peer)
+            if self.in_flight:
+                self.drain()  # what was taken by now counts as taken, also without linger
+            while self.in_flight and remaining(deadline) > 0:
+                self.wait(remaining(deadline))
+            if self.in_flight:
+                self.drain()
+                self.look_around(at_once=True)  # a consumer that has just closed says what it took
         finally:
-            self.conversation.disconnect(linger, self.ending)
+            left, blocked = self.in_flight, self.why_blocked() + self.conversation.connect_error()
+            told = self.say_goodbye()
+        if not left:
+            return "", max(min(linger, _ONLY_FAREWELL), _FAREWELL) if told else 0.0
+        return (
+            f"Producer on {self.endpoint} closed with {left} messages that were not taken within {linger} s: {blocked}",
+            _FAREWELL if told else 0.0,
+        )
+
+    def told_losses(self) -> tuple[str, list[Peer]]:
+        """See Participant."""
+        losses, self._left_behind = self._left_behind, []
+        told = [f"{peer} with {count} messages that it had not taken" for peer, count in losses]
+        return "; ".join(told), [peer for peer, _ in losses]
+
+    def _let_go(self) -> None:
+        """See Participant."""
+        self._framed = self.in_flight
+        for peer in list(self._sharing.values()):
+            self._unshare(peer)
 
     def choose(self) -> ConsumerPeer | None:
         """Return the consumer that has least to do, if it has room; of several, the one that waited longest."""

@@ -14,8 +14,8 @@ import children
 import pytest
 import torch
 import zoo
-from children import PATIENCE, Child, in_thread
-from inside import conversation_of, is_in_use_here, side_of
+from children import PATIENCE, Child, in_thread, wait_until
+from inside import conversation_of, is_in_use, is_in_use_here, side_of
 
 import tensorpipe_ipc as tp
 
@@ -183,15 +183,8 @@ def test_after_close_everything_is_an_error() -> None:
 def test_two_threads_are_one_too_many(consumer: tp.Consumer) -> None:
     """While one thread waits in get, another one's get is Busy at once, and disturbs nothing."""
     getting = in_thread(lambda: consumer.get(PATIENCE))
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        assert time.monotonic() < deadline
-        try:
-            consumer.statistics()
-        except tp.Busy as busy:
-            assert "in use by another thread" in str(busy)
-            break
-    with pytest.raises(tp.Busy):
+    wait_until(lambda: is_in_use(consumer))
+    with pytest.raises(tp.Busy, match="in use by another thread"):
         consumer.get_nowait()
     with tp.Producer(consumer.endpoint) as producer:
         producer.put("for the first", PATIENCE)

@@ -28,6 +28,7 @@ import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from inside import conversation_of, is_in_use, side_of
+from programs import ran
 from proxy import Proxy
 from raw_ends import wait_in_vain
 
@@ -1390,6 +1391,117 @@ def test_daemon_threads_wait_in_ends_when_the_program_ends() -> None:
     """It ends with its own status, soon."""
     done = subprocess.run([sys.executable, "-c", _DAEMONS], capture_output=True, text=True, timeout=25, check=False)
     assert (done.returncode, done.stderr) == (5, "")
+
+
+_OPENERS = """
+import itertools, sys, threading, time
+import tensorpipe_ipc as tp
+
+met = threading.Semaphore(0)
+
+def open_again(number):
+    for count in itertools.count():
+        try:
+            end = tp.Consumer(f"opened-{number}", shared_memory="off" if number % 2 else "auto")
+            met.release()
+            if count % 2:
+                end.close()
+            else:
+                end.get(60)
+        except tp.Closed as closed:
+            if "the program is ending" in str(closed):
+                refused.append(closed)
+
+refused = []
+for number in range(4):
+    threading.Thread(target=open_again, args=(number,), daemon=True).start()
+for _ in range(4):
+    met.acquire()
+sys.exit(5)
+"""
+
+
+def test_daemon_threads_open_ends_again_and_again_while_the_program_ends() -> None:
+    """It ends with its own status, soon. Nothing is left of an end whose constructor was still at work."""
+    done = subprocess.run([sys.executable, "-c", _OPENERS], capture_output=True, text=True, timeout=25, check=False)
+    assert (done.returncode, done.stderr) == (5, "")
+    assert os.listdir(runtime_folder()) == []
+
+
+_LEAVES_AN_END = """
+import multiprocessing, sys
+import tensorpipe_ipc as tp
+
+def put():
+    global producer
+    producer = tp.Producer("left-open", shared_memory=sys.argv[2])
+    producer.put(7, 30)
+
+if __name__ == "__main__":
+    with tp.Consumer("left-open", shared_memory=sys.argv[2]) as consumer:
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=put)
+        child.start()
+        print(list(consumer), consumer.statistics().ended)
+        child.join()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*closed with 1 messages that were not taken")
+def test_each_stream_ends_as_its_own_producers_did() -> None:
+    """Two have left before the end of the first stream is told: each end is told in its turn."""
+    with tp.Consumer("in-turn", producers=1) as consumer:
+        for number, failure in enumerate([None, ValueError("the second"), None]):
+            with contextlib.suppress(ValueError, tp.PeerLost), tp.Producer("in-turn", linger=0) as producer:
+                producer.put(number, PATIENCE)  # which nobody has taken when it leaves
+                if failure is not None:
+                    raise failure
+            wait_until(lambda: (side_of(consumer).drain(), side_of(consumer).ended > number)[1])  # noqa: B023
+        assert sorted(consumer.get(PATIENCE) for _ in range(3)) == [0, 1, 2]
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        with pytest.raises(tp.StreamFailed, match="the second"):
+            consumer.get(PATIENCE)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+
+
+@pytest.mark.parametrize(("method", "shared_memory"), [("fork", "auto"), ("forkserver", "off")])
+def test_a_process_of_multiprocessings_returns_with_an_end_open(
+    method: str, shared_memory: str, tmp_path: Path
+) -> None:
+    """It says goodbye, as a program does that ends."""
+    program = tmp_path / "leaves.py"
+    program.write_text(_LEAVES_AN_END)
+    done = ran(str(program), method, shared_memory)
+    assert (done.status, done.out) == (0, "[7] 1\n"), done.err
+
+
+_FINALIZER_FIRST = """
+import weakref
+
+class Thing: pass
+thing = Thing()
+weakref.finalize(thing, int)
+
+import multiprocessing
+import tensorpipe_ipc as tp
+
+def take():
+    with tp.Consumer("awaited", bind=False) as consumer:
+        print(list(consumer), flush=True)
+
+producer = tp.Producer("awaited", bind=True)
+multiprocessing.get_context("fork").Process(target=take).start()
+producer.put(7, 30)
+"""
+
+
+def test_a_child_waits_for_the_goodbye_of_the_program_that_waits_for_it() -> None:
+    """Multiprocessing does so when the program ends: then the ends are closed already, whatever was imported first."""
+    done = ran("-c", _FINALIZER_FIRST)
+    assert (done.status, done.out) == (0, "[7]\n"), done.err
 
 
 def test_close_keeps_to_its_linger() -> None:

@@ -14,6 +14,7 @@ import children
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import is_in_use
 from programs import ended, started
 
 import tensorpipe_ipc as tp
@@ -350,19 +351,41 @@ def test_two_threads_are_one_too_many() -> None:
     """While one thread waits in put, another one's put is Busy at once, and disturbs nothing."""
     with tp.Producer("threads") as producer:
         putting = in_thread(lambda: producer.put("first", PATIENCE))
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            assert time.monotonic() < deadline
-            try:
-                producer.statistics()
-            except tp.Busy as busy:
-                assert "in use by another thread" in str(busy)
-                break
-        with pytest.raises(tp.Busy):
+        wait_until(lambda: is_in_use(producer))
+        with pytest.raises(tp.Busy, match="in use by another thread"):
             producer.put("second")
         with tp.Consumer("threads") as consumer:
             assert consumer.get(PATIENCE) == "first"
             putting()
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_another_thread_looks_at_ends_that_are_busy(shared_memory: Any) -> None:
+    """Whatever it asks raises nothing, and none of their own calls: peers come, go, and share memory meanwhile."""
+    ends: list[Any] = []
+    is_over = False
+
+    def look() -> int:
+        looks = 0
+        while not is_over:
+            for end in [*ends]:
+                looks += len(f"{end!r} {end.statistics()}") > 0
+        return looks
+
+    looking = in_thread(look)
+    try:
+        with tp.Consumer("looked-at", shared_memory=shared_memory, producers=None) as consumer:
+            ends.append(consumer)
+            for _ in range(12):
+                with tp.Producer("looked-at", shared_memory=shared_memory) as producer:
+                    ends.append(producer)
+                    putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in range(50)])
+                    assert [consumer.get(PATIENCE) for _ in range(50)] == list(range(50))
+                    putting()
+                assert producer.statistics().messages == 50
+    finally:
+        is_over = True
+    assert looking() > 10
 
 
 def test_a_closed_producer_leaves_no_cycle() -> None:
