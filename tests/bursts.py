@@ -1,4 +1,4 @@
-"""A program whose put, or get, is hit by exceptions of a signal's handler: a second one where the first is seen to.
+"""A program whose puts, or gets, are hit by exceptions of a signal's handler: each call by one at most.
 
 ``python -m tests.bursts put|get ENDPOINT BINDS SHARED_MEMORY`` prints what the two ends saw, as JSON. It has a process, and so
 its alarm clock, to itself.
@@ -27,10 +27,16 @@ class Interrupted(Exception):
 
 
 class Burst:
-    """Signals whose handler raises out of an end's call, and often once more within microseconds."""
+    """Signals whose handler raises out of an end's call, once in each.
+
+    Attributes:
+        raised: how often it did.
+        is_due: whether it has not yet raised in this call.
+    """
 
     def __init__(self, seed: int) -> None:
         self.raised = 0
+        self.is_due = False
         self._random = random.Random(seed)
 
     def __enter__(self) -> Burst:
@@ -45,10 +51,10 @@ class Burst:
     def _raise(self, number: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code not in WITHIN:
             frame = None if frame.f_code.co_name == "__del__" else frame.f_back
-        if frame is not None and self._random.random() < 0.7:
-            longest = 5e-5 if self._random.random() < 0.5 else 1e-3
-            signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, longest), OFTEN)
+        if frame is not None and self.is_due:
+            signal.setitimer(signal.ITIMER_REAL, self._random.uniform(1e-6, OFTEN), OFTEN)
             self.raised += 1
+            self.is_due = False
             raise Interrupted
 
 
@@ -84,6 +90,7 @@ def put(endpoint: str, bind: bool, shared_memory: Any, line: Any) -> dict[str, A
         returned = [0]
         with Burst(1) as burst:
             for number in range(1, COUNT):
+                burst.is_due = True
                 try:
                     producer.put(number, PATIENCE)
                     returned.append(number)
@@ -102,6 +109,7 @@ def get(endpoint: str, bind: bool, shared_memory: Any, line: Any) -> dict[str, A
         got, end = [consumer.get(PATIENCE)], ""
         with Burst(2) as burst:
             while not end:
+                burst.is_due = True
                 try:
                     got.append(consumer.get(PATIENCE))
                 except Interrupted:

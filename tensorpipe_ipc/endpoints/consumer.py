@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -17,8 +16,6 @@ from tensorpipe_ipc.endpoints.negotiation import how_to_accept
 from tensorpipe_ipc.endpoints.peer import How, Peer, lost_or_failed
 from tensorpipe_ipc.endpoints.receiver import NOTHING, Receiver
 from tensorpipe_ipc.errors import (
-    Busy,
-    Closed,
     Empty,
     EndOfStream,
     OutOfMemory,
@@ -193,22 +190,18 @@ class Consumer(End):
             Busy: another thread uses it.
         """
         deadline, receiver = deadline_of(timeout), self._receiver
-        taken, is_fresh = NOTHING, False
+        taken = NOTHING
         try:
             with self._guard:
                 try:
                     taken = self._get(deadline)
                 finally:
                     receiver.refresh()
-                    is_fresh = True
                 if taken is _ENDED:
                     raise self._told_end()
         except BaseException:  # a signal's handler may have raised it
             if taken.__class__ is tuple:
                 receiver.lost += 1
-            if not is_fresh:
-                with contextlib.suppress(Busy, Closed), self._guard:
-                    receiver.refresh()
             raise
         self._messages += 1
         self._bytes += taken[1]

@@ -28,8 +28,6 @@ class ConsumerPeer(Peer):
         room: places in its queue that are known to be free. There may be more, as the consumer frees them.
     """
 
-    __slots__ = ("greeted", "kept", "room", "sent", "served", "turn", "unmarked", "unread")
-
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         super().__init__(routing, hello, sight)
         self.greeted = False

@@ -241,8 +241,7 @@ class Conversation:
         self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
         self.standby = StandbyQueues()
-        this: Conversation = weakref.proxy(self)
-        self.greeting = Greeting(this)
+        self.greeting = Greeting(weakref.proxy(self), self.socket)
         self._absence = Absence(self.role, self.socket)
         self._status = StatusPage(self.presence)
 
@@ -707,9 +706,8 @@ class Conversation:
             else:
                 self.socket.drop(peer.routing)
             if peer.ends_with_its_line and not self.keeps:
-                # A binder that takes messages goes on from where this end's HELLO said, whatever it had taken by then.
-                is_an_echo = not self.socket.binds and self.role == "producer"
-                self.leaves(peer, How.LOST, position=None if is_an_echo else hello.sequence)
+                # A consumer that binds goes on from where this end's HELLO said, whatever it had taken by then.
+                self.leaves(peer, How.LOST, position=hello.sequence if self.socket.binds else None)
                 self._hear_again()
                 return True
             del self.peers[peer.routing]  # no exception comes between this and the last of it

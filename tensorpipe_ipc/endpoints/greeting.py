@@ -34,51 +34,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file
-from tensorpipe_ipc.endpoints.negotiation import Negotiation, misfit
+from tensorpipe_ipc.endpoints.negotiation import misfit
 from tensorpipe_ipc.endpoints.peer import How, Peer
-from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.wire.header import Hello, Kind, pack_control
 from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
-__all__ = ["REPEAT", "Converses", "Greeting", "is_late_answer", "is_old_answer"]
+__all__ = ["REPEAT", "Greeting", "is_late_answer", "is_old_answer"]
 
 REPEAT = 0.5  # seconds between a waiting connector's first HELLOs
 _RARELY = 32.0  # seconds between its later ones: a binder that computes, or does not read, keeps each of them
 AGAIN = 0.02  # seconds between two looks for a file
-
-
-class Converses(Protocol):
-    """The conversation that a greeting is part of, as far as the greeting uses it. See ``Conversation``."""
-
-    owner: Any
-    socket: FrameSocket
-    negotiation: Negotiation
-    peers: dict[bytes, Any]
-    last_left: Peer | None
-    refusal: Exception | None
-    window: int
-    has_keys: bool
-
-    def binder(self) -> Any:
-        """See Conversation."""
-
-    def has_left(self, hello: Hello) -> bool:
-        """See Conversation."""
-
-    def sight_of(self, hello: Hello) -> Sight:
-        """See Conversation."""
-
-    def join(self, peer: Peer) -> None:
-        """See Conversation."""
-
-    def publish(self) -> None:
-        """See Conversation."""
 
 
 class Greeting:
@@ -89,9 +60,14 @@ class Greeting:
         routing: by which connection.
     """
 
-    def __init__(self, conversation: Converses) -> None:
-        self._here, self._socket = conversation, conversation.socket
-        self._is_connectors = not conversation.socket.binds
+    def __init__(self, conversation: Any, socket: FrameSocket) -> None:
+        """
+        Args:
+            conversation: the ``Conversation`` that this is a part of.
+            socket: its own.
+        """
+        self._here, self._socket = conversation, socket
+        self._is_connectors = not socket.binds
         self.said_at = 0.0
         self.routing = b""
         self._repeat_after = REPEAT

@@ -53,29 +53,6 @@ class Peer:
         brought: how many of its messages brought something, as far as that is counted: at a port that strangers reach.
     """
 
-    __slots__ = (
-        "away_at",
-        "brought",
-        "by_file",
-        "ending",
-        "gone_at",
-        "heard",
-        "hello",
-        "last_position",
-        "left",
-        "left_at",
-        "missed",
-        "never_came",
-        "process",
-        "queue",
-        "routing",
-        "settled",
-        "sight",
-        "taken",
-        "unread_from",
-        "why_not",
-    )
-
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         self.routing = routing
         self.hello = hello

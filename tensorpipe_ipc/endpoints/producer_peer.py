@@ -22,8 +22,6 @@ class ProducerPeer(Peer):
         waiting: messages that are known to be in its queue. There may be more, as nobody else takes them.
     """
 
-    __slots__ = ("asked_at", "began", "reassembly", "round", "served", "waiting")
-
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         super().__init__(routing, hello, sight)
         self.began = 0

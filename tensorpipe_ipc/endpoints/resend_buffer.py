@@ -12,27 +12,6 @@ pieces of a message, which they cannot within a frame: whoever needs longer for 
 for dead, again and again. So to another host pieces are smaller: 1.3 Mbit/s are enough for them.
 
 What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while those before it are on their way already.
-
-Through loopback, sender and receiver on a core each, beside a bare two-frame pyzmq loop without a copy (bare prototypes,
-under other load, median of rounds). Where malloc has not learned yet to keep 4 MB, the receiver of that loop gets fresh
-pages; where it has (``reassembly``), its one copy less weighs as much as all that is won here::
-
-    pieces of            4 MB: malloc new    learned     100 MB
-    256 KB                           1.18       0.76       2.18
-    512 KB                           1.14       0.78       2.18
-    1 MB                             1.33       0.80       2.18
-    2 MB                             1.25                  1.59
-    in Frames of pyzmq's             1.32                  1.34      malloc gives 100 MB back each time
-
-The whole of this, beside the better of pyzmq's two recipes in each round (``python -m bench tcp --scale 0.5``), in two
-runs on a quiet machine: 0.66 and 0.94 at 4 MB, 1.68 and 1.72 at 100 MB; beside ``copy=True`` alone, which too leaves the
-caller's memory to the caller, 1.8 and 3.5 times its rate. Messages of 4 MB in one frame, which the receiver does not copy,
-were no faster: 0.67.
-
-What the copy costs, measured with an end that sends the caller's memory itself, as none may: 0.72 and 0.83 became 0.85 and
-1.17 at 4 MB, 1.70 became 2.0 to 2.3 at 100 MB; one way, against a bare loop, 1.41 became 1.04. The sender's core is what is
-short: libzmq's thread needs it for as long as the receiver's whole side takes. To lend the caller's memory and wait for the
-consumer's credit would have put stand still while a consumer does, whatever room there is.
 """
 
 from __future__ import annotations

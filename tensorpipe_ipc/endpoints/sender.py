@@ -66,8 +66,6 @@ class Sender(Participant):
         # From here on a binder counts: a consumer may go on taking what the binder before it had sent, and say so.
         self._first = int.from_bytes(os.urandom(6), "little")
         self._framed = 0  # in flight, in frames
-        # The message that is being sent; it stays where an exception cuts that short, and the next call gives its number up.
-        self._begun: tuple[ConsumerPeer, SentMessage | None] | None = None
         self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
         self._sharing: dict[int, ConsumerPeer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
@@ -231,7 +229,6 @@ class Sender(Participant):
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
         """See Participant. One consumer's credits are read together, which is cheaper than one after each put."""
-        self._settle_begun()
         due = max(due, self._framed) if len(self.peers) == 1 else due
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
@@ -246,11 +243,6 @@ class Sender(Participant):
     def needs_credit(self) -> bool:
         """Return whether it is time to look for credit: not worth it for every message, unless several consumers compete."""
         return self._framed > 0 and (self._framed * 2 >= self.window or len(self.peers) > 1)
-
-    def say_goodbye(self) -> bool:
-        """See Participant. A message whose sending was cut short is not to be waited for."""
-        self._settle_begun()
-        return super().say_goodbye()
 
     def wait(self, timeout: float) -> None:
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
@@ -377,16 +369,13 @@ class Sender(Participant):
             raise NotHandedOver
         if self.keeps:
             return self._send_kept(peer, message, timeout)
-        self._settle_begun()
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
         before = self._sent
-        self._begun = peer, None
-        self._sent = peer.sent = peer.sent + 1
-        self._framed += 1
         try:
+            self._sent = peer.sent = peer.sent + 1
+            self._framed += 1
             self.socket.send(peer.routing, frames)
         except Unreachable:
-            self._begun = None
             self._sent = before
             peer.sent -= 1
             self._framed -= 1
@@ -398,12 +387,14 @@ class Sender(Participant):
             else:
                 self._lose(peer)
             return False
-        self._begun = None
+        except BaseException:  # its number is used up, and the consumer told so; if it has left, this is dropped there
+            with contextlib.suppress(Unreachable):
+                self.socket.send(peer.routing, [pack(Kind.DATA, peer.sent), b""])
+            raise
         return True
 
     def _send_kept(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
-        self._settle_begun()
         self._resend_buffer.check(message.nbytes)
         if not self._resend_buffer.has_room(message.nbytes):
             self._resend_buffer.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
@@ -415,15 +406,19 @@ class Sender(Participant):
             return False
         kept = SentMessage(peer.sent + 1)
         connected, before = True, self._sent
-        self._begun = peer, kept  # no exception comes between this and the last of it
-        self._sent = peer.sent = kept.sequence
-        self._framed += 1
-        peer.kept.append(kept)
-        for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
-            connected = connected and self._lend(peer, kept, part)
-            if not connected and len(kept.parts) == 1:
-                break
-        self._begun = None
+        try:
+            self._sent = peer.sent = kept.sequence
+            self._framed += 1
+            peer.kept.append(kept)
+            for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+                connected = connected and self._lend(peer, kept, part)
+                if not connected and len(kept.parts) == 1:
+                    break
+        except BaseException:  # as above
+            if peer.kept and peer.kept[-1] is kept:
+                self._resend_buffer.give_up(kept)
+                self._lend(peer, kept, kept.parts[0])
+            raise
         if not connected and len(kept.parts) == 1:  # nothing of it has left
             self._sent = before
             peer.sent -= 1
@@ -433,23 +428,6 @@ class Sender(Participant):
         if not connected and not self.conversation.waits_for(peer):
             self._lose(peer)
         return connected or peer.sent == kept.sequence
-
-    def _settle_begun(self) -> None:
-        """Give up the number of the message whose sending an exception cut short, if there is one.
-
-        The message may have left whole. Then the consumer drops this as one that it has.
-        """
-        if self._begun is None:
-            return
-        peer, kept = self._begun
-        if self.peers.get(peer.routing) is peer:
-            if kept is None:
-                with contextlib.suppress(Unreachable):
-                    self.socket.send(peer.routing, [pack(Kind.DATA, peer.sent), b""])
-            elif peer.kept and peer.kept[-1] is kept:
-                self._resend_buffer.give_up(kept)
-                self._lend(peer, kept, kept.parts[0])
-        self._begun = None
 
     def _lend(self, peer: ConsumerPeer, kept: SentMessage, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""

@@ -167,27 +167,3 @@ def test_signals_whose_handler_does_nothing_leave_no_trace_of_ends_that_come_and
     """Five thousand a second: system calls are cut short, and done again. Contexts end with all that they had."""
     done = ran_in_fork("-c", SIGNALS, folder=tmp_path)
     assert (done.status, done.out) == (0, "True\n"), done.err
-
-
-def test_two_exceptions_one_behind_the_other_leave_the_end_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one hits while the first one's use of the end is being undone."""
-    with tp.Consumer("twice") as consumer:
-        guard: Any = consumer._guard
-        is_owned, hits = guard._is_owned, itertools.chain([True], itertools.repeat(False))
-
-        def hit() -> None:
-            raise KeyboardInterrupt
-
-        def is_owned_or_hit() -> bool:
-            if is_owned() and next(hits):
-                hit()
-            return bool(is_owned())
-
-        with monkeypatch.context() as storm:
-            storm.setattr(type(guard), "check", lambda _: hit())
-            guard._is_owned = is_owned_or_hit
-            with pytest.raises(KeyboardInterrupt):
-                consumer.get(0)
-            guard._is_owned = is_owned
-        with pytest.raises(tp.Empty):
-            consumer.get(0)

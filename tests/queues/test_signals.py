@@ -113,7 +113,7 @@ def test_a_handler_that_does_nothing_disturbs_nothing() -> None:
 
 
 def burst(what: str, scheme: str, binds: bool, transport: str, folder: Path) -> dict[str, Any]:
-    """Return what a program and its other end saw, while exceptions hit its put or get, two at a time."""
+    """Return what a program and its other end saw, while an exception hits its puts or gets."""
     endpoint = f"ipc://{folder}/bursts.sock" if scheme == "ipc" else "tcp://127.0.0.1:0"
     shared_memory = "off" if transport == "frames" else "auto"
     done = ran_in_fork(
