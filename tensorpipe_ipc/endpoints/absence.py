@@ -1,20 +1,67 @@
-"""Absence: say why nobody has come to an end, as far as that can be found out.
+"""Absence: say why nobody has come to an end, as far as this process knows. It has a list of its own open ends for that.
 
 It serves sentences for people only, and changes nothing.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from typing import NamedTuple
 
-from tensorpipe_ipc.endpoints import whereabouts
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
-__all__ = ["COMPLAINT", "Absence"]
+__all__ = ["COMPLAINT", "Absence", "OwnEnd", "binder_here", "forget", "note"]
 
 COMPLAINT = 5.0  # seconds
-_LONELY = 0.2  # seconds until it is found out why nobody comes
-_PROBE_AGAIN = 0.5  # seconds
+_LONELY = 0.2  # seconds that a connection may take
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class OwnEnd(NamedTuple):
+    """An end of this process.
+
+    Attributes:
+        made_at: file and line of the program that made it.
+    """
+
+    address: str
+    role: str
+    binds: bool
+    made_at: str
+    pid: int
+
+
+_open_here: dict[int, OwnEnd] = {}
+
+
+def note(key: int, address: str, role: str, *, binds: bool) -> None:
+    """Note an end that was just made."""
+    _open_here[key] = OwnEnd(address, role, binds, _made_at(), os.getpid())
+
+
+def forget(key: int) -> None:
+    """Forget an end that is closed. Again: nothing."""
+    _open_here.pop(key, None)
+
+
+def binder_here(address: str) -> OwnEnd | None:
+    """Return the end of this process that has an address."""
+    return next((end for end in _at(address) if end.binds), None)
+
+
+def _at(address: str) -> list[OwnEnd]:
+    """Return those of this process, which may be a fork of the one that made them."""
+    return [end for end in list(_open_here.values()) if end.address == address and end.pid == os.getpid()]
+
+
+def _made_at() -> str:
+    """Return file and line of the innermost caller outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Absence:
@@ -29,7 +76,6 @@ class Absence:
         self._role, self._socket = role, socket
         self._since = 0.0
         self._was_told = False
-        self._probed = (0.0, "")  # when it was last found out why nobody comes, and why
 
     def is_to_be_told(self) -> bool:
         """Return whether the end has waited for some seconds by now; once. To be called in each slice of its wait."""
@@ -48,15 +94,15 @@ class Absence:
 
     def _why_nobody(self, other: str) -> str:
         socket = self._socket
-        here = whereabouts.others_here(socket.address.text, self._role, met_by_binder=socket.binds)
-        if here is not None:
-            return f"the {other} of this very process, made at {here.made_at}, has to be in use meanwhile, in another thread"
+        for end in _at(socket.address.text):
+            if end.role == other and end.binds is not socket.binds:
+                return f"the {other} of this very process, made at {end.made_at}, has to be in use meanwhile, in another thread"
         if socket.binds or socket.connect_error():
             return ""
         if socket.connection and socket.address.scheme != "inproc":
             return f"the {other} is there and has not answered: it computes, or is stopped"
-        now, (probed, why) = time.monotonic(), self._probed
-        if self._since and now - self._since > _LONELY and (not why or now - probed > _PROBE_AGAIN):
-            why = whereabouts.why_nobody(socket.address)
-            self._probed = now, why
-        return why
+        if not self._since or time.monotonic() - self._since <= _LONELY:
+            return ""
+        if socket.address.scheme == "inproc":
+            return "no end of this process has bound it"
+        return "nobody listens there, or another program does; one of the two ends must be open with bind=True"

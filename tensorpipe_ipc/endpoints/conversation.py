@@ -62,7 +62,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tensorpipe_ipc.endpoints import rendezvous, rendezvous_file, whereabouts
+from tensorpipe_ipc.endpoints import absence, rendezvous, rendezvous_file
 from tensorpipe_ipc.endpoints.absence import COMPLAINT, Absence
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
 from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting, is_late_answer, is_old_answer
@@ -256,7 +256,7 @@ class Conversation:
         """
         try:
             self._open_socket()
-            whereabouts.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
+            absence.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
             if self.presence is not None:
                 self.presence.open()
             self.publish()
@@ -271,7 +271,7 @@ class Conversation:
         try:
             self.socket.open(self.reject)
         except Refused:
-            here = whereabouts.binder_here(self.endpoint) if self.socket.binds else None
+            here = absence.binder_here(self.endpoint) if self.socket.binds else None
             if here is None:
                 raise
             raise Refused(
@@ -342,7 +342,7 @@ class Conversation:
             for peer in self.peers.values():
                 steps.callback(peer.sight.close)
             steps.callback(self._end_presence, ending or Ending())
-            steps.callback(whereabouts.forget, id(self))
+            steps.callback(absence.forget, id(self))
 
     # -- what goes out
 
