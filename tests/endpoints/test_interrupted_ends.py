@@ -19,7 +19,12 @@ from wholeness import stride
 
 import tensorpipe_ipc as tp
 
-pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("silence")]
+# pyzmq warns of a socket that nobody had closed, and then closes it: as an error the warning would keep it open for ever.
+pytestmark = [
+    pytest.mark.limit(300),
+    pytest.mark.usefixtures("silence"),
+    pytest.mark.filterwarnings("ignore:Unclosed:ResourceWarning"),
+]
 ENDS: dict[str, Callable[[], Any]] = {
     "ipc, connects": functools.partial(tp.Producer, "interrupted"),
     "ipc, binds": functools.partial(tp.Consumer, "interrupted", shared_memory="off"),
