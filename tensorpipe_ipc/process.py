@@ -18,10 +18,9 @@ import msgspec
 import psutil
 
 __all__ = [
-    "Family",
     "Identity",
     "Memory",
-    "Resident",
+    "family",
     "identity",
     "is_alive",
     "is_dead",
@@ -30,6 +29,7 @@ __all__ = [
     "open_files",
     "peak_rss",
     "reset_peak_rss",
+    "resident",
 ]
 
 _FIRST_TIME_NAMESPACE = 0xEFFFFFFA  # the kernel's PROC_TIME_INIT_INO
@@ -46,8 +46,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             namespace's inode follows.
         namespace: inode of the pid namespace, 0 where there is none.
         pid: process id within that namespace.
-        started: when it started, in clock ticks since boot on Linux, else in seconds since the epoch; 0 where it is not
-            to be found out, which is on Linux without /proc.
+        started: when it started, in clock ticks since boot; 0 where it is not to be found out, which is without /proc.
     """
 
     host: str
@@ -185,88 +184,31 @@ def peak_rss(pid: int) -> int:
     return 0
 
 
-class Resident:
-    """Resident memory of one process, asked for again and again: 1 us each time, where psutil takes 9.
+def resident(pid: int) -> int:
+    """Resident memory of a process, in bytes; 0 when it has ended."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            return int(file.read(128).split()[1]) * _PAGE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
-    It keeps /proc/PID/statm open, which goes on meaning that process, whoever has its id later.
+
+def family(pid: int) -> list[int]:
+    """Return the ids of a process and all that descend from it. One whose parent has ended is no member any more.
+
+    The kernel's own lists of children are read, for each thread of each process: some 15 us a thread.
     """
-
-    __slots__ = ("_descriptor", "_process", "pid")
-
-    def __init__(self, pid: int) -> None:
-        """
-        Raises:
-            ProcessLookupError: there is no such process.
-        """
-        self.pid = pid
-        self._descriptor = -1
-        try:
-            self._descriptor = os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            if os.path.exists("/proc/self/statm"):
-                raise ProcessLookupError(f"no process {pid}") from None
-            self._process = psutil.Process(pid)
-
-    def read(self) -> int:
-        """Bytes; 0 when it has ended."""
-        try:
-            if self._descriptor < 0:
-                return int(self._process.memory_info().rss)
-            fields = os.pread(self._descriptor, 128, 0).split()
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            return 0
-        return int(fields[1]) * _PAGE if len(fields) > 1 else 0
-
-    def close(self) -> None:
-        """It is not asked for any more."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-class Family:
-    """A process and all that descend from it, asked for again and again.
-
-    The kernel's own lists of children are read, for each thread of each process: some 15 us a thread. So they are read
-    when anything was started since (the last process id of the namespace, in /proc/loadavg, has moved: 1 us).
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._last = self._loadavg = -1
+    if not os.path.exists("/proc/thread-self/children"):  # as the kernel was built
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        return []
+    found = [pid]
+    for parent in found:  # which grows meanwhile
         with contextlib.suppress(OSError):
-            self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-
-    def has_changed(self) -> bool:
-        """Return whether anybody started a process or thread since this was last asked. True where it cannot be told."""
-        if self._loadavg < 0:
-            return True
-        last = int(os.pread(self._loadavg, 128, 0).split()[4])
-        changed, self._last = last != self._last, last
-        return changed
-
-    def members(self) -> list[int]:
-        """Return the ids of all, the first of them first. One whose parent has ended is no member any more."""
-        if not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                return [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]
-            return []
-        found = [self.pid]
-        for pid in found:  # which grows meanwhile
-            with contextlib.suppress(OSError):
-                for task in os.listdir(f"/proc/{pid}/task"):
-                    with (
-                        contextlib.suppress(OSError),
-                        open(f"/proc/{pid}/task/{task}/children", encoding="utf-8") as file,
-                    ):
-                        found += map(int, file.read().split())
-        return found
-
-    def close(self) -> None:
-        """It is not asked for any more."""
-        descriptor, self._loadavg = self._loadavg, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+            for task in os.listdir(f"/proc/{parent}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", "rb") as file:
+                    found += map(int, file.read().split())
+    return found
 
 
 def _boot_id() -> str:
@@ -304,7 +246,7 @@ def _started(pid: int) -> float:
             with contextlib.suppress(ProcessLookupError, OverflowError):  # a stranger may have named any number
                 os.kill(pid, 0)  # PermissionError: it is only hidden
             raise psutil.NoSuchProcess(pid) from None
-        return _exists(pid) if psutil.LINUX else float(psutil.Process(pid).create_time())
+        return _exists(pid)
     except ProcessLookupError:  # it went while we read
         raise psutil.NoSuchProcess(pid) from None
 
@@ -315,7 +257,7 @@ def _is_zombie(pid: int) -> bool:
         fields = _stat_fields(pid)
         return fields[0] in "ZX" and int(fields[17]) <= 1
     except OSError:
-        return not psutil.LINUX and bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        return False
 
 
 def _exists(pid: int) -> float:

@@ -12,25 +12,16 @@ have in common. Where only members share a page, its parts in their pss add up t
 outsiders share too (libraries, mostly), that falls short; but what one member shares is no less than rss - uss. The larger
 of the two is given: a lower bound, and exact where nobody outside shares.
 
-**What each source costs** decided how they are read (two busy cores, Python 3.11; a process that has imported torch)::
+**What each source costs** decided how often it is read (two busy cores, Python 3.11; a process that has imported torch)::
 
     waking up                              106 us   (a bare sleep of 10 ms; 190 us for an Event's wait)
-    /proc/PID/statm kept open              0.9 us   rss              at every sample
-    /proc/loadavg kept open                0.7 us   was anything started?  at every sample
-    lists of children, a thread             15 us   who belongs to it      when something was, within its budget
-    smaps_rollup, through psutil         1,100 us   uss, pss, swap   a *full* sample: first, last, and within its budget
-    smaps                                2,200 us   (not read)
+    /proc/PID/statm                         10 us   rss              at every sample
+    lists of children, a thread             15 us   who belongs to it
+    smaps_rollup, through psutil         1,100 us   uss, pss, swap   a *full* sample: first, last, and now and then
 
 So that tracking takes no more than 1 % of one core, however slow and busy that is, each has a budget: 0.3 % for full
 samples, 0.1 % for lists of children, 0.6 % for all else: where waking up alone costs more than that, samples come
-further apart than ``interval``. Measured by the CPU time of a whole process that sleeps for 20 s under
-``MemoryTracker(0.01)``, its first and last sample included (same machine, two idle cores): 0.90 % of one core with
-children, 1,338 samples; 0.81 % without, 1,781. On busy cores, where waking up costs more, 0.99 % and 970 samples::
-
-    python -c "import time, tensorpipe_ipc as tp
-    with tp.MemoryTracker(0.01): a = time.process_time(); time.sleep(20); print(5 * (time.process_time() - a), '%')"
-
-Of a quick sample's 84 us on busy cores 2 are its reads, 51 the waking up, and the rest what cold caches cost.
+further apart than ``interval``.
 
 What came and went between two looks was not seen, but for the peak of a process that is still there: the kernel keeps that.
 Only the samples at the begin and at the end are beyond the budget.
@@ -55,14 +46,15 @@ from typing import NamedTuple
 
 from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.errors import Busy, Closed
-from tensorpipe_ipc.process import Family, Memory, Resident, memory, peak_rss, reset_peak_rss
+from tensorpipe_ipc.owned_fd import OwnedFd, pipe
+from tensorpipe_ipc.process import Memory, family, memory, peak_rss, reset_peak_rss, resident
 from tensorpipe_ipc.shared_queue.survey import SegmentView, survey
 
 __all__ = ["MemorySample", "MemoryTracker", "TrackedProcess", "together"]
 
 FULL_SHARE = 0.003  # of one core
 FAMILY_SHARE = 0.001
-QUICK_SHARE = 0.006
+QUICK_SHARE = 0.007  # lists of children among them
 MIB = 1 << 20
 
 
@@ -106,7 +98,7 @@ class _Watched:
     """A process, its first, last and highest figures."""
 
     def __init__(self, pid: int) -> None:
-        self.resident, self.pid, self.ended = Resident(pid), pid, False
+        self.pid, self.ended = pid, False
         self.is_peak_known = reset_peak_rss(pid)
         self.first: Memory | None = None
         self.last = self.peak = Memory(0, 0, 0, 0, 0)
@@ -125,7 +117,8 @@ class _Watched:
         return self.last
 
     def read(self) -> int:
-        rss = self.resident.read()
+        rss = resident(self.pid)
+        self.ended = not rss
         if rss > self.peak.rss:
             self.peak = self.peak._replace(rss=rss)
         return rss
@@ -167,8 +160,7 @@ class MemoryTracker:
         self.samples: list[MemorySample] = []
         self.arenas: list[SegmentView] = []
         self.share = 0.0
-        self._ended: list[_Watched] = []
-        self._watched: dict[int, _Watched] = {}
+        self._seen: list[_Watched] = []  # in the order in which they came
         self._mutex = threading.RLock()  # for those that sample; nothing else waits for it
         self._is_sampling = False
         self._thread: threading.Thread | None = None
@@ -181,20 +173,14 @@ class MemoryTracker:
         """
         if self._owner:
             raise Closed("a MemoryTracker tracks once; make another")
-        watched = _Watched(self._pid)  # raises before anything is begun
-        try:
-            memory(self._pid)
-        except PermissionError:
-            watched.resident.close()
-            raise
-        self._owner, self._watched = os.getpid(), {self._pid: watched}
-        self._family = Family(self._pid)
+        memory(self._pid)  # raises before anything is begun
+        self._owner = os.getpid()
         self._began = time.monotonic()
         self._spent = 0.0
         self._next_full = self._next_family = 0.0
         self.sample()
         if self._interval is not None:
-            stop, self._stop = os.pipe()
+            stop, self._stop = pipe()
             self._thread = threading.Thread(
                 target=self._run, args=(self._interval, stop), name="MemoryTracker", daemon=True
             )
@@ -209,15 +195,12 @@ class MemoryTracker:
             return
         try:
             if self._thread is not None:
-                os.close(self._stop)
+                self._stop.close()
                 self._thread.join()
             with _but_for_a_lack_of_descriptors():
                 self.sample()
         finally:
             self.share = self._spent / max(1e-9, time.monotonic() - self._began)
-            self._family.close()
-            for watched in self._watched.values():
-                watched.resident.close()
             self._owner = -1
 
     def sample(self) -> MemorySample:
@@ -253,7 +236,7 @@ class MemoryTracker:
         """The highest of each figure, each at its own moment. Of unique, proportional and shared memory the full samples
         tell. Resident memory is at least what the kernel kept as any one process's peak."""
         found = {field: max(self._values(field), default=None) for field in MemorySample._fields}
-        each = max((watched.peak.rss for watched in self._all()), default=0)
+        each = max((watched.peak.rss for watched in self._seen), default=0)
         return MemorySample(**found)._replace(rss=max(each, found["rss"] or 0))  # type: ignore[arg-type]
 
     @property
@@ -270,7 +253,7 @@ class MemoryTracker:
         """Each process that was seen, in the order in which they came."""
         return [
             TrackedProcess(each.pid, each.ended, each.first or Memory(0, 0, 0, 0, 0), each.last, each.peak)
-            for each in self._all()
+            for each in list(self._seen)
         ]
 
     def report(self) -> str:
@@ -367,66 +350,49 @@ class MemoryTracker:
 
     # -- sampling
 
-    def _run(self, interval: float, stop: int) -> None:
+    def _run(self, interval: float, stop: OwnedFd) -> None:
         """Until the other end of ``stop`` is closed. (A poll, as it wakes for half of what an Event does.)"""
         poll = select.poll()
         poll.register(stop, select.POLLIN)
         due = began = time.monotonic()
         due += interval
-        before, others = self._spent, 0.0
-        try:
-            while not poll.poll(max(0.0, due - time.monotonic()) * 1000):
-                with self._exclusive():
-                    with _but_for_a_lack_of_descriptors():
-                        others += self._tick()
-                    spent = time.thread_time()  # of this thread, waking up included
-                    self._spent = before + spent
-                # what came late is not made up for, and what costs too much comes later
-                due = max(due + interval, time.monotonic(), began + (spent - others) / QUICK_SHARE)
-        finally:
-            os.close(stop)
+        before, on_full = self._spent, 0.0
+        while not poll.poll(max(0.0, due - time.monotonic()) * 1000):
+            with self._exclusive():
+                with _but_for_a_lack_of_descriptors():
+                    on_full += self._tick()
+                spent = time.thread_time()  # of this thread, waking up included
+                self._spent = before + spent
+            # what came late is not made up for, and what costs too much comes later
+            due = max(due + interval, time.monotonic(), began + (spent - on_full) / QUICK_SHARE)
 
     def _tick(self) -> float:
-        """One sample, full if it is time for that. Seconds that went on other budgets than that of quick ones."""
+        """One sample, full if it is time for that. Seconds that a full one took."""
         now, began = time.monotonic(), time.thread_time()
-        spent = 0.0
-        if self._children and now >= self._next_family and self._family.has_changed():
+        if self._children and now >= self._next_family:
             self._look_for_members()
-            spent = time.thread_time() - began
-            self._next_family = now + spent / FAMILY_SHARE
+            self._next_family = now + (time.thread_time() - began) / FAMILY_SHARE
         if now >= self._next_full:
+            began = time.thread_time()
             self._full()
             return time.thread_time() - began
-        rss, gone = 0, False
-        for watched in self._watched.values():
-            value = watched.read()
-            rss, gone = rss + value, gone or not value
-        if gone:
-            self._drop([watched.pid for watched in self._watched.values() if not watched.resident.read()])
-        self.samples.append(MemorySample(now - self._began, len(self._watched), rss))
-        return spent
+        rss = sum(watched.read() for watched in self._living())
+        self.samples.append(MemorySample(now - self._began, len(self._living()), rss))
+        return 0.0
 
     def _look_for_members(self) -> None:
-        members = set(self._family.members()) if self._children else {self._pid}
-        self._drop([pid for pid in self._watched if pid not in members])
-        for pid in members - self._watched.keys():
-            with contextlib.suppress(ProcessLookupError):
-                self._watched[pid] = _Watched(pid)
+        members = set(family(self._pid)) if self._children else {self._pid}
+        for watched in self._living():
+            watched.ended = watched.pid not in members
+        self._seen += map(_Watched, members.difference(watched.pid for watched in self._living()))
 
-    def _drop(self, pids: Iterable[int]) -> None:
-        for pid in pids:
-            watched = self._watched[pid]
-            watched.ended = True
-            watched.resident.close()
-            self._ended.append(watched)  # first: who reads meanwhile finds it in one of the two at least
-            del self._watched[pid]
+    def _living(self) -> list[_Watched]:
+        return [watched for watched in self._seen if not watched.ended]
 
     def _full(self) -> MemorySample:
         began, now = time.thread_time(), time.monotonic()
-        seen = {watched.pid: watched.look() for watched in self._watched.values()}
-        self._drop([pid for pid, found in seen.items() if found is None])
-        found = [each for each in seen.values() if each is not None]
-        self.arenas = survey(self._watched)
+        found = [each for each in [watched.look() for watched in self._living()] if each is not None]
+        self.arenas = survey([watched.pid for watched in self._living()])
         total = together(found)
         sample = MemorySample(
             now - self._began,
@@ -441,9 +407,6 @@ class MemoryTracker:
 
     def _values(self, field: str) -> list[int]:
         return [value for value in (getattr(sample, field) for sample in self.samples) if value is not None]
-
-    def _all(self) -> list[_Watched]:
-        return list(dict.fromkeys([*self._ended, *self._watched.values()]))  # with no call in between: nobody waits
 
 
 @contextlib.contextmanager
