@@ -88,15 +88,7 @@ class Curve:
         Raises:
             Refused: the file is not there, is no key file, or others may read it.
         """
-        try:
-            found = _read(self._secret, private=True)
-        except Refused as refused:  # others may read a public key's file, and need not be told to hide it
-            try:
-                found = _read(self._secret, private=False)
-            except Refused:
-                raise refused from None
-            if "secret" in found or "public" not in found:
-                raise
+        found = _read(self._secret)
         if "secret" not in found and "public" in found:
             raise Refused(
                 f"{self._secret} holds a public key where the secret one is wanted: name the {SECRET} file beside it"
@@ -132,7 +124,8 @@ class Curve:
             )
         files: Iterable[str] = self._clients if isinstance(self._clients, tuple) else (self._clients,)
         if isinstance(self._clients, str) and os.path.isdir(self._clients):
-            _check(self._clients, os.stat(self._clients), private=False)
+            _check_owner(self._clients, os.stat(self._clients))
+            _check_mode(self._clients, os.stat(self._clients))
             files = map(str, sorted(Path(self._clients).glob(f"*{PUBLIC}")))
         keys = frozenset(map(_public, files))
         if not keys:
@@ -202,7 +195,7 @@ def _path(given: object) -> str:
 
 
 def _public(path: str) -> bytes:
-    found = _read(path, private=False)
+    found = _read(path)
     if "secret" in found:
         raise Refused(f"{path} holds a secret key where a public one is wanted: name the {PUBLIC} file beside it")
     if "public" not in found:
@@ -210,12 +203,13 @@ def _public(path: str) -> bytes:
     return found["public"]
 
 
-def _read(path: str, *, private: bool) -> dict[str, bytes]:
-    """Return the keys in a file, by kind. Its text is in no error."""
+def _read(path: str) -> dict[str, bytes]:
+    """Return the keys in a file, by kind. Its text is in no error. One with a secret key must be closed to others."""
     try:
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place must not stop us
         with owned(os.open, path, flags) as file:
-            _check(path, os.fstat(file.fileno()), private)
+            status = os.fstat(file.fileno())
+            _check_owner(path, status)
             text = os.read(file.fileno(), _LARGEST).decode("ascii", "replace")
     except OSError as failed:
         if isinstance(failed, Refused):
@@ -231,6 +225,12 @@ def _read(path: str, *, private: bool) -> dict[str, bytes]:
                     f"{path} holds a {match[1]} key that is none: make a new pair with `tensorpipe-ipc keygen`"
                 )
             found[match[1]] = match[2].encode()
+    if "secret" in found and (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        raise Refused(
+            f"the secret key {path} has mode {mode:04o}, so others may have read it: make a new pair, or, if nobody has, "
+            f"chmod 600 {path}"
+        )
+    _check_mode(path, status)
     return found
 
 
@@ -241,16 +241,14 @@ def _is_z85(key: str) -> bool:
     return -1 not in digits and max(numbers) < 1 << 32
 
 
-def _check(path: str, found: os.stat_result, private: bool) -> None:
-    mode = stat.S_IMODE(found.st_mode)
+def _check_owner(path: str, found: os.stat_result) -> None:
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise Refused(f"{path} is neither a file nor a folder of keys")
     if found.st_uid not in _TRUST | {os.geteuid()}:
         raise Refused(f"{path} belongs to uid {found.st_uid}; keys must be yours (uid {os.geteuid()}) or root's")
-    if private and mode & 0o077:
-        raise Refused(
-            f"the secret key {path} has mode {mode:04o}, so others may have read it: make a new pair, or, if nobody has, "
-            f"chmod 600 {path}"
-        )
+
+
+def _check_mode(path: str, found: os.stat_result) -> None:
+    mode = stat.S_IMODE(found.st_mode)
     if mode & 0o022:
         raise Refused(f"{path} has mode {mode:04o}, so others may put keys there: chmod go-w {path}")

@@ -71,11 +71,21 @@ def parse(endpoint: str, *, has_keys: bool = False) -> Address:
 
 
 def runtime_folder() -> str:
-    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp."""
+    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp.
+
+    Raises:
+        Refused: neither is there.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if base and os.path.isabs(base) and os.path.isdir(base):
+    if base and os.path.isabs(base) and os.path.isdir(base) and _is_utf8(base):
         return os.path.join(base, "tensorpipe_ipc")
-    return os.path.join(tempfile.gettempdir(), f"tensorpipe_ipc-{os.geteuid()}")
+    try:
+        return os.path.join(tempfile.gettempdir(), f"tensorpipe_ipc-{os.geteuid()}")
+    except FileNotFoundError as error:
+        raise Refused(
+            f"no folder for the runtime folder of this user ({error.strerror}): set XDG_RUNTIME_DIR, or TMPDIR, to one that "
+            "you may write to"
+        ) from None
 
 
 def check_folder(path: str) -> None:
@@ -159,7 +169,13 @@ def _make(folder: str) -> None:
         os.chmod(folder, 0o700)  # whatever the umask took from it
 
 
+def _is_utf8(path: str) -> bool:
+    return path.encode(errors="ignore").decode() == path
+
+
 def _ipc(path: str) -> Address:
+    if not _is_utf8(path):  # pyzmq takes no other
+        raise ValueError(f"ipc path {path!r} is no UTF-8: use another")
     length = len(os.fsencode(path))
     if length > PATH_LIMIT:
         raise ValueError(f"ipc path {path!r} has {length} bytes, the kernel's limit is {PATH_LIMIT}: use a shorter one")

@@ -195,7 +195,7 @@ class Binder(FrameSocket):
         """See FrameSocket."""
         if self.address.path and self._reader.frames:
             with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
-                return process_behind(self._reader.frames[-1].get(zmq.SRCFD), self.address)
+                return (process_behind(self._reader.frames[-1].get(zmq.SRCFD), self.address) or (0, 0))[0]
         return 0
 
     def has_incoming(self) -> bool:

@@ -29,7 +29,7 @@ from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.process import is_dead
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.frame_reader import FrameReader, Tears
-from tensorpipe_ipc.zeromq.kernel_sockets import is_to_itself, listener_behind
+from tensorpipe_ipc.zeromq.kernel_sockets import is_to_itself, process_behind
 from tensorpipe_ipc.zeromq.zmq_contexts import open_socket, repeated
 
 __all__ = ["Line"]
@@ -147,7 +147,7 @@ class Line:
             self._end()
 
     def _see_who_listens(self, fd: int) -> None:
-        self._listener, uid = listener_behind(fd, self._address.path) or (0, None)
+        self._listener, uid = process_behind(fd, self._address) or (0, None)
         self.stranger = None if uid == os.geteuid() else uid
         if self.stranger is not None or (uid is None and self._is_shared):
             self._end()

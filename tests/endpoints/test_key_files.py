@@ -180,7 +180,7 @@ def test_what_is_no_key_file(content: str, why: str, keys: Path, tmp_path: Path)
     """It is named, with what should be there; its content is not. A damaged key in a binder's list raised KeyError."""
     path = tmp_path / "some.key"
     path.write_text(content)
-    path.chmod(0o644)
+    path.chmod(0o600 if "secret" in content else 0o644)
     with pytest.raises(tp.Refused, match=why) as refused:
         tp.Consumer("tcp://127.0.0.1:0", security=tp.Curve(keys / f"binder{SECRET}", clients=path))
     assert str(path) in str(refused.value)

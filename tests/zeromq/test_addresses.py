@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,26 @@ def test_the_runtime_folder_without_a_session(monkeypatch: pytest.MonkeyPatch, t
     """It is XDG_RUNTIME_DIR's if that is a folder, otherwise this user's own in the temporary folder."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert runtime_folder() == f"{tmp_path}/tensorpipe_ipc"
-    for useless in ("", "relative", str(tmp_path / "missing")):
+    other = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")  # no UTF-8
+    os.mkdir(other)
+    for useless in ("", "relative", str(tmp_path / "missing"), other):
         monkeypatch.setenv("XDG_RUNTIME_DIR", useless)
         assert runtime_folder().endswith(f"/tensorpipe_ipc-{os.geteuid()}")
+
+
+def test_a_path_that_is_no_utf8() -> None:
+    """It is refused in words, as pyzmq takes none."""
+    with pytest.raises(ValueError, match="is no UTF-8"):
+        parse(os.fsdecode(b"ipc:///tmp/\xff"))
+
+
+def test_where_no_temporary_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare name is refused, with what to do."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(Refused, match="set XDG_RUNTIME_DIR, or TMPDIR"):
+        Consumer("frames")
 
 
 def test_ipc_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
