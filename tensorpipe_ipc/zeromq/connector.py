@@ -92,15 +92,18 @@ class Connector(FrameSocket):
         self._is_settled = False
         self._open[line] = None
         line.open(self._context)
-        self._have(line, self._last)
-        self._settle()
+        self._go_on(line, self._last)
 
-    def _have(self, line: Line | None, last: Line | None) -> None:
-        """Go on with other lines. No exception comes within this; what then is to be done ``_settle`` does."""
+    def _go_on(self, line: Line | None, last: Line | None) -> None:
+        """Go on with other lines. They are exchanged in one step; what an exception then leaves to do ``_settle`` does."""
         self._is_settled = self._is_deferred = False
+        has_ended = line is None and self._line is not None
         if line is not self._line:
             self.connection, self.routing = 0, b""
         self._line, self._last, self.reads_out = line, last, last.routing if last is not None else b""
+        if has_ended:
+            self._pace()
+        self._settle()
 
     def _hear(self) -> None:
         """Take note of what has become of the lines, and try again where that is due."""
@@ -109,7 +112,7 @@ class Connector(FrameSocket):
         if self._line is not None:
             self._hear_of(self._line)
         if self._last is not None and not self._last.has_unread():
-            self._let_go_of_last()
+            self._go_on(self._line, None)
         if self._line is None:
             self._try_if_due()
 
@@ -131,19 +134,15 @@ class Connector(FrameSocket):
         """A line has ended. It is read out after the one before it."""
         if line.has_unread():
             if self._last is None:
-                self._have(None, line)
-                self._pace()
-                self._settle()
+                self._go_on(None, line)
             return
-        self._have(None, self._last)
-        self._pace()
         if line.failure is not None:
             self._failures += 1
             if self._failed is None or line.was_answered:
                 self._failed = line
         self._stranger = line.stranger
         self.self_connections += line.is_to_itself
-        self._settle()
+        self._go_on(None, self._last)
 
     def _pace(self) -> None:
         self._is_settled = False
@@ -154,12 +153,8 @@ class Connector(FrameSocket):
         is_within, may_be_there = self.address.scheme == "inproc", self._may_be_there()
         if time.monotonic() < self._due and not (is_within and may_be_there):
             return
-        if not may_be_there:
-            self._pace()
-            self._settle()
-            return
-        self._is_short = not has_descriptors()  # where libzmq finds none, it ends the process
-        if self._is_short:
+        self._is_short = may_be_there and not has_descriptors()  # where libzmq finds none, it ends the process
+        if self._is_short or not may_be_there:
             self._pace()
             self._settle()
             return
@@ -168,10 +163,6 @@ class Connector(FrameSocket):
         while (line := self._line) is not None and not line.is_up and (left := deadline - time.monotonic()) > 0:
             line.wait(left)
             self._hear_of(line)
-
-    def _let_go_of_last(self) -> None:
-        self._have(self._line, None)
-        self._settle()
 
     def _settle(self) -> None:
         """Have what waits tell of the lines that there are now, and of the time for the next try. Close all others."""
@@ -212,7 +203,7 @@ class Connector(FrameSocket):
             return line
         if self._last.has_unread():
             return self._last
-        self._let_go_of_last()
+        self._go_on(self._line, None)
         return line
 
     def defer(self) -> None:
@@ -250,12 +241,10 @@ class Connector(FrameSocket):
     def drop(self, routing: bytes) -> None:
         """See FrameSocket."""
         if self._last is not None and self._last.routing == routing:
-            self._let_go_of_last()
+            self._go_on(self._line, None)
         line = self._line
         if line is not None and line.routing == routing:
-            self._have(None, self._last)
-            self._pace()
-            self._settle()
+            self._go_on(None, self._last)
 
     def is_orphaned(self, routing: bytes) -> bool:
         """See FrameSocket."""

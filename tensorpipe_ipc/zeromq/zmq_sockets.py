@@ -190,8 +190,8 @@ class FrameSocket:
                 if large and len(frame) >= BULK:
                     hold_reaper()
                     trackers.append(send(frame, flags, copy=False, track=True))
-                elif mark and index == last:
-                    trackers.append(send(_marked(bytes(frame)), flags, copy=False, track=True))
+                elif mark and index == last and (marked := _marked(bytes(frame))) is not None:
+                    trackers.append(send(marked, flags, copy=False, track=True))
                 else:
                     send(frame, flags)
         except zmq.ZMQError as error:
@@ -212,38 +212,21 @@ class FrameSocket:
             frame: its bytes.
 
         Returns:
-            Whether that connection stands. If not, nothing was sent.
+            False if that connection has ended. Then nothing was sent.
         """
-        self._is_silent = False
-        try:
-            socket = self._socket_to(peer)
-        except Unreachable:
-            return False
         unread = self._unread.get(peer)
-        if unread is not None and not unread.tracker.done:
+        if unread is not None and unread.tracker.done:
+            unread = None
+        if unread is not None:
             if unread.count >= _UNREAD:
                 return True
             unread.count += 1
-        marked = None
-        if self._may_be_unread and (unread is None or unread.tracker.done):
-            with suppress(RuntimeError):  # pyzmq's thread has ended with the program
-                marked = _marked(frame)
-        if self._cut_off is not None:
-            self._end_cut_off()
-        self._cut_off = socket
         try:
-            if self.binds:
-                socket.send(peer, _MORE)
-            if marked is None:
-                socket.send(frame, _LAST)
-            else:
-                self._note_unread(peer, socket.send(marked, _LAST, copy=False, track=True))
-        except zmq.ZMQError as error:
-            self._cut_off = None
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                return False
-            raise
-        self._cut_off = None
+            trackers = self.lend(peer, [frame], large=False, mark=self._may_be_unread and unread is None)
+        except Unreachable:
+            return False
+        for tracker in trackers:
+            self._note_unread(peer, tracker)
         return True
 
     def _end_cut_off(self) -> None:
@@ -429,10 +412,16 @@ class FrameSocket:
         raise NotImplementedError
 
 
-def _marked(frame: bytes) -> zmq.Frame:
-    """Return a small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it."""
-    hold_reaper()
-    return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+def _marked(frame: bytes) -> zmq.Frame | None:
+    """Return a small frame that is lent. What tracks it tells when ZeroMQ has let go of it, and of all before it.
+
+    None once pyzmq's thread has ended with the program.
+    """
+    try:
+        hold_reaper()
+        return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
+    except RuntimeError:
+        return None
 
 
 class _Unread:
