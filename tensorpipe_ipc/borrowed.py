@@ -23,6 +23,7 @@ __all__ = [
     "is_zero_tensor",
     "pyzmq_reaper",
     "reducers",
+    "running_threads",
     "shared_descriptor",
     "storage_classes",
 ]
@@ -82,10 +83,15 @@ Raises:
     RuntimeError: it is shared by name.
 """
 
+running_threads: dict[int, Any] | None = _borrowed(
+    "threading:_active", None, "an exception while a producer over tcp starts may lose what it sends"
+)
+"""The threads that run, by their numbers."""
+
 pyzmq_reaper: Any = _borrowed(
     "zmq.utils.garbage:gc",
     None,
-    "its thread for lent memory is left to pyzmq, and an exception while a producer over tcp starts may lose what it sends",
+    "its thread for lent memory is left to pyzmq",
     ("_lock", "is_alive", "pid", "refs", "thread"),
 )
 """pyzmq's thread for lent memory."""

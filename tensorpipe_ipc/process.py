@@ -97,7 +97,7 @@ def is_alive(process: Identity) -> bool:
         return True
     try:
         return _started(process.pid) == process.started and not _is_zombie(process.pid)
-    except psutil.NoSuchProcess:
+    except ProcessLookupError:
         return False
     except OSError:  # another user's, where /proc hides those (hidepid); or no descriptor is left to look with
         return True
@@ -242,13 +242,13 @@ def _started(pid: int) -> float:
     try:
         return float(_stat_fields(pid)[19])
     except FileNotFoundError:
+        try:
+            os.kill(pid, 0)  # PermissionError: it is only hidden
+        except OverflowError:  # a stranger may have named any number
+            raise ProcessLookupError(f"no process {pid}") from None
         if os.path.exists("/proc/self/stat"):
-            with contextlib.suppress(ProcessLookupError, OverflowError):  # a stranger may have named any number
-                os.kill(pid, 0)  # PermissionError: it is only hidden
-            raise psutil.NoSuchProcess(pid) from None
-        return _exists(pid)
-    except ProcessLookupError:  # it went while we read
-        raise psutil.NoSuchProcess(pid) from None
+            raise ProcessLookupError(f"no process {pid}") from None
+        return 0.0
 
 
 def _is_zombie(pid: int) -> bool:
@@ -258,17 +258,6 @@ def _is_zombie(pid: int) -> bool:
         return fields[0] in "ZX" and int(fields[17]) <= 1
     except OSError:
         return False
-
-
-def _exists(pid: int) -> float:
-    """0, where the kernel knows the process: without /proc it tells no more."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        raise psutil.NoSuchProcess(pid) from None
-    except PermissionError:
-        pass
-    return 0.0
 
 
 def _stat_fields(pid: int) -> list[str]:

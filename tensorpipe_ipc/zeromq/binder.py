@@ -16,8 +16,8 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import zmq
@@ -112,21 +112,15 @@ class Binder(FrameSocket):
         self._handed.clear()
 
     def _bind_to_port(self) -> None:
-        with self._monitored(zmq.EVENT_LISTENING) as monitor, no_fork():  # a child knows what it has of it
-            self._bind_to_address()
-            if monitor.poll(int(_LET_GO * 1000)):
-                self._listens_by(_EVENT.unpack(monitor.recv())[1])
-
-    @contextmanager
-    def _monitored(self, event: int) -> Iterator[zmq.Socket[bytes]]:
-        """Give a socket by which libzmq tells of one kind of event."""
-        told = f"inproc://binder-{next(_numbers)}"
-        repeated(self._socket.monitor, told, event)
+        told = f"inproc://listening-{next(_numbers)}"
+        repeated(self._socket.monitor, told, zmq.EVENT_LISTENING)
         try:
-            with closing(open_socket(self._context, zmq.PAIR)) as monitor:
+            with closing(open_socket(self._context, zmq.PAIR)) as monitor, no_fork():  # a child knows what it has of it
                 monitor.connect(told)
-                yield monitor
-        finally:  # libzmq's thread would stand still, as nobody hears
+                self._bind_to_address()
+                if monitor.poll(int(_LET_GO * 1000)):
+                    self._listens_by(_EVENT.unpack(monitor.recv())[1])
+        finally:
             self._socket.disable_monitor()
 
     def _listens_by(self, fd: int) -> None:
@@ -270,10 +264,16 @@ class Binder(FrameSocket):
         """
         if not has_descriptors():  # then libzmq's thread closes it a moment later
             return
-        with suppress(zmq.ZMQError), self._monitored(zmq.EVENT_CLOSED) as monitor:
+        told = f"inproc://let-go-{next(_numbers)}"
+        with suppress(zmq.ZMQError), closing(open_socket(self._context, zmq.PAIR)) as monitor:
             self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
-            repeated(self._socket.unbind, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-            monitor.poll(int(_LET_GO * 1000))
+            try:
+                repeated(self._socket.monitor, told, zmq.EVENT_CLOSED)
+                monitor.connect(told)
+                repeated(self._socket.unbind, self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+                monitor.poll(int(_LET_GO * 1000))
+            finally:  # libzmq's thread would stand still, as nobody hears
+                self._socket.disable_monitor()
 
 
 _binders: weakref.WeakSet[Binder] = weakref.WeakSet()

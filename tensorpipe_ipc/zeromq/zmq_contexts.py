@@ -1,7 +1,7 @@
 """ZeroMQ's contexts: one a process, for as long as it has an end open, and one more for each binder with keys.
 
-A signal's handler may open or close an end while its thread opens or closes another. So a context is noted down before it is
-open, and no lock is held while one ends. It ends in a thread that gets no signals: pyzmq takes a call that a signal interrupts
+A signal's handler may open or close an end while its thread opens or closes another. So a context is made and noted down in one
+step, and no lock is held while one ends. It ends in a thread that gets no signals: pyzmq takes a call that a signal interrupts
 for done, and the context's threads and descriptors would stay.
 
 Where libzmq finds no descriptor for what it needs, it ends the process. So there must be enough before an end is opened.
@@ -9,6 +9,7 @@ Where libzmq finds no descriptor for what it needs, it ends the process. So ther
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
 import os
@@ -22,10 +23,10 @@ from typing import Any, TypeVar
 
 import zmq
 
-from tensorpipe_ipc.borrowed import pyzmq_reaper
+from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.libc import libc
-from tensorpipe_ipc.owned_fd import pipe
+from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
 __all__ = [
     "acquire",
@@ -68,28 +69,14 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     Raises:
         Refused: too few descriptors are left to open an end.
     """
-    if not has_descriptors(_DESCRIPTORS):
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        raise Refused(
-            f"no end can be opened: too few descriptors are left (this process may have {limit}, and {_DESCRIPTORS} must be "
-            "free): close some, or raise the limit (ulimit -n)"
-        )
+    _check_descriptors()
     shared = _shared.setdefault(os.getpid(), _Shared())
     with shared.lock:
         context = shared.common
         if own or context is None:
-            context = zmq.Context.__new__(zmq.Context)
-            shared.contexts[context] = {
-                id(end)
-            }  # first: whatever a signal's handler does next, the end's close ends it
-            try:
-                context.__init__()  # type: ignore[misc]
-            except BaseException:
-                if (
-                    context.underlying
-                ):  # open, and pyzmq would not end it: it looks for signals before it notes whose it is
-                    context.__init__(shadow=context.underlying)  # type: ignore[misc]
-                raise
+            # It is known, and in use, from its first moment on, whatever a signal's handler does next.
+            shared.contexts.update(zip(map(zmq.Context, (1,)), ({id(end)},), strict=True))
+            context = next(made for made, ends in reversed(shared.contexts.items()) if id(end) in ends)
         if not own:
             context = shared.common = shared.common or context  # a handler may have made one in between
         shared.contexts[context].add(id(end))
@@ -143,12 +130,28 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
         library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
 
 
-def has_descriptors(count: int = _SOCKETS) -> bool:
-    """Return whether enough are left: for a socket more, and what watches it."""
+def has_descriptors() -> bool:
+    """Return whether enough are left for a socket more, and what watches it."""
     try:
-        return bool([pipe() for _ in range(count // 2)])
-    except OSError:
+        _check_descriptors(_SOCKETS)
+    except Refused:
         return False
+    return True
+
+
+def _check_descriptors(count: int = _DESCRIPTORS) -> None:
+    taken: list[OwnedFd] = []
+    try:
+        while len(taken) < count:
+            taken += pipe()
+    except OSError as failed:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise Refused(
+            f"no end can be opened: {failed.strerror} (this process may have {limit}, and {count} must be free): "
+            "close some, or raise the limit (ulimit -n)"
+        ) from None
+    finally:
+        taken.clear()
 
 
 def release(end: object) -> None:
@@ -183,18 +186,22 @@ def _destroy(shared: _Shared, contexts: list[zmq.Context[Any]]) -> None:
 
 def _run_undisturbed(work: Callable[[], None]) -> None:
     """Run something in a thread that gets no signals, and runs no handler of one. Wait for it."""
-    thread = threading.Thread(target=_without_signals, args=(work,), daemon=True)
+    done = _thread.allocate_lock()
+    done.acquire()
     try:
-        thread.start()
+        _thread.start_new_thread(_without_signals, (work, done))
     except RuntimeError:  # no thread can be started, as at the program's end
+        _without_signals(work, done)
+    done.acquire()
+
+
+def _without_signals(work: Callable[[], None], done: _thread.LockType) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
         work()
-        return
-    thread.join()
-
-
-def _without_signals(work: Callable[[], None]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    work()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.release()
 
 
 def repeated(call: Callable[..., _T], *arguments: Any) -> _T:
@@ -212,21 +219,28 @@ def hold_reaper() -> None:
     An exception of a signal's handler while pyzmq starts it, or asks Thread.is_alive, leaves a thread that runs and is taken
     for dead (bpo-45274). Then pyzmq starts another for each frame, which ends at once, as the first one has the address; and
     forgets what is lent, so that nothing is heard of it any more. So it is started by a thread that handlers do not
-    interrupt, and what asks for it is told in one step that it runs: only ``_stop_reaper`` and the program's end stop it.
+    interrupt, and is asked by what is done in one step.
     """
-    if pyzmq_reaper is None:
+    if pyzmq_reaper is None or running_threads is None:
         return
     thread = pyzmq_reaper.thread
-    if thread is None or pyzmq_reaper.pid != os.getpid() or "is_alive" not in thread.__dict__:
-        _run_undisturbed(_start_reaper)
+    if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
+        return
+    _run_undisturbed(_start_reaper)
 
 
 def _start_reaper() -> None:
     """Start it. It gets no signals either, as it begins with this thread's mask."""
-    with pyzmq_reaper._lock:
-        if not pyzmq_reaper.is_alive():
-            pyzmq_reaper.start()
-        pyzmq_reaper.thread.is_alive = functools.partial(bool, True)
+    reaper, running = pyzmq_reaper, running_threads
+    assert running is not None
+    try:
+        with reaper._lock:
+            if not reaper.is_alive():
+                reaper.start()
+            thread: Any = reaper.thread
+            thread.is_alive = functools.partial(running.__contains__, thread.ident)
+    finally:
+        running.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
 def _stop_reaper() -> None:
@@ -238,4 +252,12 @@ def _stop_reaper() -> None:
     while pyzmq_reaper.refs and not getattr(pyzmq_reaper, "_stay_down", False) and time.monotonic() < deadline:
         time.sleep(0.001)
     if not pyzmq_reaper.refs and pyzmq_reaper.thread is not None:
-        _run_undisturbed(pyzmq_reaper.stop)
+        _run_undisturbed(_end_reaper)
+
+
+def _end_reaper() -> None:
+    try:
+        pyzmq_reaper.stop()
+    finally:
+        if running_threads is not None:
+            running_threads.pop(_thread.get_ident(), None)  # as above

@@ -18,10 +18,8 @@ import children
 import pytest
 import zmq
 from children import PATIENCE, Child, in_thread
-from crash_points import in_child, reap
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.zeromq import zmq_contexts
 from tensorpipe_ipc.zeromq.addresses import parse, runtime_folder
 from tensorpipe_ipc.zeromq.binder import Binder
 
@@ -291,31 +289,3 @@ def _heard(binder: Binder) -> bytes:
     while (incoming := binder.receive(0.1)) is None:
         pass
     return incoming[0]
-
-
-def test_a_context_whose_making_a_handler_cut_short_leaves_nothing() -> None:
-    """pyzmq looks for signals in its constructor when it has opened a descriptor, and does not know yet that it has."""
-
-    class Interrupt(Exception):
-        pass
-
-    def handler(*_: object) -> None:
-        raise Interrupt
-
-    def cut_short_again_and_again() -> None:
-        signal.signal(signal.SIGALRM, handler)
-        left, cut_short = len(os.listdir("/proc/self/fd")), 0
-        for number in range(1000):
-            end = Binder(parse("inproc://cut-short"), receives=True)
-            with contextlib.suppress(Interrupt):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, (1 + number % 160) * 1e-6)
-                    zmq_contexts.acquire(end, own=True)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Interrupt:
-                    cut_short += 1
-            end.close(0)
-        assert cut_short > 50
-        assert len(os.listdir("/proc/self/fd")) == left
-
-    assert reap(in_child(cut_short_again_and_again)) == 0
