@@ -381,10 +381,11 @@ class MemoryTracker:
         return 0.0
 
     def _look_for_members(self) -> None:
-        members = set(family(self._pid)) if self._children else {self._pid}
+        members = family(self._pid) if self._children else [self._pid]
         for watched in self._living():
             watched.ended = watched.pid not in members
-        self._seen += map(_Watched, members.difference(watched.pid for watched in self._living()))
+        known = {watched.pid for watched in self._living()}
+        self._seen += [_Watched(pid) for pid in members if pid not in known]
 
     def _living(self) -> list[_Watched]:
         return [watched for watched in self._seen if not watched.ended]
