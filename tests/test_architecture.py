@@ -7,8 +7,15 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
 
 import tensorpipe_ipc
 
@@ -61,6 +68,9 @@ DOORS = {
 # family of processes, have theirs.
 PICKLES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg", "joblib"}
 PICKLE_DOORS = {"queues/pickling.py"}
+
+# Where a message's way ends: at the bytes, or at the socket.
+END_OF_WAY = ("serializers/raw.py::encode", "zeromq/zmq_sockets.py::lend", "zeromq/frame_reader.py::read")
 
 
 @functools.cache
@@ -196,20 +206,117 @@ def test_all_names_what_is_public() -> None:
         )
 
 
-def test_the_way_of_a_message_is_as_the_page_draws_it() -> None:
-    """Every file and function that the page of the architecture names is there."""
-    page = (HOUSE.parent / "docs/design/architecture.md").read_text()
-    named = re.findall(r"`([a-z_/]+\.py)(?:::([A-Za-z_.]+))?`", page)
-    functions = [name for _, name in named if name]
-    assert len(functions) > 15
+@pytest.mark.parametrize("page", ["architecture.md", "crash-argument.md"])
+def test_what_a_page_of_the_design_names_is_there(page: str) -> None:
+    """Every file and function that it names is there."""
+    named = re.findall(r"([a-z_/]+\.py)(?:::([A-Za-z_.]+))?", (HOUSE.parent / "docs/design" / page).read_text())
+    assert sum(bool(name) for _, name in named) >= 5
     for file, name in named:
         path = HOUSE / file
         assert path.is_file() or any(HOUSE.glob(f"*/{file}")) or (HOUSE.parent / file).is_file(), f"{file} is not there"
         body: list[ast.stmt] = _tree(file).body if name else []
         for part in filter(None, name.split(".")):
-            found = [node for node in _public(body) if node.name == part]
+            found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part]
             assert found, f"{file} has no {name}"
             body = found[0].body
+
+
+Chain = tuple[str, ...]  # functions, each called by the one before it
+
+
+def _chains(call: Callable[[], Any]) -> list[Chain]:
+    """Return the package's functions that a call calls, in order, each with those that it was called by."""
+    found: dict[Chain, None] = {}
+    house = f"{HOUSE}/"
+
+    def look(frame: FrameType | None, event: str, _argument: Any) -> None:
+        names: list[str] = []
+        while event == "call" and frame is not None:
+            code = frame.f_code
+            if code.co_filename.startswith(house):
+                names.append(f"{code.co_filename.removeprefix(house)}::{code.co_name}")
+            frame = frame.f_back
+        if names:
+            found[tuple(reversed(names))] = None
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def _drawn() -> list[list[Chain]]:
+    """Return the trees of the page, as chains. Of a method only its name counts: Python 3.10 knows no more of a frame."""
+    page = (HOUSE.parent / "docs/design/architecture.md").read_text().partition("## The functions on the way")[2]
+    trees = []
+    for block in re.findall(r"```text\n(.*?)```", page.partition("\n## ")[0], re.DOTALL):
+        tree, above = list[Chain](), list[str]()
+        for indent, file, name in re.findall(r"^( *)([\w/]+\.py)::([\w.]+)", block, re.MULTILINE):
+            above[len(indent) // 2 :] = [f"{file}::{name.rpartition('.')[2]}"]
+            tree.append(tuple(above))
+        trees.append(tree)
+    return trees
+
+
+def _goes_through(chain: Chain, drawn: Chain) -> bool:
+    """Return whether a chain ends where a drawn one does, and comes by all that is drawn."""
+    rest = iter(chain)
+    return chain[-1] == drawn[-1] and all(name in rest for name in drawn)
+
+
+def _hops(chain: Chain) -> int:
+    files = [name.partition("::")[0] for name in chain]
+    return sum(one != other for one, other in pairwise(files))
+
+
+def _floor(function: str) -> int:
+    return FLOORS[_room(function.partition("::")[0])]
+
+
+def test_a_messages_way_is_as_the_page_draws_it(tmp_path: Path) -> None:
+    """The trees of the architecture's page are what is called, in that order; no call leads up but those that it names."""
+    message = {"image": torch.ones(1000), "step": 1}
+    queue = tensorpipe_ipc.Queue()
+    address = f"ipc://{tmp_path}/way"
+    with (
+        tensorpipe_ipc.Consumer(address, shared_memory="off") as consumer,
+        tensorpipe_ipc.Producer(address, shared_memory="off") as producer,
+    ):
+        ways: list[list[Chain]] = []
+        with ThreadPoolExecutor(1) as other:  # the ends meet, and each schema is known
+            for _ in range(2):
+                putting = other.submit(producer.put, message, 60)
+                consumer.get(60)
+                putting.result()
+                queue.put(message)
+                queue.get()
+        for call in (
+            lambda: queue.put(message),
+            lambda: queue.get(),
+            lambda: producer.put(message, 60),
+            lambda: consumer.get(60),
+        ):
+            ways.append(_chains(call))
+    trees = _drawn()
+    assert len(trees) == len(ways)
+    for tree, way in zip(trees, ways, strict=True):
+        at = -1
+        for drawn in tree:
+            at = next((i for i, chain in enumerate(way) if i > at and _goes_through(chain, drawn)), -1)
+            assert at >= 0, f"{' -> '.join(drawn)} is not on the way, or comes before what is drawn above it"
+    reached = [max((_hops(chain) for chain in way if chain[-1] in END_OF_WAY), default=0) for way in ways]
+    assert 0 < reached[0] <= 7
+    assert 0 < reached[2] + reached[3] <= 10
+    up = {
+        callee
+        for way in ways
+        for chain in way
+        for caller, callee in pairwise(chain)
+        if _floor(callee) > _floor(caller)
+    }
+    assert {name.partition("::")[2] for name in up} <= {"encode", "decode", "decode_in"}
 
 
 def test_decoders_are_made_at_import() -> None:
