@@ -310,11 +310,7 @@ def test_a_messages_way_is_as_the_page_draws_it(tmp_path: Path) -> None:
     assert 0 < reached[0] <= 7
     assert 0 < reached[2] + reached[3] <= 10
     up = {
-        callee
-        for way in ways
-        for chain in way
-        for caller, callee in pairwise(chain)
-        if _floor(callee) > _floor(caller)
+        callee for way in ways for chain in way for caller, callee in pairwise(chain) if _floor(callee) > _floor(caller)
     }
     assert {name.partition("::")[2] for name in up} <= {"encode", "decode", "decode_in"}
 
