@@ -387,6 +387,10 @@ class Consumer(End):
             error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
         if isinstance(error, OutOfMemory):
             self._receiver.conversation.reject(error, peer)
+        if isinstance(error, UnsupportedLeaf):
+            error = UnsupportedLeaf(
+                f"{error.reason} ({self.endpoint}: a message from {peer}, which was dropped)", error.path
+            )
         if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
             self._receiver.in_hand = False
             raise error

@@ -35,7 +35,7 @@ from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 from tensorpipe_ipc.wire.metas import OPAQUE
 
-__all__ = ["Handle", "Pickled", "dump", "dump_without_leaves", "is_shared_by_torch", "load", "take_back"]
+__all__ = ["Handle", "Pickled", "dump", "is_shared_by_torch", "load", "take_back"]
 
 Handle = tuple[Callable[..., Any], tuple[Any, ...]]  # torch's function to rebuild a shared storage, and its arguments
 # An object's pickle; its leaves, in the order of their places in the pickle; the handles of the shared storages in it.
@@ -234,17 +234,6 @@ def dump(obj: Any) -> Pickled:
         take_back(reducers.handles)
         raise
     return file.getvalue(), reducers.leaves, reducers.handles
-
-
-def dump_without_leaves(obj: Any) -> bytes | None:
-    """Return an object's pickle; None if it contains tensors, arrays or storages.
-
-    Raises:
-        Exception: any error that the object raises when it is pickled.
-    """
-    data, leaves, handles = dump(obj)
-    take_back(handles)
-    return None if leaves or handles else data
 
 
 def load(data: Any, leaves: Sequence[Any] = (), convert: Callable[[Any], Any] | None = None) -> Any:

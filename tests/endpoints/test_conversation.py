@@ -893,7 +893,9 @@ def test_a_type_that_is_not_registered_here() -> None:
     with tp.Consumer("typed") as consumer, Child() as child:
         child.call(children.open_producer, "typed")
         child.begin(children.put_unknown_type)
-        with pytest.raises(tp.UnsupportedLeaf, match="holds a 'OnlyThere', which is not registered here"):
+        with pytest.raises(
+            tp.UnsupportedLeaf, match="holds a 'OnlyThere', which is not registered here.*typed: .*from producer pid"
+        ):
             consumer.get(PATIENCE)
         assert consumer.get(PATIENCE) == "next"
         child.result()
