@@ -74,10 +74,11 @@ def limited(serializer: Serializer, most: Callable[[], int]) -> Serializer:
     """Return a serializer that refuses what is too large before it copies it; of a user's own, itself.
 
     Args:
-        serializer: any.
+        serializer: any. The class of one that is built in takes ``most``.
         most: tells the bytes that a tensor may have.
     """
-    return type(serializer)(most) if isinstance(serializer, (Raw, NumpyArray, TorchSave)) else serializer
+    kind: Callable[..., Serializer] = type(serializer)
+    return kind(most) if serializer in _BUILT_IN else serializer
 
 
 def serializer_names() -> tuple[str, ...]:
