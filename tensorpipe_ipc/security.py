@@ -210,11 +210,13 @@ def _read(path: str) -> dict[str, bytes]:
         with owned(os.open, path, flags) as file:
             status = os.fstat(file.fileno())
             _check_owner(path, status)
-            text = os.read(file.fileno(), _LARGEST).decode("ascii", "replace")
+            text = os.read(file.fileno(), _LARGEST + 1).decode("ascii", "replace")
     except OSError as failed:
         if isinstance(failed, Refused):
             raise
         raise Refused(f"the key file {path} cannot be read: {failed.strerror}") from None
+    if len(text) > _LARGEST:
+        raise Refused(f"{path} has over {_LARGEST:,} bytes, so it is no key file")
     found: dict[str, bytes] = {}
     for line in text.splitlines():
         if match := _LINE.fullmatch(line):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "NARROW", "Dtype", "is_narrowed"]
+__all__ = ["BY_CODE", "BY_NUMPY", "BY_TORCH", "NARROW", "WIDEST", "Dtype", "is_narrowed"]
 
 
 class Dtype(NamedTuple):
@@ -20,7 +20,10 @@ class Dtype(NamedTuple):
     torch: torch.dtype
     itemsize: int  # bytes of one item
     numpy: np.dtype[Any] | None  # None: NumPy has no such dtype
+    alignment: int = 8  # torch's kernels crash on items that lie at no multiple of it
 
+
+WIDEST = 16  # bytes of the widest item
 
 # name in torch, wire code, name in NumPy. A torch too old to know a dtype simply lacks its row.
 _ROWS: tuple[tuple[str, int, str | None], ...] = (
@@ -54,7 +57,9 @@ def _table() -> list[Dtype]:
     for name, code, numpy_name in _ROWS:
         dtype = getattr(torch, name, None)
         if dtype is not None:
-            rows.append(Dtype(code, dtype, dtype.itemsize, np.dtype(numpy_name) if numpy_name else None))
+            numpy_dtype = np.dtype(numpy_name) if numpy_name else None
+            alignment = WIDEST if name in ("complex128", "float64") else 8  # view_as_complex() makes one of the other
+            rows.append(Dtype(code, dtype, dtype.itemsize, numpy_dtype, alignment))
     return rows
 
 

@@ -111,7 +111,7 @@ def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
     keys = [_KEYS.get(key) if type(key) is str else None for key in node]
     flat.spec.append(
         _COUNT.pack(Op.DICT, len(node))
-        + b"".join([known or _pack_key(key) for known, key in zip(keys, node, strict=True)])
+        + b"".join([known or _pack_key(key, flat) for known, key in zip(keys, node, strict=True)])
     )
     key: Any = None
     try:
@@ -184,9 +184,9 @@ _KEYS: dict[str, bytes] = {}
 _KEYS_LIMIT = 1 << 14  # a stream has few keys; one of ever new keys starts over instead of growing
 
 
-def _pack_key(key: Any) -> bytes:
+def _pack_key(key: Any, flat: Flat) -> bytes:
     try:
-        data = msgspec.msgpack.encode(_plain_key(key))
+        data = msgspec.msgpack.encode(_plain_key(key, flat))
     except (OverflowError, UnicodeEncodeError) as error:
         raise UnsupportedLeaf(f"dict key {key!r} cannot be written: {error}") from None
     if len(data) > MAX_TEXT:
@@ -201,11 +201,12 @@ def _pack_key(key: Any) -> bytes:
     return packed
 
 
-def _plain_key(key: Any, depth: int = 0) -> Any:
+def _plain_key(key: Any, flat: Flat, depth: int = 0) -> Any:
     if type(key) is tuple:
         if depth >= MAX_DEPTH:
             raise UnsupportedLeaf(f"a dict key of tuples nested deeper than {MAX_DEPTH}")
-        return [_plain_key(item, depth + 1) for item in key]
+        flat.spec.extend([b""] * (1 + len(key)))  # nodes, as the receiver counts them
+        return [_plain_key(item, flat, depth + 1) for item in key]
     if key is None or type(key) in (str, int, bool, float, bytes):
         return key
     raise UnsupportedLeaf(

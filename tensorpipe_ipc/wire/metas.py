@@ -64,6 +64,7 @@ class TensorMeta:
     Attributes:
         dtype: the torch dtype; None in an opaque meta.
         complex: whether it is a complex one.
+        alignment: at whose multiples in memory its items must lie.
         shape: sizes of the dimensions.
         nbytes: bytes of the tensor's items: product of ``shape`` times the item size.
         order: the dimensions from outermost to innermost in memory; None where that is 0, 1, 2, ...
@@ -76,6 +77,7 @@ class TensorMeta:
     __slots__ = (
         "_head",
         "_tail",
+        "alignment",
         "alone",
         "complex",
         "direct",
@@ -102,6 +104,7 @@ class TensorMeta:
         self.dtype = row.torch if row else None
         self.numpy_dtype = row.numpy if row else None
         self.complex = row is not None and row.torch.is_complex
+        self.alignment = row.alignment if row else 8
         self.shape = shape
         self.order = order
         self.nbytes = math.prod(shape) * row.itemsize if row else 0

@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         leaves: how many leaves the spec has.
         values: how many values.
+        has_storages: whether any leaf is a storage, whose bytes may be looked at as items of any dtype.
         made: how many nodes something is made for, which is kept: all but values and plain leaves.
         is_leaf: whether the tree is one plain tensor and nothing else.
     """
@@ -61,6 +62,7 @@ class Plan:
         """
         walk = _Walk(spec)
         self.leaves, self.values, self.made = walk.leaves, walk.values, walk.made
+        self.has_storages = walk.has_storages
         self.is_leaf = spec == _ONE_TENSOR
         self._spec = spec
         self._build: Build | None = None
@@ -110,7 +112,7 @@ class _Walk:
     """A walk over a spec, which checks each node, and with readers makes its builder, too. Without, it keeps nothing.
 
     Attributes:
-        leaves, values, made: as of a ``Plan``.
+        leaves, values, made, has_storages: as of a ``Plan``.
         build: what builds the tree.
     """
 
@@ -122,19 +124,19 @@ class _Walk:
         """
         self._spec, self._makes, self._readers, self._kinds = spec, readers is not None, readers or _READERS, kinds
         self._at = self._nodes = self.leaves = self.values = self.made = 0
+        self.has_storages = False
         self.build = self._node(0)
         if self._at != len(spec):
             raise ProtocolError(f"{len(spec) - self._at} bytes after the end of the spec")
 
     def _node(self, depth: int) -> Build:
         """Return the builder of the next node."""
-        self._nodes += 1
-        if self._nodes > MAX_NODES:
-            raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
+        self._see(1)
         op = self._peek()
         self._at += 1
         if Op.TENSOR <= op <= Op.TYPED:
             self.leaves += 1
+            self.has_storages = self.has_storages or op >= Op.UNTYPED
             if self._kinds is not None:
                 self._kinds.append(op)
         elif op <= Op.STR:
@@ -183,7 +185,7 @@ class _Walk:
             count = self._count(3 if op == Op.DICT else 1)
         keys, children = list[Any](), list[Build]()
         for _ in range(count if op == Op.DICT else 0):
-            key = _read_key(self._text())
+            key = self._key(self._text())
             if self._makes:
                 keys.append(key)
         for _ in range(count):
@@ -213,6 +215,28 @@ class _Walk:
             if _decoded(self._text()) != field:
                 raise UnsupportedLeaf(f"the message's {name!r} has another field in the place of {field!r}")
         return entry, count
+
+    def _key(self, data: Buffer) -> Any:
+        if is_too_nested(data):
+            raise ProtocolError(f"a dict key of {len(data)} bytes that is nested too deeply, or too long for a tuple")
+        try:
+            return self._frozen(msgspec.msgpack.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a dict key that is no msgpack: {error}") from None
+
+    def _frozen(self, key: Any) -> Any:
+        if type(key) is list:
+            self._see(1 + len(key))
+            return tuple(self._frozen(item) for item in key)
+        if key is None or type(key) in (str, int, bool, float, bytes):
+            return key
+        raise ProtocolError(f"a dict key of type {type(key).__name__}")
+
+    def _see(self, nodes: int) -> None:
+        """Count nodes: those of the tree, and each tuple of a key with its items."""
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            raise ProtocolError(f"a tree of over {MAX_NODES:,} nodes")
 
     def _peek(self) -> int:
         """Return the next byte, and stay before it."""
@@ -248,23 +272,6 @@ def _decoded(data: Buffer) -> str:
         return str(data, "utf-8")
     except UnicodeDecodeError:
         raise ProtocolError(f"a name that is no UTF-8: {bytes(data[:40])!r}") from None
-
-
-def _read_key(data: Buffer) -> Any:
-    if is_too_nested(data):
-        raise ProtocolError(f"a dict key of {len(data)} bytes that is nested too deeply, or too long for a tuple")
-    try:
-        return _frozen_key(msgspec.msgpack.decode(data))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a dict key that is no msgpack: {error}") from None
-
-
-def _frozen_key(key: Any) -> Any:
-    if type(key) is list:
-        return tuple(_frozen_key(item) for item in key)
-    if key is None or type(key) in (str, int, bool, float, bytes):
-        return key
-    raise ProtocolError(f"a dict key of type {type(key).__name__}")
 
 
 def _read_device(data: Buffer) -> torch.device:

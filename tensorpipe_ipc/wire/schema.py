@@ -27,7 +27,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
-from tensorpipe_ipc.wire.dtypes import BY_TORCH, Dtype
+from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
@@ -228,11 +228,16 @@ class Schema:
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            leaves, metas = list(self._leaves()), _Metas()
+            leaves, metas, to_any = list(self._leaves()), _Metas(), self._plan.has_storages
+            wide = {leaf.span for leaf in leaves if leaf.row is not None and (to_any or leaf.row.alignment == WIDEST)}
+            rows = [leaf.row and leaf.row._replace(alignment=WIDEST) if to_any else leaf.row for leaf in leaves]
             self._opened = _Opened(
-                [metas[_OCTET, (nbytes,), None] for nbytes, _ in self._span_sizes()],
+                [
+                    metas[_OCTET_OF_ANY if span in wide else _OCTET, (nbytes,), None]
+                    for span, (nbytes, _) in enumerate(self._span_sizes())
+                ],
                 leaves,
-                [metas[leaf.row, leaf.shape, leaf.order] for leaf in leaves],
+                [metas[row, leaf.shape, leaf.order] for row, leaf in zip(rows, leaves, strict=True)],
                 *places_of(list(self._sizes())),
                 any(leaf.own is not None for leaf in leaves),
             )
@@ -256,14 +261,20 @@ class Schema:
         count, at = _count(self._data, self._spans_at + self._spans * SPAN.size, _LEAST_META)
         if count != self._plan.leaves:
             raise ProtocolError(f"{count} leaf metas for a tree of {self._plan.leaves} leaves")
-        dtypes: dict[int, tuple[Any, Any]] = {}  # of the views of spans that hold narrowed items
+        narrowed = bytearray(2 * self._spans)  # of each span: codes of the dtypes that its views have, and had
         for index in range(count):
             leaf, at = unpack_meta(self._data, at)
             if leaf.span is not None:
                 self._check_view(index, leaf)
-                dtype = leaf.row if leaf.own is not None else None, leaf.own
-                if dtypes.setdefault(leaf.span, dtype) != dtype:
+                codes = bytes((leaf.row.code, leaf.own.code)) if leaf.row and leaf.own else b"\xff\xff"
+                known = slice(2 * leaf.span, 2 * leaf.span + 2)
+                if narrowed[known] not in (b"\0\0", codes):
                     raise ProtocolError(f"views of span {leaf.span} that were narrowed, and others that were not alike")
+                narrowed[known] = codes
+            if leaf.own is not None and self._plan.kinds[index] in (Op.BYTES, Op.UNTYPED, Op.TYPED):
+                raise ProtocolError(
+                    f"bytes of {leaf.row and leaf.row.torch} that were {leaf.own.torch}: only numbers are narrowed"
+                )
             yield leaf
         if at != len(self._data):
             raise ProtocolError(f"{len(self._data) - at} bytes after the end of the schema")
@@ -337,6 +348,7 @@ class _Schemas(dict[bytes, Schema]):
 _SCHEMAS = _Schemas()
 _NOTHING = memoryview(b"")
 _OCTET = BY_TORCH[torch.uint8]
+_OCTET_OF_ANY = _OCTET._replace(alignment=WIDEST)  # of memory that may be looked at as items of any dtype
 
 
 def schema_of(data: bytes) -> Schema:
@@ -390,19 +402,19 @@ def _announced(data: memoryview) -> int:
 
 def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     size = len(payload)
-    if own >= 0 and (size < BULK or not _aligned(payload)):
+    if own >= 0 and (size < BULK or _address(payload) % meta.alignment):
         payload = memoryview(bytearray(payload))
         own = 0  # it is the tensor's own already
     tensor = serializer.decode(meta, payload)
     return tensor.clone() if size <= own and serializer.zero_copy else tensor
 
 
-def _aligned(payload: memoryview) -> bool:
-    """Return whether torch may compute on a payload where it lies: its kernels load whole items, and crash on crooked ones.
+def _address(payload: memoryview) -> int:
+    """Return where a payload lies.
 
     A small frame lies anywhere in ZeroMQ's receive buffer; a large one is a malloc of its own, after a head of 40 bytes.
     """
-    return ctypes.addressof(ctypes.c_char.from_buffer(payload)) % 8 == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(payload))
 
 
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:

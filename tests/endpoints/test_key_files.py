@@ -151,14 +151,14 @@ def test_keys_of_another_user(keys: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_how_much_of_a_file_is_read(tmp_path: Path) -> None:
-    """The first 16 KiB; of a key that ends there all is read, and one that goes on is none."""
+    """16 KiB, and a file with one byte more is refused: what lies beyond might say that the key is a secret one."""
     path = tmp_path / "some.key"
     line = 'public-key = "' + "x" * 40 + '"'
     path.write_text("#" * ((1 << 14) - 1 - len(line)) + "\n" + line)
     assert path.stat().st_size == 1 << 14
     assert tp.Curve(path, server=path).server_key() == b"x" * 40
     path.write_text("#" * ((1 << 14) - len(line)) + "\n" + line)
-    with pytest.raises(tp.Refused, match="holds no public key"):
+    with pytest.raises(tp.Refused, match="has over 16,384 bytes, so it is no key file"):
         tp.Curve(path, server=path).server_key()
 
 
@@ -173,7 +173,7 @@ def test_how_much_of_a_file_is_read(tmp_path: Path) -> None:
         ('public-key = "' + "x" * 39 + '~"', "holds a public key that is none"),
         ('public-key = "' + "x" * 35 + '#####"', "holds a public key that is none"),
         ('secret-key = "' + "x" * 40 + '"', "holds a secret key where a public one is wanted"),
-        ("#" * 20000 + '\npublic-key = "' + "x" * 40 + '"', "holds no public key"),
+        ('public-key = "' + "x" * 40 + '"\n' + "#" * 20000, "has over 16,384 bytes"),
     ],
 )
 def test_what_is_no_key_file(content: str, why: str, keys: Path, tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ def test_the_number_of_nodes_has_two_sides() -> None:
         sent([None] * MAX_NODES)
 
 
+def test_the_tuples_of_keys_count_as_nodes() -> None:
+    """Each tuple of a dict's key counts, and each of its items: both ends count alike."""
+    keys = [(index, ("x",)) for index in range((MAX_NODES - 1) // 6)]  # two tuples, three items, and a value
+    fits: dict[Any, None] = dict.fromkeys(keys)
+    assert round_trip(fits) == fits
+    with pytest.raises(UnsupportedLeaf, match="nodes, the limit is 131,072"):
+        sent(fits | dict.fromkeys([(-1, ("x",))]))
+
+
 @pytest.mark.parametrize(
     ("inside", "outside", "says"),
     [

@@ -48,6 +48,10 @@ def several(op: int, count: int = MANY) -> bytes:
     return b"\x20" + u32(count) + bytes([op]) * count
 
 
+def several_views(count: int) -> bytes:
+    return b"".join(struct.pack("<BBBBQQ", 10, 2, 0, 11, span, 0) for span in range(count))
+
+
 def message(schema: bytes, values: bytes = b"", *frames: bytes) -> list[bytes]:
     return [header.pack(4, 1, schema, values), *frames]
 
@@ -76,6 +80,9 @@ HOSTILE: dict[str, Callable[[], list[bytes]]] = {
     ),
     "many metas, then a bad one": lambda: message(
         data(several(0x10), b"", meta(1) * (MANY - 1) + meta(1, code=99), counts=(0, MANY)), b"", bytes(MANY)
+    ),
+    "many views, then a bad one": lambda: message(
+        data(several(0x10), struct.pack("<QQ", 8, 8) * MANY, several_views(MANY - 1) + meta(1), (MANY, MANY)), b"", b"x"
     ),
     "many metas and a small tree": lambda: message(data(b"\x10", b"", meta(0, (0,)) * MANY, counts=(0, MANY))),
     "many nodes, then a bad one": lambda: message(data(several(0x00)[:-1] + b"\xff")),

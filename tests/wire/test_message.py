@@ -181,6 +181,52 @@ def test_windows_of_several_dtypes_stay_aligned() -> None:
     zoo.same(tree, round_trip(tree))
 
 
+OF_ANY_DTYPE: dict[str, tuple[Any, Any]] = {  # a tree, and the tensor of complex numbers that is made of what arrives
+    "complex numbers": (torch.ones(BULK, dtype=torch.complex128), lambda tree: tree),
+    "pairs of floats": (torch.ones(BULK, 2, dtype=torch.float64), torch.view_as_complex),
+    "an array": (np.ones(BULK, complex), torch.from_numpy),
+    "views of one memory": ((base := torch.ones(BULK, dtype=torch.complex128), base[1:]), lambda tree: tree[1]),
+    "a storage": (
+        torch.ones(BULK, dtype=torch.complex128).untyped_storage(),
+        lambda tree: torch.empty(0, dtype=torch.complex128).set_(tree),
+    ),
+    "a view and its storage": (
+        (base := torch.ones(4 * BULK, dtype=torch.uint8), base.untyped_storage()),
+        lambda tree: torch.empty(0, dtype=torch.complex128).set_(tree[1]),
+    ),
+}
+
+
+def _crooked(frames: list[bytes]) -> list[memoryview]:
+    """The frames where libzmq puts large ones: at 8 beyond a multiple of 16."""
+    found = []
+    for frame in frames:
+        memory = np.zeros(len(frame) + 16, np.uint8)
+        at = (8 - memory.ctypes.data) % 16
+        memory[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
+        found.append(memoryview(memory)[at : at + len(frame)])  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("serializer", ["raw", "numpy"])
+@pytest.mark.parametrize("name", OF_ANY_DTYPE)
+def test_wide_items_lie_where_torch_computes(name: str, serializer: str) -> None:
+    """Torch's kernels crash on complex numbers at no multiple of 16, and large frames lie at 8 beyond one."""
+    tree, to_complex = OF_ANY_DTYPE[name]
+    tensor = to_complex(read(_crooked(sent(tree, serializer)), own=0))
+    assert tensor.data_ptr() % tensor.itemsize == 0
+    assert tensor.gather(0, torch.arange(9)).tolist() == tensor[:9].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+def test_other_items_stay_where_they_came(dtype: torch.dtype) -> None:
+    """Images, floats and numbers of 8 bytes are not copied for that."""
+    frames = _crooked(sent([torch.zeros(BULK, dtype=dtype), base := torch.zeros(BULK, dtype=dtype), base[1:]]))
+    for leaf in read(frames, own=0):
+        leaf[-1] = 1
+    assert all(any(frame[-dtype.itemsize :]) for frame in frames[1:])
+
+
 def test_frames_are_laid_out_as_documented() -> None:
     """Small payloads follow the header, each at a multiple of 64; large ones have a frame each; empty ones have none."""
     small, large = torch.full((3,), 1, dtype=torch.uint8), torch.full((BULK,), 2, dtype=torch.uint8)

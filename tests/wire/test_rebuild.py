@@ -73,6 +73,12 @@ def keys(*packed: bytes) -> bytes:
             b"\x20" + MAX_NODES.to_bytes(4, "little") + bytes(MAX_NODES),
             "over 131,072 nodes",
         ),
+        pytest.param(
+            keys(*[b"\x92\xce" + index.to_bytes(4, "big") + b"\x91\x01" for index in range((MAX_NODES - 1) // 6)]),
+            keys(*[b"\x92\xce" + index.to_bytes(4, "big") + b"\x91\x01" for index in range(MAX_NODES // 6 + 1)]),
+            "over 131,072 nodes",
+            id="tuples in keys, and their items",
+        ),
     ],
 )
 def test_each_rule_has_two_sides(inside: bytes, outside: bytes, says: str) -> None:

@@ -129,8 +129,8 @@ def u32(*numbers: int) -> bytes:
     return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
-def meta(nbytes: int, dims: tuple[int, ...] = (4,), code: int = 2) -> bytes:
-    return struct.pack("<BBBBQ", code, 0, len(dims), 0, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
+def meta(nbytes: int, dims: tuple[int, ...] = (4,), code: int = 2, own: int = 0) -> bytes:
+    return struct.pack("<BBBBQ", code, 0, len(dims), own, nbytes) + struct.pack(f"<{len(dims)}q", *dims)
 
 
 def view(span: int, offset: int, size: int, stride: int = 1, code: int = 2, own: int = 0) -> bytes:
@@ -206,6 +206,19 @@ TWO = b"\x20" + u32(2) + b"\x10\x10"
             layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10, own=11))),
             layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10))),
             "views of span 0 that were narrowed, and others that were not alike",
+        ),
+        (
+            layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10, own=11))),
+            layout(TWO, ((8, 8),), (view(0, 0, 2, code=10), view(0, 4, 2, code=10, own=11))),
+            "views of span 0 that were narrowed, and others that were not alike",
+        ),
+        *(
+            (
+                layout(bytes(spec), metas=(meta(4, code=16),)),
+                layout(bytes(spec), metas=(meta(4, code=16, own=12),)),
+                "bytes of torch.float8_e5m2 that were torch.float64: only numbers are narrowed",
+            )
+            for spec in ([0x15], [0x16], [0x17, 12])
         ),
     ],
 )
