@@ -64,18 +64,19 @@ import msgspec
 
 from tensorpipe_ipc.endpoints import absence, rendezvous, rendezvous_file
 from tensorpipe_ipc.endpoints.absence import COMPLAINT, Absence
-from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
+from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, PieceArrived, Torn
 from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting, is_late_answer, is_old_answer
 from tensorpipe_ipc.endpoints.negotiation import Negotiation, misfit
 from tensorpipe_ipc.endpoints.peer import How, Peer
-from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight, is_binders
+from tensorpipe_ipc.endpoints.peers import MOST_PEERS, Peers
+from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, StatusPage
 from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
-from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers, remember
+from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
-from tensorpipe_ipc.process import identity, is_dead
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.header import (
     Ending,
@@ -109,10 +110,6 @@ PEER_TIMEOUT = 60.0  # seconds
 _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
 _LEAVE_AT_ONCE = 16  # peers that leave in one look
-_ON_ITS_WAY = 5.0  # seconds of silence until messages that an end had sent, and that do not come, are given up
-MOST_PEERS = 1024  # of a binder: each may cost four descriptors, and is looked at several times a second
-IN_TURN = 4 * MOST_PEERS  # messages of others, within which one comes of each connection that has any: they take turns
-_NOTHING = b""  # said to see whether there is a connection; whoever gets it drops it, and keeps 64 bytes until then
 _NAMED = 16  # peers, in the text of an error
 _ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
@@ -190,11 +187,9 @@ class Conversation:
         peers: those who are there, by routing id.
         peer_timeout: seconds until a peer out of sight is given up.
         has_parted: whether this end is not open yet, or has begun to close: it says nothing.
-        last_left: the one that left last, None as long as none did.
         refusal: what its binder refused this connector with; None if it did not.
         rejected: incoming messages that were dropped because they broke a rule.
         last_rejection: which rule; "" as long as none was.
-        came: how many messages have come, of all.
         hears_again: whether the message in hand is to be read again.
         looks: how often this end has looked who is still there.
     """
@@ -215,20 +210,14 @@ class Conversation:
         self.keeps = address.scheme == "tcp"  # what is in flight in frames outlives its connection
         self.peer_timeout = opening.peer_timeout
         self.events: deque[Event] = deque()
-        self.peers: dict[bytes, Any] = {}
         self.has_parted = True
-        self.last_left: Peer | None = None
         self.refusal: Exception | None = None
         self.rejected = 0
         self.last_rejection = ""
-        self.came = 1
         self._in_hand: _InHand | None = None
         self.hears_again = False
         self._is_leaving = False
         self._early: list[tuple[bytes, Header, list[Any]]] = []  # messages of a binder whose WELCOME was torn
-        # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
-        self._ended_ends: dict[int, None] = {}
-        self._ended_afar: dict[int, None] = {}
         self._strangers = Strangers(opening.window)
         self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
         self.looks = 0
@@ -240,6 +229,15 @@ class Conversation:
         )
         self.presence = Presence(binds=bind) if address.scheme != "inproc" else None
         self.end = self.presence.token if self.presence is not None else int.from_bytes(os.urandom(7), "little")
+        self.peers = Peers(
+            self.socket,
+            self.presence,
+            self.negotiation,
+            self._strangers,
+            self.events,
+            keeps=self.keeps,
+            patience=opening.peer_timeout,
+        )
         self.standby = StandbyQueues()
         self.greeting = Greeting(weakref.proxy(self), self.socket)
         self._absence = Absence(self.role, self.socket)
@@ -321,7 +319,7 @@ class Conversation:
     def _part_from(self, peer: Peer, ending: Ending) -> bool:
         """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the
         next binder hears it, which has nothing to do with how far this end came with the one before."""
-        if self.socket.binds or peer is not self.binder() or self.greeting.routing == peer.routing:
+        if self.socket.binds or peer is not self.peers.binder() or self.greeting.routing == peer.routing:
             return self.say(peer.routing, pack_goodbye(peer.position, ending))
         return self.say(self.greeting.routing, pack_goodbye(peer.position, ending, peer.hello.end))
 
@@ -393,9 +391,9 @@ class Conversation:
             return
         if self.peers and routing not in self.peers and not self.socket.binds and self._is_anothers(frames):
             for peer in list(self.peers.values()):
-                self.leaves(peer, How.LOST)  # what it said is read. That is told before what the next one says
+                self.peers.leaves(peer, How.LOST)  # what it said is read. That is told before what the next one says
             return
-        self.came += 1
+        self.peers.came += 1
         peer, nbytes = self.peers.get(routing), len(frames[-1])
         if self._hangs_up and not self._may_speak(routing, peer, frames):
             self.socket.received()
@@ -499,7 +497,7 @@ class Conversation:
     def _is_anothers(self, frames: list[Any]) -> bool:
         """Return whether a connector's message is the WELCOME of another binder than it knows, in that one's place."""
         hello = _welcome_in(frames)
-        if hello is None or self.has_left(hello) or is_late_answer(self.binder(), hello):
+        if hello is None or self.peers.has_left(hello) or is_late_answer(self.peers.binder(), hello):
             return False
         return not any(peer.is_still(hello) for peer in self.peers.values())
 
@@ -548,7 +546,7 @@ class Conversation:
         else:
             ending = ending_of(header)
             position = header.sequence if ending.to in (0, self.end) else None
-            self.leaves(peer, How.FAILED if ending.failure else How.GOODBYE, ending, position)
+            self.peers.leaves(peer, How.FAILED if ending.failure else How.GOODBYE, ending, position)
 
     def _hear_cut_off(self, routing: bytes, frames: list[Any]) -> None:
         """A message that its sender gave up, as an empty last frame says: its sequence is used up, and that is all."""
@@ -610,8 +608,9 @@ class Conversation:
             self.refusal = error
 
     def _hear_welcome(self, routing: bytes, hello: Hello) -> None:
-        if not self.has_left(hello) and not is_late_answer(self.binder(), hello):
-            if self._find_again(routing, hello):
+        if not self.peers.has_left(hello) and not is_late_answer(self.peers.binder(), hello):
+            if self.peers.find_again(routing, hello):
+                self._hear_again()
                 return
             self._give_up_early(routing)
             early = [(header, frames) for _, header, frames in self._early]
@@ -626,7 +625,7 @@ class Conversation:
         self.refusal = Refused(f"{self.endpoint}: {refused.reason}")
         self.greeting.say_seldom()
         for peer in [each for each in self.peers.values() if each.by_file]:  # this end met it by its file
-            self.leaves(peer, How.REFUSED_US)
+            self.peers.leaves(peer, How.REFUSED_US)
         self.publish()
 
     def _hear_hello(self, routing: bytes, header: Header) -> None:
@@ -635,14 +634,15 @@ class Conversation:
             self.greeting.say_if_due()
             return
         hello = unpack_control(header, Hello)
-        if self.has_left(hello) or self._is_said_before(routing, hello):
+        if self.peers.has_left(hello) or self.peers.is_said_before(routing, hello):
             self._strangers.end(routing)
             return
         if self._is_leaving and not self._has_claimed(hello):
             return  # there is no queue for it any more: it meets the next binder
         ours = self.owner.hello(None)
         reason = misfit(ours, hello) or self.negotiation.violated_requirement(hello, rendezvous.objection(ours, hello))
-        if not reason and self._find_again(routing, hello):
+        if not reason and self.peers.find_again(routing, hello):
+            self._hear_again()
             return
         if routing not in self.peers and not reason:
             reason = self._no_place_for(hello)
@@ -661,59 +661,12 @@ class Conversation:
     def _refuse(self, routing: bytes, hello: Hello, reason: str) -> None:
         self.reject(Refused(reason))
         if routing in self.peers:
-            self.leaves(self.peers[routing], How.REFUSED)
+            self.peers.leaves(self.peers[routing], How.REFUSED)
         if hello.shared_memory is not None and self.standby.take(hello.shared_memory.attached) is not None:
             self.publish()  # it had claimed one
         self._answer(routing, pack_refusal(reason))
 
     # -- who joins
-
-    def binder(self) -> Any:
-        """Return a connector's peer: the last that it met, where the one before is being read out."""
-        return next(reversed(self.peers.values()), None)
-
-    def has_left(self, hello: Hello) -> bool:
-        """Return whether this is an end that has told how it ended: what still comes of it was on its way."""
-        return hello.end in self._ended_ends or hello.end in self._ended_afar
-
-    def join(self, peer: Peer) -> None:
-        """Attach a peer. One that has died by then is only heard to its end: nothing is put to it."""
-        peer.gone_at = time.monotonic() if peer.sight.is_gone() else 0.0
-        event = Joined(peer)
-        self.peers[peer.routing] = peer
-        self.events.append(event)  # no exception comes between the two
-
-    def _is_said_before(self, routing: bytes, hello: Hello) -> bool:
-        """Return whether an end said so by the connection before the one that it is known by.
-
-        ZeroMQ hands out what came by each in no order. By each new connection a connector counts its ``round`` up.
-        """
-        if routing in self.peers or not hello.end:
-            return False
-        return any(peer.is_still(hello) and hello.round < peer.hello.round for peer in self.peers.values())
-
-    def _find_again(self, routing: bytes, hello: Hello) -> bool:
-        """Know an end again that comes by a new connection. Nobody but its binders has heard a connector's token.
-
-        Returns:
-            Whether one has left by that, as what was in flight went with its line. Its message is heard again.
-        """
-        if routing in self.peers:
-            return False
-        for peer in [each for each in self.peers.values() if hello.end and each.is_still(hello)]:
-            if self.socket.binds:
-                self._strangers.end(peer.routing)
-            else:
-                self.socket.drop(peer.routing)
-            if peer.ends_with_its_line and not self.keeps:
-                # A consumer that binds goes on from where this end's HELLO said, whatever it had taken by then.
-                self.leaves(peer, How.LOST, position=hello.sequence if self.socket.binds else None)
-                self._hear_again()
-                return True
-            del self.peers[peer.routing]  # no exception comes between this and the last of it
-            peer.routing, peer.gone_at = routing, 0.0
-            self.peers[routing] = peer
-        return False
 
     def _no_place_for(self, hello: Hello) -> str:
         """Say why a newcomer cannot come in; "" if it can."""
@@ -735,8 +688,8 @@ class Conversation:
         out = [peer for peer in self.peers.values() if not peer.is_seen() and peer.queue is None]
         out.sort(key=lambda peer: (peer.is_kept_for, not peer.away_at, peer.heard))
         for peer in [each for each in out if each.sight.is_out_of_sight][:_ASKED]:
-            if not peer.is_kept_for and not self.say(peer.routing, _NOTHING):
-                self.leaves(peer, How.LOST)
+            if not peer.is_kept_for and not self.peers.has_connection(peer):
+                self.peers.leaves(peer, How.LOST)
                 return True
         if not out or not self._is_in_sight(hello):
             return False
@@ -744,13 +697,13 @@ class Conversation:
             f"{MOST_PEERS} peers are attached to {self.endpoint}: one that is out of sight gave way to one in sight"
         )
         self.reject(Refused(reason), out[0])
-        self.leaves(out[0], How.LOST if out[0].has_exchanged else How.REFUSED)
+        self.peers.leaves(out[0], How.LOST if out[0].has_exchanged else How.REFUSED)
         self._answer(out[0].routing, pack_refusal(reason))
         return True
 
     def _is_in_sight(self, hello: Hello) -> bool:
         """Return whether an end that says HELLO is seen to be open."""
-        with contextlib.closing(self.sight_of(hello)) as sight:
+        with contextlib.closing(self.peers.sight_of(hello)) as sight:
             return not sight.is_out_of_sight and not sight.is_gone()
 
     def _admit(self, routing: bytes, hello: Hello) -> Any:
@@ -765,12 +718,12 @@ class Conversation:
         if peer is not None and is_old_answer(peer, hello):
             return None
         if peer is not None and (not peer.is_still(hello) or self.negotiation.begins_anew(peer, hello)):
-            self.leaves(peer, How.LOST)
+            self.peers.leaves(peer, How.LOST)
             self._hear_again()
             return None
         if peer is None:
-            peer = self.owner.new_peer(routing, hello, self.sight_of(hello))
-            self.join(peer)
+            peer = self.owner.new_peer(routing, hello, self.peers.sight_of(hello))
+            self.peers.join(peer)
         self.refusal = None
         peer.hello = hello
         peer.heard_of()
@@ -805,41 +758,7 @@ class Conversation:
         """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
         return hello.shared_memory is not None and self.standby.is_claimed(hello.shared_memory.attached)
 
-    def sight_of(self, hello: Hello) -> Sight:
-        """Look whether the end that says HELLO is open."""
-        if self.presence is None:
-            return Sight()
-        if hello.folder and is_binders(hello.end) is self.socket.binds:
-            return Sight(why_not=f"it names an end that {'binds' if self.socket.binds else 'connects'}")
-        return self.presence.sight_of(hello.end, hello.folder)
-
     # -- who leaves
-
-    def leaves(self, peer: Peer, how: How, ending: Ending | None = None, position: int | None = None) -> None:
-        """A peer is gone. An exception may come anywhere in this; then it is done again, with what was found out.
-
-        Args:
-            how: as far as is known. An end that closed says more in its own file.
-            ending: how it says that it ended.
-            position: the last message that it sent, or took, as it says.
-        """
-        if self.peers.get(peer.routing) is not peer:
-            return
-        if peer.left is None:
-            last_words = peer.sight.last_words() if how is How.LOST else None
-            if last_words is not None:
-                ending, position = last_words.ending, self._position_of(last_words)
-                how = How.FAILED if ending.failure else How.GOODBYE
-            if peer.hello.end and how in (How.GOODBYE, How.FAILED):
-                remember(self._ended_afar if peer.sight.is_out_of_sight else self._ended_ends, peer.hello.end)
-                if self.socket.binds:
-                    self._strangers.end(peer.routing)
-            self.transport()  # it is told as it last was
-            peer.leave(how, ending, position)
-        self.last_left = peer
-        event = Left(peer)
-        del self.peers[peer.routing]
-        self.events.append(event)  # no exception comes between the two
 
     def look_around(self, *, at_once: bool = False) -> None:
         """See who is still there, when nothing has come; not too often, but at once where a connection was lost."""
@@ -858,8 +777,8 @@ class Conversation:
         for peer in list(self.peers.values()):
             if peer.queue is not None:
                 peer.queue.arena.mind_idle(peer.queue.attachment.recover_dead)
-            if self._is_gone(peer, again):
-                self.leaves(peer, How.LOST)
+            if self.peers.is_gone(peer, again):
+                self.peers.leaves(peer, How.LOST)
                 again = True
                 # There may be a thousand, and letting go of one takes the owner a millisecond.
                 if time.monotonic() - now > _AT_ONCE or len(self.events) >= _LEAVE_AT_ONCE:
@@ -890,68 +809,11 @@ class Conversation:
         """Return whether an exception tore something out of a receive, and nobody was asked for it yet."""
         return self.socket.tears.count > self._tears
 
-    def _is_gone(self, peer: Peer, again: bool) -> bool:
-        """Return whether nothing more can come from a peer: it is gone, and all that came from it was taken."""
-        gone = peer.sight.is_gone() or again and peer.sight.is_out_of_sight and self._is_orphaned(peer)
-        if not self.socket.binds:
-            connected = self.socket.reaches(peer.routing)
-        elif gone or again:
-            connected = self.say(peer.routing, _NOTHING)
-        else:
-            connected = True
-        if gone:
-            peer.gone_at = peer.gone_at or time.monotonic()
-            if self._may_have_unread(peer):
-                return False
-            return not connected or time.monotonic() - peer.gone_at >= self._silence_of(peer)
-        return not connected and not self._may_have_unread(peer) and not self.waits_for(peer)
-
-    def _is_orphaned(self, peer: Peer) -> bool:
-        """Return whether a peer over ipc is dead, whoever still holds its connection open."""
-        return is_dead(peer.process) if peer.process else self.socket.is_orphaned(peer.routing)
-
-    def _may_have_unread(self, peer: Peer) -> bool:
-        """Return whether something of a peer that has ended may have come and was not read yet.
-
-        However seldom messages are taken, they are; and however much comes from others, its own come in their turn.
-        """
-        peer.unread_from = peer.unread_from or self.came
-        return self.came - peer.unread_from < IN_TURN and self.socket.has_unread(peer.routing)
-
-    def _is_unread(self, came: int) -> bool:
-        """Return whether a message may be unread that was there when so many had come."""
-        return self.came - came < IN_TURN and self.socket.has_incoming()
-
-    def _silence_of(self, peer: Peer) -> float:
-        """Return how long nothing must come from one that is gone, and whose connection has not ended.
-
-        What it sent last may still be on its way. Only where a child that was forked from it holds the connection open, or
-        another has bound its address, will that never end. Of one whose messages lie in a queue nothing but a goodbye can be
-        on its way; and one that said how far it had come, and came no further, sends nothing.
-        """
-        last_words = peer.sight.last_words()
-        if last_words is not None:
-            return _ON_ITS_WAY if peer.misses(self._position_of(last_words)) else 0
-        return REPEAT if peer.queue is None else SLICE / 4
-
-    def _position_of(self, last_words: LastWords) -> int:
-        return last_words.positions.get(self.presence.token, 0) if self.presence is not None else 0
-
-    def waits_for(self, peer: Peer) -> bool:
-        """Return whether a peer whose connection has ended is away, and not gone.
-
-        Over ipc a connector makes its connection anew when the binder before this one has left, and may do so after it met
-        this one: that ends nothing between two that see each other, but for a connector's frames, which are lost.
-        """
-        if not peer.settled or not (self.keeps or self.socket.binds or peer.queue is not None):
-            return False
-        return peer.may_return(self.peer_timeout if self.keeps or peer.by_file else 0.0)
-
     def _take_in_deserted(self) -> None:
         """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
         if not self.standby.any_claimed:
             return
-        for queue in self.standby.deserted(self.came, self._is_unread):
+        for queue in self.standby.deserted(self.peers.came, self.peers.may_be_unread):
             self.publish()
             if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
                 continue
@@ -961,8 +823,8 @@ class Conversation:
             hello = Hello(role, dead, queue.maxsize, shared_memory=terms)
             peer = self.owner.new_peer(os.urandom(8), hello, Sight())
             peer.queue, peer.settled = queue, True
-            self.join(peer)
-            self.leaves(peer, How.LOST)
+            self.peers.join(peer)
+            self.peers.leaves(peer, How.LOST)
 
     # -- what there is to tell
 
@@ -989,7 +851,7 @@ class Conversation:
 
     def complain_if_alone(self) -> None:
         """Log, once, that this end has waited for some seconds, and nobody ever came. To be called in each slice of a wait."""
-        if not self.peers and self.last_left is None and self._absence.is_to_be_told():
+        if not self.peers and self.peers.last_left is None and self._absence.is_to_be_told():
             log.warning(
                 "%s has waited for %.0f s: %s%s", self.endpoint, COMPLAINT, self.why_alone(), self.connect_error()
             )

@@ -86,7 +86,7 @@ class Greeting:
         if is_news:
             here.refusal = None  # which came by the last connection
         if socket.send_small(
-            socket.routing, pack_control(Kind.HELLO, here.owner.hello(here.binder(), is_news=is_news))
+            socket.routing, pack_control(Kind.HELLO, here.owner.hello(here.peers.binder(), is_news=is_news))
         ):
             self._repeat_after = REPEAT if is_news or not self.said_at else min(2 * self._repeat_after, _RARELY)
             self.said_at, self.routing = now, socket.routing
@@ -146,7 +146,7 @@ class Greeting:
 
     def left_by(self, routing: bytes) -> bool:
         """Return whether a connector's last binder has left by a connection, and did not just refuse this end."""
-        left = self._here.last_left
+        left = self._here.peers.last_left
         return self._is_connectors and left is not None and left.routing == routing and left.left is not How.REFUSED_US
 
     def hang_up_on_left(self) -> None:
@@ -172,9 +172,9 @@ class Greeting:
         ours = here.owner.hello(None)
         if found is None or misfit(ours, found.hello) or rendezvous.objection(ours, found.hello):
             return
-        if here.has_left(found.hello):
+        if here.peers.has_left(found.hello):
             return
-        sight = here.sight_of(found.hello)  # one: what it closes with later is read there
+        sight = here.peers.sight_of(found.hello)  # one: what it closes with later is read there
         queue, has_met = None, False
         try:
             with contextlib.suppress(SharedMemoryError):
@@ -182,7 +182,7 @@ class Greeting:
             if queue is not None:
                 peer = here.owner.new_peer(self._socket.routing, found.hello, sight)
                 peer.queue, peer.settled, peer.by_file = queue, True, True
-                here.join(peer)
+                here.peers.join(peer)
                 has_met = True
                 self.say_again()
                 here.publish()

@@ -352,7 +352,7 @@ class Receiver(Participant):
 
     @property
     def _heard(self) -> int:
-        return self.conversation.came + self.socket.dropped
+        return self.peers.came + self.socket.dropped
 
     def _listened(self, spent: float) -> None:
         # Of the last turn only: what was heard while no queue had anything took nothing from one.
@@ -412,7 +412,7 @@ class Receiver(Participant):
             self._unshare(peer)
         else:
             peer.ending = Ending("it broke the rules of the queue")
-            self.conversation.leaves(peer, How.LOST)
+            self.peers.leaves(peer, How.LOST)
             self._handle_events()
             self._unshare(peer)
 
@@ -577,6 +577,8 @@ class Receiver(Participant):
         if here.peers:
             why = here.named(map(str, here.peers.values()))
         else:
-            why = here.why_alone() if here.last_left is None else f"no producer is attached: {here.last_left}"
+            why = (
+                here.why_alone() if here.peers.last_left is None else f"no producer is attached: {here.peers.last_left}"
+            )
         left = f"; {self.ended} of {self.producers} producers have left" if self.producers and self.ended else ""
         return f"{why}{left}{here.unheard()}"

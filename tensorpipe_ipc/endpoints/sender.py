@@ -425,7 +425,7 @@ class Sender(Participant):
             self._framed -= 1
             peer.kept.pop()
             self._resend_buffer.let_go(kept)
-        if not connected and not self.conversation.waits_for(peer):
+        if not connected and not self.peers.waits_for(peer):
             self._lose(peer)
         return connected or peer.sent == kept.sequence
 
@@ -504,9 +504,9 @@ class Sender(Participant):
             return here.named(
                 f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in here.peers.values()
             )
-        if here.last_left is not None:
+        if here.peers.last_left is not None:
             lost = f"with {self.lost} messages in flight lost so far"
-            return f"no consumer is attached: {here.last_left}, {lost}{here.unheard()}"
+            return f"no consumer is attached: {here.peers.last_left}, {lost}{here.unheard()}"
         return here.why_alone() + here.unheard()
 
     def _room(self, peer: ConsumerPeer) -> int:
@@ -514,7 +514,7 @@ class Sender(Participant):
 
     def _lose(self, peer: ConsumerPeer) -> None:
         """Have a peer leave that was found to be gone."""
-        self.conversation.leaves(peer, How.LOST)
+        self.peers.leaves(peer, How.LOST)
         self._handle_events()
 
 

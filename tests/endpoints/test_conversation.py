@@ -537,7 +537,7 @@ def test_pieces_that_came_by_the_line_before_are_no_flood() -> None:
             wait_in_vain(consumer, lambda: strangers_of(consumer)._over)
             for number in range(count):
                 last.say(pack_piece(1, Piece(number * BULK, count * BULK)), bytes(BULK))
-        wait_in_vain(consumer, lambda: conversation_of(consumer).came > count or consumer.statistics().rejected)
+        wait_in_vain(consumer, lambda: conversation_of(consumer).peers.came > count or consumer.statistics().rejected)
         this.say(exchange.sent("next", sequence=1)[0])
         assert consumer.get(PATIENCE) == "next"
         assert consumer.statistics().rejected == 0

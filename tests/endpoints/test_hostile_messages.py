@@ -26,7 +26,7 @@ from raw_ends import RawEnd, hello
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
-from tensorpipe_ipc.endpoints import conversation
+from tensorpipe_ipc.endpoints import conversation, peers
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import torch_save
 from tensorpipe_ipc.wire.header import Kind, pack, unpack
@@ -397,7 +397,7 @@ def test_a_wait_ends_in_time_while_messages_come_that_are_none() -> None:
 def test_a_producer_that_vanishes_is_noticed_while_others_flood(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer learns that a producer has vanished, though another peer talks to it without end."""
     monkeypatch.setattr(conversation, "REPEAT", 0.05)
-    monkeypatch.setattr(conversation, "IN_TURN", 50)
+    monkeypatch.setattr(peers, "IN_TURN", 50)
     with tp.Consumer("flooded", shared_memory="off", producers=1) as consumer, RawEnd(consumer.endpoint) as raw:
         with children.Child() as child:
             child.call(children.open_producer, consumer.endpoint, shared_memory="off")

@@ -32,6 +32,7 @@ from tensorpipe_ipc.endpoints import (
     conversation,
     events,
     greeting,
+    peers,
     reassembly,
     receiver,
     resend_buffer,
@@ -131,7 +132,7 @@ def test_the_line_is_cut_before_a_consumer_hears_its_binder() -> None:
 
 def test_an_end_closes_whose_connection_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was cut and is back, and nothing was said by it since. The goodbye is known for one by whom only the line tells of."""
-    monkeypatch.setattr(conversation.Conversation, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
+    monkeypatch.setattr(peers.Peers, "sight_of", lambda *_: Sight(why_not="as if it were another host"))
     with tp.Consumer(LOOPBACK) as consumer, Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
         producer = tp.Producer(line.endpoint, shared_memory="off")
         putting = in_thread(lambda: producer.put("word", PATIENCE))
