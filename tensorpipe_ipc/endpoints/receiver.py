@@ -57,13 +57,11 @@ class Receiver(Participant):
                 f"{MAX_NAMES}: name fewer in accept="
             )
         super().__init__(opening)
-        self._sharing: dict[
-            int, ProducerPeer
-        ] = {}  # by descriptor: who has a queue; also who left, until that is empty
+        # By descriptor: who has a queue; also who left, until that is empty.
+        self._sharing: dict[int, ProducerPeer] = {}
         self._ready: deque[ProducerPeer | None] = deque()  # who had something at the last look; None: the socket
-        self._only: ProducerPeer | None = (
-            None  # the only one, where its queue is likely to have something when it is asked
-        )
+        # The only one, where its queue is likely to have something when it is asked.
+        self._only: ProducerPeer | None = None
         self._misses = 0
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self.met_any = False

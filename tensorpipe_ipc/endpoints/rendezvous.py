@@ -113,10 +113,8 @@ class PairQueue(SharedMemoryQueue):
         """
         if self.words[self.record.claimed] or self._is_claimed:
             return False
-        self._is_claimed, done = (
-            True,
-            False,
-        )  # with no call, and so no other thread and no exception, since it was asked
+        # With no call, and so no other thread and no exception, since it was asked.
+        self._is_claimed, done = True, False
         byte = self.record.block + 1
         try:
             if self.rows.try_lock(byte, 1) and not self.words[self.record.claimed]:

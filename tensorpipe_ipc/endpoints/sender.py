@@ -69,9 +69,8 @@ class Sender(Participant):
         self._vanished: dict[int, int] = {}  # by end: what was last sent to those who may have lost their line only
         self._sharing: dict[int, ConsumerPeer] = {}  # by descriptor of its credits: those with a queue
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
-        self._idle: deque[ConsumerPeer] = (
-            deque()
-        )  # who had a queue and nothing to do at the last look, longest waiting first
+        # Who had a queue and nothing to do at the last look, longest waiting first.
+        self._idle: deque[ConsumerPeer] = deque()
         self._reckoned = 0  # in flight, at most
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()

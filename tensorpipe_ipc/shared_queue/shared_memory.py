@@ -5,14 +5,11 @@
     put:  credit -> block filled -> QUEUED -> ticket        get:  ticket -> content -> credit -> HELD or FREE
 
 Which step stands on record in which word at which moment, and why nothing is lost wherever a process dies, is argued
-in shared_queue/recovery.py. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
-shared_queue/put_end.py and shared_queue/get_end.py. The tokens are drawn in shared_queue/tokens.py.
+in docs/design/crash-argument.md. The program whose steps are numbered there, P1 to P8 and G1 to G7, stands in
+``put_end`` and ``get_end``; ``recovery`` rolls them back. The tokens are drawn in ``tokens``.
 
-What it costs (two pinned cores of a busy virtual machine, Python 3.11, 400 bytes, p50 of 16,000 round trips halved):
-one way blocked 1.4 to 1.6 times the bare hand-off of 8 bytes through a pipe without a bound, 1.7 to 2.1 times with
-one; put and get in one process, 5.2 us together. What decided the code: a plain blocking ``readv`` where nothing but
-a message can end the wait (epoll first: 1 us more); operations from a list of one's own rather than from a lock or a
-thread-local; no HELD state for a message that is copied out; one function for each end, as every call costs 50 ns.
+Small messages decided the code: a plain blocking ``readv`` where nothing but a message can end the wait; operations from a
+list of one's own rather than from a lock or a thread-local; no HELD state for a message that is copied out; few calls.
 """
 
 from __future__ import annotations

@@ -36,9 +36,8 @@ _ONE_TENSOR = bytes([Op.TENSOR])
 _MOST_SAID = 300  # characters of what arrived that an error repeats
 _FEW_KEYS = 8  # of a dict, which cannot cost much, however they hash; and a dict's least size
 _MOST_ALIKE = 4  # keys of one hash: -1 and -2 have one, and numbers that are 2**61 - 1 apart
-_MOST_LOOKS = (
-    48  # a key, on average; by chance there are 0.7 in vain, and up to 21 of multiples of a large power of two
-)
+# Looks for a key, on average. By chance there are 0.7 in vain, and up to 21 of multiples of a large power of two.
+_MOST_LOOKS = 48
 _SIZE_MASK = (1 << 64) - 1
 
 
