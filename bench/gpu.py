@@ -27,7 +27,7 @@ from rich.table import Table
 import tensorpipe_ipc as tp
 from bench.measure import machine
 
-__all__ = ["Found", "add_arguments", "measure", "run", "show", "why_not"]
+__all__ = ["Found", "add_arguments", "measure", "pattern", "round_trip", "run", "show", "why_not"]
 
 SIZES = {"400 B": 400, "4 MB": 4_000_000, "100 MB": 100_000_000}
 MESSAGES = {"400 B": 200, "4 MB": 100, "100 MB": 20}  # a round
@@ -145,7 +145,7 @@ def measure(size: str, scale: float, device: str) -> Iterator[Found]:
     Args:
         device: "cuda"; or "cpu", where nothing but the program itself is to be tried.
     """
-    tensor = _pattern(SIZES[size], device)
+    tensor = pattern(SIZES[size], device)
     count, rounds = max(2, round(MESSAGES[size] * scale)), max(1, round(ROUNDS * scale))
     one_way: dict[str, list[float]] = {name: [] for name in RIVALS}
     stream: dict[str, list[float]] = {name: [] for name in RIVALS}
@@ -159,7 +159,7 @@ def measure(size: str, scale: float, device: str) -> Iterator[Found]:
             pairs[name] = way, process
         for number in range(rounds + 1):  # the first round warms up, and has the self-tests
             for name, (way, _) in pairs.items():
-                trip, flow = _trip(way, tensor, count), _flow(way, tensor, count)
+                trip, flow = round_trip(way, tensor, count), _flow(way, tensor, count)
                 if number:
                     one_way[name].append(trip)
                     stream[name].append(flow)
@@ -176,13 +176,13 @@ def measure(size: str, scale: float, device: str) -> Iterator[Found]:
         yield Found(name, size, 1e6 * seconds, SIZES[size] / seconds / 1e9)
 
 
-def _pattern(nbytes: int, device: str) -> torch.Tensor:
+def pattern(nbytes: int, device: str) -> torch.Tensor:
     tensor = torch.ones(nbytes, dtype=torch.uint8, device=device)
     tensor[0], tensor[-1] = 7, 9
     return tensor
 
 
-def _trip(way: Any, tensor: torch.Tensor, count: int) -> float:
+def round_trip(way: Any, tensor: torch.Tensor, count: int) -> float:
     """Seconds one way: to the other process and back, halved."""
     found = []
     for _ in range(count):

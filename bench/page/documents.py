@@ -14,7 +14,7 @@ from bench.page import details, pictures, tables
 from bench.page.results import Results
 from bench.page.words import STOCK
 
-__all__ = ["DOCUMENTS", "FOLDER", "PICTURES", "begin_of", "end_of", "parts_of", "renew", "render"]
+__all__ = ["DOCUMENTS", "FOLDER", "PICTURES", "SHOWN", "begin_of", "end_of", "parts_of", "renew", "render"]
 
 Figures = Mapping[str, Any]  # the file: ``date``, ``command``, ``machine``, ``load``, and of each part what it found
 
@@ -61,9 +61,9 @@ def render(text: str, figures: Figures) -> str:
     for part in parts:
         before, begin, rest = text.partition(begin_of(part))
         _, end, after = rest.partition(end_of(part))
-        if not end or part not in _SHOWN:
-            raise ValueError(f"behind {begin!r} there is no {end_of(part)!r}, or {part!r} is none of {list(_SHOWN)}")
-        text = f"{before}{begin}\n{_SHOWN[part](figures)}\n{end}{after}"
+        if not end or part not in SHOWN:
+            raise ValueError(f"behind {begin!r} there is no {end_of(part)!r}, or {part!r} is none of {list(SHOWN)}")
+        text = f"{before}{begin}\n{SHOWN[part](figures)}\n{end}{after}"
     return text
 
 
@@ -105,7 +105,7 @@ def _detail(part: str, show: Callable[[Mapping[str, Any]], list[tables.Table]]) 
     return shown
 
 
-_SHOWN: dict[str, Callable[[Figures], str]] = {
+SHOWN: dict[str, Callable[[Figures], str]] = {
     "five rows": _five_rows,
     "all": _all,
     "where": _where,

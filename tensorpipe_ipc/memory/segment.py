@@ -49,6 +49,7 @@ __all__ = [
     "CAPACITY",
     "DEFAULT_SIZE",
     "GROWN",
+    "HEAD",
     "LOOKS",
     "MINIMUM_SIZE",
     "NAME",
@@ -69,7 +70,7 @@ CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2
-_HEAD = struct.Struct("=3Q")
+HEAD = struct.Struct("=3Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -136,7 +137,7 @@ class Segment:
     def _create(cls, size: int) -> Segment:
         owned = _sealed_memfd(size)
         try:
-            os.pwrite(owned.fileno(), _HEAD.pack(MAGIC, VERSION, size), 0)
+            os.pwrite(owned.fileno(), HEAD.pack(MAGIC, VERSION, size), 0)
         except OSError as failed:
             raise _refused("could not be written to", size, failed) from failed
         return cls(owned, size)
@@ -206,10 +207,10 @@ class Segment:
 
 def read_head(descriptor: int) -> tuple[int, int]:
     """Size and capacity of the segment that a descriptor leads to; (0, 0) for what is none of this version. Maps nothing."""
-    data = os.pread(descriptor, _HEAD.size + 8, 0)
-    if len(data) < _HEAD.size + 8 or _HEAD.unpack_from(data) != (MAGIC, VERSION, os.fstat(descriptor).st_size):
+    data = os.pread(descriptor, HEAD.size + 8, 0)
+    if len(data) < HEAD.size + 8 or HEAD.unpack_from(data) != (MAGIC, VERSION, os.fstat(descriptor).st_size):
         return 0, 0
-    return int(_HEAD.unpack_from(data)[2]), int.from_bytes(data[_HEAD.size :], sys.byteorder)
+    return int(HEAD.unpack_from(data)[2]), int.from_bytes(data[HEAD.size :], sys.byteorder)
 
 
 _mapped: weakref.WeakValueDictionary[tuple[int, int], Segment] = weakref.WeakValueDictionary()
@@ -259,7 +260,7 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     except OSError as failed:
         raise _refused("could not be mapped", size, failed) from failed
     memory.madvise(mmap.MADV_DONTDUMP)  # a core file of a terabyte helps nobody
-    found = _HEAD.unpack_from(memory)
+    found = HEAD.unpack_from(memory)
     if found != (MAGIC, VERSION, size):
         raise SharedMemoryError(
             errno.EINVAL, f"no segment of version {VERSION} and {size} bytes: magic, version, size are {found}"

@@ -56,7 +56,7 @@ def test_the_documents_show_each_part() -> None:
     """Each comparison is shown, that of all peers too, and the pictures that the documents name are there."""
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in documents.DOCUMENTS]
     shown = [part for text in texts for part in documents.parts_of(text)]
-    assert sorted(shown) == sorted(documents._SHOWN), "each stands in one place, between its marks"
+    assert sorted(shown) == sorted(documents.SHOWN), "each stands in one place, between its marks"
     of_others = {source for source, _ in documents.details.DETAILS.values()}
     assert of_others | {"all"} == set(figures.PARTS)
     for peer in documents.tables.SHORT.values():

@@ -56,4 +56,4 @@ def test_what_comes_damaged_is_found() -> None:
             return torch.zeros(10, dtype=torch.uint8)
 
     with pytest.raises(RuntimeError, match="came damaged"):
-        gpu._trip(Damaging(), gpu._pattern(10, "cpu"), 2)
+        gpu.round_trip(Damaging(), gpu.pattern(10, "cpu"), 2)

@@ -456,10 +456,10 @@ class Getting:
     got: Any = None
 
     def __reduce__(self) -> Any:
-        return Getting._made, ()
+        return Getting.made, ()
 
     @classmethod
-    def _made(cls) -> int:
+    def made(cls) -> int:
         cls.got = cls.there.get(timeout=LIMIT)
         return 1
 

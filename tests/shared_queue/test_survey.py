@@ -19,7 +19,7 @@ from tensorpipe_ipc.cli import top
 from tensorpipe_ipc.memory.arena import SMALLEST, UNIT
 from tensorpipe_ipc.memory.row import MAX_ROWS, ROWS_END
 from tensorpipe_ipc.memory.rows import INCARNATIONS
-from tensorpipe_ipc.memory.segment import _HEAD, MAGIC, NAME, VERSION
+from tensorpipe_ipc.memory.segment import HEAD, MAGIC, NAME, VERSION
 from tensorpipe_ipc.shared_queue import survey as onlooker
 from tensorpipe_ipc.shared_queue.survey import SegmentView, Use, survey
 
@@ -166,7 +166,7 @@ def test_nonsense_is_looked_at_in_no_time() -> None:
     memory = os.memfd_create(NAME)
     try:
         os.ftruncate(memory, size)
-        os.pwrite(memory, _HEAD.pack(MAGIC, VERSION, size), 0)
+        os.pwrite(memory, HEAD.pack(MAGIC, VERSION, size), 0)
         os.pwrite(memory, b"\xff" * 8 * MAX_ROWS, 8 * INCARNATIONS)
         os.pwrite(memory, struct.pack("<Q", units - 1 << 32 | 13 << 16 | 1) * 512, ROWS_END)
         os.pwrite(memory, struct.pack("<Q", 2 << 32 | SMALLEST << 16 | 1), ROWS_END + 8 * (units - 1))
