@@ -164,6 +164,27 @@ def test_each_dangerous_call_has_one_door() -> None:
                     assert file in DOORS["torch.cuda"], f"{file}:{node.lineno} uses torch.cuda"
 
 
+_FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+
+def test_each_tensor_is_made_on_a_device_that_is_named() -> None:
+    """Users set a default device, by torch.set_default_device or ``with torch.device``: it is theirs, and not the package's."""
+    silent = [
+        f"{file}:{call.lineno}"
+        for file in FILES
+        for call in ast.walk(_tree(file))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr in _FACTORIES) == ("torch", True)
+        and not any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+    assert not silent
+
+
 def _public(body: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in body if isinstance(node, kinds) and not node.name.startswith("_")]

@@ -245,7 +245,7 @@ def content(tensor: torch.Tensor) -> bytes:
 
 
 def _octets(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def same(sent: Any, got: Any, path: str = "tree", strides: bool = True) -> None:

@@ -63,7 +63,7 @@ class Pattern:
     def _tensor(self) -> torch.Tensor:
         items = math.prod(self._shape)
         if self._base is None:  # in the process that sends, at its first message
-            values = torch.arange(PERIOD).square() % PERIOD  # squares: no two stretches are alike
+            values = torch.arange(PERIOD, device="cpu").square() % PERIOD  # squares: no two stretches are alike
             values = (values % 2 if self._dtype is torch.bool else values).to(self._dtype)
             self._base = values.view(torch.uint8).view(PERIOD, -1).repeat(-(-items // PERIOD) + 1, 1)
         self._made += 1

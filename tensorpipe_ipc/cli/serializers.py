@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def copies_to_encode(serializer: Serializer) -> bool:
     """Return whether a serializer copies a contiguous CPU tensor to encode it."""
-    tensor = torch.zeros(64)
+    tensor = torch.zeros(64, device="cpu")
     _, payload = serializer.encode(tensor)
     return not np.shares_memory(np.frombuffer(payload, np.uint8), tensor.numpy())
 
@@ -49,7 +49,7 @@ def layouts(serializer: Serializer) -> list[str]:
 
 def dtypes(serializer: Serializer) -> list[torch.dtype]:
     """Return the dtypes that a serializer takes."""
-    return [dtype for dtype in BY_TORCH if _takes(serializer, torch.empty(2, dtype=dtype))]
+    return [dtype for dtype in BY_TORCH if _takes(serializer, torch.empty(2, dtype=dtype, device="cpu"))]
 
 
 def _line(serializer: Serializer) -> str:
@@ -68,7 +68,7 @@ def _takes(serializer: Serializer, tensor: torch.Tensor) -> bool:
 
 
 def _kinds() -> Iterator[tuple[str, torch.Tensor]]:
-    dense = torch.ones(2, 2)
+    dense = torch.ones(2, 2, device="cpu")
     yield "strided", dense
     yield "sparse", dense.to_sparse()
     yield "quantized", torch.quantize_per_tensor(dense, 1.0, 0, torch.quint8)

@@ -293,7 +293,7 @@ class Staged(LazyPayload):
 
     def frame(self) -> memoryview:
         """See ``LazyPayload``."""
-        octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+        octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         octets.copy_(self.tensor)
         memory: memoryview = octets.view(-1).view(torch.uint8).numpy().data
         return memory

@@ -132,7 +132,7 @@ def _sole_owners(
 @functools.cache
 def _references_of_the_unknown() -> tuple[int, int, int]:
     """Return Python's reference counts of a base, a storage and any object, if only one dict refers to each."""
-    view = torch.empty(2)[1:]
+    view = torch.empty(2, device="cpu")[1:]
     unknown: list[dict[int, Any]] = [{0: view._base}, {0: view.untyped_storage()}, {0: object()}]
     of_base, of_storage, of_object = (_references(each)[0] for each in unknown)
     return of_base, of_storage, of_object
@@ -155,7 +155,7 @@ _ALIASES: list[Callable[[torch.Tensor], Any]] = [
     lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
     lambda tensor: tensor.untyped_storage(),
     lambda tensor: torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype),  # type: ignore[no-untyped-call]
-    lambda tensor: (tensor * torch.ones(1, requires_grad=True)).sum(),
+    lambda tensor: (tensor * torch.ones(1, requires_grad=True, device="cpu")).sum(),
 ]
 
 

@@ -136,10 +136,10 @@ def _places(specs: list[TensorSpec]) -> tuple[list[int], int]:
 def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
     with torch.inference_mode(False):  # sending takes the tensor's memory from it, perhaps outside inference mode
         if array is None or not spec.nbytes:
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         # Each tensor has a storage of its own, and is not a view of another: so its references show whether it has aliases.
         storage = torch.frombuffer(memoryview(array)[place : place + spec.nbytes], dtype=torch.uint8).untyped_storage()  # type: ignore[arg-type, unused-ignore]
-        return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, _strides(spec.shape))
+        return torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, _strides(spec.shape))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

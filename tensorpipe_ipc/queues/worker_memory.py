@@ -101,13 +101,14 @@ class _BatchMemory:
         except SharedMemoryError:
             return None  # the put waits for room, and its error names the processes that hold memory
         held = leases.find(whole.data_ptr())
-        assert held is not None
+        if held is None:
+            return None  # it was copied into memory of its own, as few addresses are left
         self._block = _Block(held)
         return self._block.take(nbytes)
 
 
 def _private(nbytes: int) -> torch.UntypedStorage:
-    return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 class _Block:

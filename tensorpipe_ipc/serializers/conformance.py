@@ -116,17 +116,17 @@ def _bits(tensor: torch.Tensor) -> bytes:
 def _samples() -> Iterator[tuple[str, torch.Tensor]]:
     for dtype in BY_TORCH:
         # Any bits are a number of any dtype here, but for bool.
-        items = torch.arange(96, dtype=torch.uint8)
+        items = torch.arange(96, dtype=torch.uint8, device="cpu")
         yield (
             f"{dtype} of shape (2, 3)",
             (items % 2).bool()[:6].view(2, 3) if dtype is torch.bool else items.view(dtype)[:6].view(2, 3),
         )
-    grid = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
-    yield "0-d", torch.tensor(3.5)
-    yield "empty", torch.empty(0, 3)
+    grid = torch.arange(24, dtype=torch.float32, device="cpu").view(2, 3, 4)
+    yield "0-d", torch.tensor(3.5, device="cpu")
+    yield "empty", torch.empty(0, 3, device="cpu")
     yield "transposed", grid.transpose(0, 2)
     yield "every other item", grid[:, :, ::2]
-    yield "expanded", torch.tensor([1.0, 2.0]).expand(3, 2)
+    yield "expanded", torch.tensor([1.0, 2.0], device="cpu").expand(3, 2)
     yield "with a storage offset", grid[1, 1:]
-    yield "conjugated", torch.tensor([1 + 2j, 3 - 4j]).conj()
-    yield "requires_grad", torch.ones(3, requires_grad=True)
+    yield "conjugated", torch.tensor([1 + 2j, 3 - 4j], device="cpu").conj()
+    yield "requires_grad", torch.ones(3, requires_grad=True, device="cpu")

@@ -67,7 +67,9 @@ class Narrowing:
         self.overflowed, self.worst = 0, 0.0
         self._edge = math.inf
         self._bits = torch.int16 if wire_dtype.itemsize == 2 else torch.int8
-        largest = torch.tensor(torch.finfo(wire_dtype).max).to(wire_dtype).view(self._bits)
+        largest = (
+            torch.tensor(torch.finfo(wire_dtype).max, dtype=torch.float64, device="cpu").to(wire_dtype).view(self._bits)
+        )
         self._suspect = int(largest) + 1  # as bits without the sign: inf or nan
         if str(wire_dtype) == "torch.float8_e4m3fn":
             self._edge = 464.0  # beyond it 448 is not the nearest
@@ -213,7 +215,7 @@ class _Cast(LazyPayload):
 
     def frame(self) -> memoryview:
         try:
-            narrow = torch.empty(self._nbytes, dtype=torch.uint8)
+            narrow = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch has no type for it
             raise _no_memory(self._row, self._narrowing.wire_dtype, error) from None
         memory: memoryview = narrow.numpy().data

@@ -48,9 +48,14 @@ class Raw:
                 and not tensor.is_neg()
                 and not (meta.complex and tensor.is_conj())
             ):
+                storage = tensor.untyped_storage()
                 address = tensor.data_ptr()
                 if address:
-                    return meta, meta.window(address)
+                    payload = meta.window(address)
+                    # While a put waits, another thread may give the tensor other memory: x.data = new, put(x, move=True).
+                    window: Any = payload if type(payload) is not memoryview else payload.obj
+                    window.memory = storage
+                    return meta, payload
         except (RuntimeError, KeyError):
             pass
         return _encode_other(tensor, self.most())
@@ -66,7 +71,7 @@ class Raw:
         if len(payload) != meta.nbytes or meta.dtype is None:
             raise ProtocolError(f"a payload of {len(payload)} bytes for a tensor of {meta.nbytes} ({meta!r})")
         if not meta.nbytes:
-            return torch.empty(meta.shape, dtype=meta.dtype)
+            return torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         shape = meta.shape if meta.order is None else [meta.shape[dim] for dim in meta.order]

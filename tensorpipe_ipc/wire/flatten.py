@@ -320,7 +320,11 @@ class _ReadOnly:
 def _bytes(node: bytes, flat: Flat) -> None:
     if len(node) > 1:  # shorter ones are the same for all of Python
         flat.nodes.append(id(node))
-    _leaf(Op.BYTES, _array_memory(np.frombuffer(node, np.uint8)) if node else torch.empty(0, dtype=torch.uint8), flat)
+    _leaf(
+        Op.BYTES,
+        _array_memory(np.frombuffer(node, np.uint8)) if node else torch.empty(0, dtype=torch.uint8, device="cpu"),
+        flat,
+    )
 
 
 def _untyped_storage(node: UntypedStorage, flat: Flat) -> None:

@@ -108,6 +108,37 @@ def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx: Any, ali
     assert sent.unique().tolist() == [9.0]
 
 
+def _by_assignment(tensor: torch.Tensor, _: Any) -> None:
+    tensor.data = torch.zeros(10)
+
+
+def _by_a_move(tensor: torch.Tensor, other: Any) -> None:
+    other.put(tensor, move=True)
+    other.get().fill_(9)
+
+
+@pytest.mark.parametrize("give_away", [_by_assignment, _by_a_move])
+@pytest.mark.parametrize(
+    "tree", [lambda t: t, lambda t: {"x": t, "step": 3}, lambda t: [t, t[1:]], lambda t: t.numpy()]
+)
+def test_a_put_that_waits_for_room_keeps_the_memory_that_it_sends(ctx: Any, tree: Any, give_away: Any) -> None:
+    """Meanwhile another thread gives the tensor other memory, or gives it away. What was put arrives."""
+    there, other, sent = ctx.Queue(1), ctx.Queue(), filled(ctx)
+    there.put("full")
+    thread = threading.Thread(target=there.put, args=(tree(sent),), kwargs={"timeout": LIMIT})
+    thread.start()
+    wait_until_asleep(thread)
+    give_away(sent, other)
+    other.put(torch.full((SIZE,), 42.0))  # where the memory is free, it is used again
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    got = there.get(timeout=LIMIT)
+    if isinstance(got, (dict, list)):
+        got = got["x"] if isinstance(got, dict) else got[0]
+    assert torch.as_tensor(got).unique().tolist() == [3.0]
+    assert other.get(timeout=LIMIT).unique().tolist() == [42.0]
+
+
 def wait_until_asleep(thread: Any) -> None:
     """Until a thread waits in the kernel."""
     deadline = time.monotonic() + LIMIT

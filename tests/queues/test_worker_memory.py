@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from arenas import left_in, small_context
-from programs import ran_with_small_dev_shm
+from programs import ran_in_fork, ran_with_small_dev_shm
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tensorpipe_ipc.queues.tensor_queue import Queue
@@ -308,3 +308,26 @@ def test_16_mib_of_batches_come_where_dev_shm_has_64_kib(tmp_path: Path) -> None
     """A container's small /dev/shm does not matter to a loader that has the context and nothing else of ours."""
     done = ran_with_small_dev_shm(IN_A_CONTAINER, tmp_path)
     assert (done.status, done.out) == (0, f"{16 << 20} []\n"), done.err
+
+
+FEW_ADDRESSES = """
+import resource, torch
+import tensorpipe_ipc as tp
+from torch.utils.data import DataLoader
+torch.set_num_threads(1)
+with open("/proc/self/statm") as line:
+    used = int(line.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20),) * 2)
+rows = [torch.full((500_000,), float(row)) for row in range(64)]
+kept = []
+for batch in DataLoader(rows, 8, num_workers=2, multiprocessing_context=tp.get_context("fork")):
+    kept.append(batch[:, 0].tolist() and batch)
+    del kept[:-3]
+print(kept[-1][:, 0].tolist())
+"""
+
+
+def test_a_worker_with_few_addresses_left_makes_its_batches_in_memory_of_its_own(tmp_path: Path) -> None:
+    """As an arena under ``ulimit -v`` keeps half of its addresses from what lasts."""
+    done = ran_in_fork("-c", FEW_ADDRESSES, folder=tmp_path)
+    assert (done.status, done.out) == (0, "[56.0, 57.0, 58.0, 59.0, 60.0, 61.0, 62.0, 63.0]\n"), done.err
