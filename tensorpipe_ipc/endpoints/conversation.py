@@ -305,9 +305,10 @@ class Conversation:
 
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
-        if not self.keeps and any(peer.by_file for peer in self.peers.values()):
+        was_unheard = self._is_unheard_of()
+        if was_unheard or (not self.keeps and any(peer.by_file for peer in self.peers.values())):
             self.socket.is_connected(_CONNECTS)
-        if (self.peers or not self.keeps) and self.greeting.is_owed():
+        if (self.peers or not self.keeps or was_unheard) and self.greeting.is_owed():
             self.greeting.say_if_due()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [self._part_from(peer, ending) for peer in there]
@@ -315,6 +316,10 @@ class Conversation:
             told.append(self.say(self.greeting.routing, pack_goodbye(self.owner.hello(None).sequence, ending)))
         self._end_presence(ending)
         return any(told)
+
+    def _is_unheard_of(self) -> bool:
+        """Return whether a connector never said HELLO. It does so before its goodbye: somebody may wait for just this end."""
+        return not (self.socket.binds or self.peers or self.peers.last_left or self.greeting.routing)
 
     def _part_from(self, peer: Peer, ending: Ending) -> bool:
         """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the

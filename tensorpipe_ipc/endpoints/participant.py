@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from tensorpipe_ipc.endpoints.conversation import Conversation, Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Event
@@ -180,12 +181,21 @@ class Participant:
         self.ending = ending_by(error)
 
     def say_goodbye(self) -> bool:
-        """Hear the connectors that have claimed a queue, so that they get a goodbye, and say it. Whether anybody was told."""
+        """Hear the connectors that wait for this end's answer, and say goodbye. Return whether anybody was told.
+
+        Consumers may have waited since before this end's program was busy. Producers that have said HELLO to a consumer which
+        leaves meet the next one, but for those that have claimed a queue.
+        """
         conversation = self.conversation
-        conversation.withdraw()
         deadline = time.monotonic() + _CLAIMANTS
-        while conversation.standby.any_claimed and self._has_something() and time.monotonic() < deadline:
-            if self.pump(0) is not None:  # nobody takes it any more
-                conversation.events.popleft()
-                conversation.heard()
+        if self.role == "producer":
+            self._hear_until(deadline, lambda: True)
+        conversation.withdraw()
+        self._hear_until(deadline, lambda: conversation.standby.any_claimed)
         return conversation.say_goodbye(self.ending)
+
+    def _hear_until(self, deadline: float, is_needed: Callable[[], bool]) -> None:
+        while is_needed() and self._has_something() and time.monotonic() < deadline:
+            if self.pump(0) is not None:  # nobody takes it any more
+                self.conversation.events.popleft()
+                self.conversation.heard()

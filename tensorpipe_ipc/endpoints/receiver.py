@@ -10,6 +10,7 @@ from tensorpipe_ipc.endpoints.conversation import Opening, log
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, Joined, Left, PieceArrived, Torn
 from tensorpipe_ipc.endpoints.participant import Participant
 from tensorpipe_ipc.endpoints.peer import How
+from tensorpipe_ipc.endpoints.peers import MOST_PEERS
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
@@ -204,13 +205,20 @@ class Receiver(Participant):
             log.warning("%s: %s", self.endpoint, peer)
         unwell = self.unwell
         if is_unwell and self.producers is not None:
-            unwell = [*unwell[1 - _TOLD :], (self.ended + 1, peer)]
+            unwell = self._with_one_more(self.ended + 1, peer)
         self.left[peer.left] += 1
         self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
         self.ended += counts
         self.conversation.events.popleft()  # with no call since the first of these figures
         self._forget_if_drained(peer)
         self.conversation.publish()
+
+    def _with_one_more(self, count: int, peer: ProducerPeer) -> list[tuple[int, ProducerPeer]]:
+        """Return ``unwell`` with another producer: of each stream that is still to be told as few as are named."""
+        size = self.producers or MOST_PEERS
+        of_its_stream = [each for each in self.unwell if (each[0] - 1) // size == (count - 1) // size]
+        left_out = of_its_stream[: 1 + len(of_its_stream) - _TOLD] if len(of_its_stream) >= _TOLD else []
+        return [*(each for each in self.unwell if each not in left_out), (count, peer)][-MOST_PEERS:]
 
     # -- queues
 

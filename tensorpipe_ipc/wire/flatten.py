@@ -38,6 +38,7 @@ class Flat(NamedTuple):
     spec: list[bytes]  # pieces of the spec: joined, they are what the wire carries
     leaves: list[torch.Tensor]  # in the order of the spec; arrays and storages as tensors on the same memory
     values: list[Any]  # bool, int, float, str
+    in_keys: list[int]  # of each tuple in a key: the nodes that it and its items count for
     nodes: list[int | None]  # ids of containers, arrays, storages and bytes; None for each registered type
 
     def is_plain(self, apart: bool) -> bool:
@@ -67,10 +68,11 @@ def flatten(tree: Any) -> Flat:
     Raises:
         UnsupportedLeaf: something in it cannot be sent; its path, its type and what to do are named.
     """
-    flat = Flat([], [], [], [])
+    flat = Flat([], [], [], [], [])
     _walk(tree, flat, 0)
-    if len(flat.spec) > MAX_NODES:
-        raise UnsupportedLeaf(f"{len(flat.spec):,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
+    count = len(flat.spec) + sum(flat.in_keys)
+    if count > MAX_NODES:
+        raise UnsupportedLeaf(f"{count:,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
     return flat
 
 
@@ -122,7 +124,7 @@ def _walk_dict(node: dict[Any, Any], flat: Flat, depth: int) -> None:
             else:
                 _walk(child, flat, depth + 1)
     except UnsupportedLeaf as error:
-        raise error.within(f"[{key!r}]") from None
+        raise error.within(f"[{_shown(key)}]") from None
 
 
 def _walk_items(node: Sequence[Any], flat: Flat, depth: int) -> None:
@@ -188,7 +190,7 @@ def _pack_key(key: Any, flat: Flat) -> bytes:
     try:
         data = msgspec.msgpack.encode(_plain_key(key, flat))
     except (OverflowError, UnicodeEncodeError) as error:
-        raise UnsupportedLeaf(f"dict key {key!r} cannot be written: {error}") from None
+        raise UnsupportedLeaf(f"dict key {_shown(key)} cannot be written: {error}") from None
     if len(data) > MAX_TEXT:
         raise UnsupportedLeaf(f"a dict key of {len(data):,} bytes, the limit is {MAX_TEXT:,}")
     if is_too_nested(data):
@@ -205,13 +207,21 @@ def _plain_key(key: Any, flat: Flat, depth: int = 0) -> Any:
     if type(key) is tuple:
         if depth >= MAX_DEPTH:
             raise UnsupportedLeaf(f"a dict key of tuples nested deeper than {MAX_DEPTH}")
-        flat.spec.extend([b""] * (1 + len(key)))  # nodes, as the receiver counts them
+        flat.in_keys.append(1 + len(key))
         return [_plain_key(item, flat, depth + 1) for item in key]
     if key is None or type(key) in (str, int, bool, float, bytes):
         return key
     raise UnsupportedLeaf(
-        f"dict key {key!r} is a {type(key).__name__}; keys may be str, int, bool, float, bytes, None and tuples of them"
+        f"a dict key is a {type(key).__name__}; keys may be str, int, bool, float, bytes, None and tuples of them"
     )
+
+
+def _shown(key: Any) -> str:
+    """Return a key of the types that may travel, as an error shows it."""
+    try:
+        return repr(key)
+    except ValueError:  # Python shows no integer of over 4,300 digits
+        return f"of type {type(key).__name__}"
 
 
 def _name(name: str) -> bytes:

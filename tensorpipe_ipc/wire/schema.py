@@ -84,6 +84,8 @@ class Schema:
         self._data = data
         self._plan = Plan(spec)
         self._spans, self._spans_at = _count(data, at, SPAN.size)
+        if self._spans > self._plan.leaves:
+            raise ProtocolError(f"{self._spans} spans for a tree of {self._plan.leaves} leaves")
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
         kept = self._plan.made + self._plan.leaves + self._spans + 1
@@ -286,8 +288,11 @@ class Schema:
         (nbytes, _) = SPAN.unpack_from(self._data, self._spans_at + leaf.span * SPAN.size)
         if leaf.view_end() > nbytes:
             raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
-        if self._plan.kinds[index] == Op.BYTES:  # each is copied out of what it came in
+        kind = self._plan.kinds[index]
+        if kind == Op.BYTES:  # each is copied out of what it came in
             raise ProtocolError(f"bytes that are a view of span {leaf.span}; they must have a payload of their own")
+        if kind in (Op.UNTYPED, Op.TYPED) and (leaf.offset or leaf.view_end() < nbytes):
+            raise ProtocolError(f"a storage that is a part of span {leaf.span}; it must be all of it")
 
     def frame_sizes(self) -> list[int]:
         """Return the length of each payload frame."""

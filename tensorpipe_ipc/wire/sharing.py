@@ -56,9 +56,9 @@ class Sharing:
         if len(owners) < len(leaves):
             for address, members in owners.items():
                 if address and len(members) > 1:
-                    self._share(leaves, [index for index in members if _is_view(leaves[index])])
+                    self._share(leaves, [index for index in members if _is_view(leaves[index])], _storages(spec))
 
-    def _share(self, leaves: list[torch.Tensor], members: list[int]) -> None:
+    def _share(self, leaves: list[torch.Tensor], members: list[int], storages: set[int]) -> None:
         if len(members) < 2:
             return
         # Two arrays may begin at one address as two storages, of which one is shorter.
@@ -68,6 +68,12 @@ class Sharing:
         end = max(extent[1] for extent in extents)
         if end > storage.nbytes():
             return  # somebody cut the storage under its tensors; set_ would make it grow again
+        whole = [
+            index for index, extent in zip(members, extents, strict=True) if index not in storages or extent[1] == end
+        ]
+        if len(whole) < len(members):  # a shorter storage would arrive as long as the span
+            self._share(leaves, whole, storages)
+            return
         own = self._narrowed(leaves, members)
         for index, extent in zip(members, extents, strict=True):
             leaf = leaves[index]
@@ -107,6 +113,12 @@ def _sent_apart(leaves: list[torch.Tensor], spec: Sequence[bytes]) -> set[int]:
         for index, (kind, leaf) in enumerate(zip(kinds, leaves, strict=False))
         if kind == Op.BYTES or (kind == Op.NDARRAY and overlaps(leaf.shape, leaf.stride()))
     }
+
+
+def _storages(spec: Sequence[bytes]) -> set[int]:
+    """Return which leaves are storages."""
+    kinds = [piece[0] for piece in spec if Op.TENSOR <= piece[0] <= Op.TYPED]
+    return {index for index, kind in enumerate(kinds) if kind in (Op.UNTYPED, Op.TYPED)}
 
 
 def _is_view(leaf: torch.Tensor) -> bool:

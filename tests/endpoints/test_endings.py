@@ -1855,3 +1855,49 @@ def test_a_put_behind_a_consumer_that_took_all_and_closed_finds_nothing_lost(pro
             producer.put("one more", 0.5)
         producer.flush(PATIENCE)
         assert producer.statistics().lost == 0
+
+
+# -- an end that leaves before its first call
+
+
+@pytest.mark.usefixtures("transport")
+@EVERYWHERE
+def test_a_producer_that_leaves_before_its_first_put_is_told_of(endpoint: str) -> None:
+    """A pipeline's stage may fail while it starts, or have nothing to say: who waits for it learns how it ended."""
+    with tp.Consumer(endpoint, producers=2) as consumer:
+        with contextlib.suppress(ValueError), tp.Producer(consumer.endpoint):
+            raise ValueError("no such file")
+        with tp.Producer(consumer.endpoint):
+            pass
+        with pytest.raises(tp.StreamFailed, match="no such file"):
+            consumer.get(PATIENCE)
+
+
+@EVERYWHERE
+def test_a_consumer_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint: str) -> None:
+    """The producer binds, computes, and leaves its block without a call, while the consumer's HELLO lies unread."""
+    with contextlib.suppress(ValueError), tp.Producer(endpoint, bind=True, shared_memory="off") as producer:
+        consumer = tp.Consumer(producer.endpoint, bind=False, shared_memory="off")
+        getting = in_thread(lambda: consumer.get(PATIENCE))
+        while not side_of(producer).socket.has_incoming():
+            time.sleep(0.001)
+        raise ValueError("no such file")
+    with pytest.raises(tp.StreamFailed, match="no such file"):
+        getting()
+    consumer.close()
+
+
+def test_each_of_many_streams_that_failed_is_told_so() -> None:
+    """More of them ended while the consumer computed than one error names producers."""
+    count = 20
+    with tp.Consumer("many", producers=1) as consumer, contextlib.ExitStack() as stack:
+        producers = [stack.enter_context(tp.Producer("many")) for _ in range(count)]
+        for producer in producers:
+            _met(producer, consumer)
+        for number, producer in enumerate(producers):
+            with contextlib.suppress(ValueError), producer:
+                raise ValueError(f"number {number}")
+        for number in range(count):
+            with pytest.raises(tp.StreamFailed, match=f"number {number}$"):
+                consumer.get(PATIENCE)
+        assert consumer.statistics().failed == count

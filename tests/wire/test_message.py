@@ -197,6 +197,27 @@ OF_ANY_DTYPE: dict[str, tuple[Any, Any]] = {  # a tree, and the tensor of comple
 }
 
 
+@pytest.mark.parametrize("name", ["two storages", "a storage and an array", "a typed storage and a tensor"])
+def test_a_storage_arrives_as_long_as_it_was(name: str) -> None:
+    """Also where another leaf begins at its address and is longer."""
+    array = np.arange(80, dtype=np.uint8)
+    short = torch.from_numpy(array[:16]).untyped_storage()
+    typed = torch.storage.TypedStorage(wrap_storage=short, dtype=torch.float32, _internal=True)  # type: ignore[no-untyped-call]
+    tree = {
+        "two storages": [short, torch.from_numpy(array).untyped_storage()],
+        "a storage and an array": [array, short],
+        "a typed storage and a tensor": [typed, torch.from_numpy(array), torch.from_numpy(array)[3:]],
+    }[name]
+    zoo.same(tree, round_trip(tree))
+
+
+@pytest.mark.parametrize("tree", [[(base := torch.ones(9)), base[2:]], [b"bytes", torch.ones(3)]])
+def test_tuples_in_keys_change_nothing_of_the_leaves(tree: Any) -> None:
+    """Each of them counts as a node, and is none."""
+    for keys in (((1, 2), "b"), (((0,), ()), (1, "x"))):
+        zoo.same(dict(zip(keys, tree, strict=True)), round_trip(dict(zip(keys, tree, strict=True))))
+
+
 def _crooked(frames: list[bytes]) -> list[memoryview]:
     """The frames where libzmq puts large ones: at 8 beyond a multiple of 16."""
     found = []

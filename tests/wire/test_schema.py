@@ -19,7 +19,6 @@ from tensorpipe_ipc.wire.dtypes import BY_CODE
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
 from tensorpipe_ipc.wire.schema import Schema
-from tensorpipe_ipc.wire.spec import MAX_NODES
 
 TRUE_S = {"x": torch.tensor([1, 2], dtype=torch.int16), "n": 5, "t": [torch.tensor(True), "s"]}
 SHARED = torch.arange(4, dtype=torch.uint8)
@@ -196,11 +195,19 @@ TWO = b"\x20" + u32(2) + b"\x10\x10"
             b"\x03raw" + u32(1) + b"\x10" + u32(1) + bytes(15),
             "a count of 1 at byte 9 of the schema, with 15 bytes left",
         ),
-        pytest.param(
-            layout(spans=((0, 0),) * MAX_NODES),
-            layout(spans=((0, 0),) * (MAX_NODES + 1)),
-            f"a count of {MAX_NODES + 1} at byte 9",
-            id="as many spans as nodes",
+        (
+            layout(TWO, ((8, 8),) * 2, (view(0, 0, 2), view(1, 4, 2))),
+            layout(TWO, ((8, 8),) * 3, (view(0, 0, 2), view(1, 4, 2))),
+            "3 spans for a tree of 2 leaves",
+        ),
+        *(
+            (
+                layout(b"\x20" + u32(2) + bytes(spec) + b"\x10", ((8, 8),), (view(0, 0, 8), view(0, 0, 8))),
+                layout(b"\x20" + u32(2) + bytes(spec) + b"\x10", ((8, 8),), (view(0, *part), view(0, 0, 8))),
+                "a storage that is a part of span 0; it must be all of it",
+            )
+            for spec in ([0x16], [0x17, 2])
+            for part in ((0, 7), (1, 7))
         ),
         (
             layout(TWO, ((8, 8),), (view(0, 0, 2, code=10, own=11), view(0, 4, 2, code=10, own=11))),
@@ -389,7 +396,10 @@ WIDE: dict[str, tuple[bytes, int]] = {  # a schema, and the bytes of its payload
     "keys of small numbers": (_of_keys(b"\xdc\x01\x90" + bytes(398)), 0),
     "keys that nest": (_of_keys(b"\x96" + (b"\x91" * 99 + b"\x01") * 4), 0),
     "keys of tuples": (_of_keys(b"\xdc\x00\xf0" + b"\x91\x01" * 238), 0),
-    "spans": (layout(spans=((0, 0),) * MANY, metas=(meta(4),)), 4),
+    "spans": (
+        layout(b"\x20" + u32(MANY) + b"\x10" * MANY, ((8, 8),) * MANY, tuple(view(span, 0, 8) for span in range(MANY))),
+        64 * MANY - 56,
+    ),
 }
 
 
