@@ -185,6 +185,7 @@ class Producer(End):
             message = encode(tree, self._serializer)
             said = placed(message, handover)
             held = None if said is None else (handover, metadata_of(BY_REFERENCE, message.schema, said))
+            message = message._replace(payloads=[], keep=None)  # its views are aliases of the tensors, too
         if held is None:
             message = self._copied(tree)
         deadline = deadline_of(timeout)

@@ -637,17 +637,23 @@ def _come_and_leave(ends: children.Ends, endpoint: str) -> None:
         producer.wait_for(1, PATIENCE)
 
 
+def _take_from_the_next(ends: children.Ends) -> Any:
+    with pytest.raises(tp.EndOfStream):
+        ends.consumer.get(PATIENCE)
+    return ends.consumer.get(PATIENCE)
+
+
 def test_a_binder_that_closes_while_others_ask_for_a_queue() -> None:
-    """It refuses nobody: there is none any more, and who asks meets the next binder."""
+    """It refuses nobody: who asks is told that it has ended, and meets the next binder."""
     with Child() as other, Child() as child:
         with tp.Producer("busy", bind=True) as producer:
             other.call(_claim_smaller, "busy")
             child.call(children.open_consumer, "busy", bind=False, shared_memory="require")
-            child.begin(children.take, 1)
+            child.begin(_take_from_the_next)
             wait_until(side_of(producer).socket.has_incoming)
         with tp.Producer("busy", bind=True) as producer:
             producer.put("next", PATIENCE)
-            assert child.result() == ["next"]
+            assert child.result() == "next"
         other.call(_let_go)
 
 
