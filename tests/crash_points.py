@@ -12,6 +12,7 @@ import functools
 import os
 import signal
 import sys
+from _thread import interrupt_main
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ STORES_AND_CALLS = _steps_of(("STORE_SUBSCR", "CALL", "BINARY_SUBSCR"))
 SIGNAL_CHECKS = _steps_of(
     ("CALL", "JUMP_BACKWARD", "RESUME", "JUMP_ABSOLUTE")
 )  # after these CPython runs signal handlers
+JUMPS_BACK = _steps_of(("JUMP_BACKWARD", "JUMP_ABSOLUTE"))
 
 
 @functools.cache
@@ -113,6 +115,33 @@ def interrupted_at(point: int, action: Callable[[], Any]) -> Any:
         run_traced(action, point, raise_interrupt, SIGNAL_CHECKS, before=False)
     except Interrupt:
         return True
+    return False
+
+
+def interrupted_in_jump(function: Callable[..., Any], action: Callable[[], Any]) -> bool:
+    """Return whether a function jumped back within an action. CPython called the handler of SIGUSR2 in the jump, which raised.
+
+    CPython 3.11 looks for the ``except`` that is meant where the instruction before the jump's target stands.
+    """
+    send = functools.partial(interrupt_main, signal.SIGUSR2)
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and _instructions(frame.f_code)[frame.f_lasti] in JUMPS_BACK:
+            sys.settrace(None)
+            for _ in iter(send, None):  # a call after which CPython does not look for signals: the jump does
+                pass
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import re
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -183,6 +184,32 @@ def test_each_tensor_is_made_on_a_device_that_is_named() -> None:
         and not any(keyword.arg == "device" for keyword in call.keywords)
     ]
     assert not silent
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="others look where the jump itself stands")
+def test_what_a_signals_handler_raises_in_a_jump_back_meets_the_except_around_it() -> None:
+    """CPython 3.11 looks for that ``except`` where the instruction before the jump's target stands."""
+    stray = []
+    for file in FILES:
+        for code in _codes(compile((HOUSE / file).read_text(), file, "exec")):
+            instructions: Any = dis.Bytecode(code)
+            handlers = {
+                at: each.target for each in instructions.exception_entries for at in range(each.start, each.end)
+            }
+            stray += [
+                f"{file}:{each.positions.lineno} {code.co_name}"
+                for each in instructions
+                if "JUMP_BACKWARD" in each.opname and "NO_INTERRUPT" not in each.opname
+                if handlers.get(each.offset) != handlers.get(each.argval - 2)
+            ]
+    assert not stray
 
 
 def _public(body: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -115,8 +115,11 @@ class GetEnd:
             SharedMemoryError: LEASE was asked for, and this process has as much under lease as it may. The message is
                 the next that this process gets.
         """
-        queue, deadline = self._queue, timeout and monotonic() + timeout
+        queue = self._queue
         try:
+            # Within the try: CPython 3.11 looks for the handler of what comes in a jump back where the instruction before its
+            # target stands.
+            deadline = timeout and monotonic() + timeout
             while True:
                 try:
                     if queue.aside or queue.unfinished:
@@ -226,8 +229,8 @@ class GetEnd:
         Raises:
             As ``get`` does.
         """
-        deadline = timeout and monotonic() + timeout
         try:
+            deadline = timeout and monotonic() + timeout  # within the try, as in get
             while True:
                 if self._has_tasks or most == 1 or self.holds_back:
                     return [self.get(deadline and max(0, deadline - monotonic()), decode, lease_from)]

@@ -27,6 +27,7 @@ from crash_points import (
     Interrupt,
     in_child,
     interrupted_at,
+    interrupted_in_jump,
     reap,
 )
 from inside import finish_early_get, log_of, open_queue_of, set_lease_budget
@@ -37,6 +38,7 @@ from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.row import GET
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.shared_queue.attachment import Attachment
+from tensorpipe_ipc.shared_queue.get_end import GetEnd
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
 
 LARGE = 100_000
@@ -470,6 +472,27 @@ def test_an_exception_at_any_moment_of_get_leaves_a_descriptor_that_tells_of_the
         assert select.select([queue.fileno()], [], [], 0)[0], f"silent after an exception at moment {point}"
         point += 1
     assert point > 30
+
+
+@pytest.mark.usefixtures("handler")
+@pytest.mark.parametrize("many", [False, True])
+def test_an_exception_in_a_jump_back_of_get_leaves_a_descriptor_that_tells_of_the_spill_log(
+    attachment: Attachment, payload: Any, many: Any
+) -> None:
+    """As the test before this one has it. A get jumps back when a doorbell has been taken."""
+    queue = SharedMemoryQueue.create(attachment)
+    fcntl.fcntl(queue.fileno(), 1031, 4096)  # F_SETPIPE_SZ: 512 tokens
+    for i in range(550):
+        queue.put(number(payload, i), timeout=0)
+    numbers(queue, 500)
+    function = GetEnd.get_many if many else GetEnd.get
+    raised = 0
+    while queue.tickets.spilled():
+        raised += interrupted_in_jump(function, lambda: queue.get_many(2, 0) if many else queue.get(0))
+        is_told = select.select([queue.fileno()], [], [], 0)[0]
+        assert is_told or not queue.tickets.spilled(), f"silent after {raised} exceptions"
+        queue.get(0)
+    assert raised
 
 
 # raised between open() and the with statement's own, which no code can be written to survive
