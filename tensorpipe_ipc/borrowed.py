@@ -21,6 +21,7 @@ __all__ = [
     "is_bad_fork",
     "is_owned",
     "is_zero_tensor",
+    "join_threads",
     "pyzmq_reaper",
     "reducers",
     "running_threads",
@@ -87,6 +88,13 @@ running_threads: dict[int, Any] | None = _borrowed(
     "threading:_active", None, "an exception while a producer over tcp starts may lose what it sends"
 )
 """The threads that run, by their numbers."""
+
+join_threads: Callable[[], None] = _borrowed(
+    "threading:_shutdown",
+    lambda: None,
+    "a process of multiprocessing's that still has threads closes its ends under them",
+)
+"""Wait for all threads but daemons, and first have idle pools end theirs, as a program does that ends. It is done once."""
 
 pyzmq_reaper: Any = _borrowed(
     "zmq.utils.garbage:gc",

@@ -4,7 +4,8 @@ Any thread may close an end. It says so first, and whoever waits in a use of the
 
 What is open when the program ends is closed then, and nothing is opened any more. A process that multiprocessing started does
 not end as a program does: there multiprocessing's own list is what is gone through. So both have it, and whichever is first
-does it. In the program itself ours comes before multiprocessing waits for children, which may wait for a goodbye.
+does it. Both come before multiprocessing waits for children, which may wait for a goodbye, and after all threads but daemons
+have ended. Older CPythons have a process of multiprocessing's wait for those threads last, so here it waits for them first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import util
 from typing import Any
 
-from tensorpipe_ipc.borrowed import is_owned
+from tensorpipe_ipc.borrowed import is_owned, join_threads
 from tensorpipe_ipc.errors import Busy, Closed
 
 __all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
@@ -220,16 +221,13 @@ def _prepare() -> None:
 
 
 def _end() -> None:
-    """Close all ends, the newest first.
-
-    A process of multiprocessing's comes here while other threads may go on, for which it waits afterwards. They keep theirs.
-    """
+    """Close all ends, the newest first, when those threads have ended for which the process waits."""
     global _ending_in
-    own = threading.get_ident()
-    going_on = {each.ident for each in threading.enumerate() if not each.daemon and each.ident != own}
-    if not going_on:
+    try:
+        if threading.current_thread() is threading.main_thread():
+            join_threads()
+    finally:
         _ending_in = os.getpid()
-    with ExitStack() as steps:  # each is closed though another raises
-        for guard, finish in list(_open.values()):
-            if guard.user not in going_on:
+        with ExitStack() as steps:  # each is closed though another raises
+            for _, finish in list(_open.values()):
                 steps.callback(finish)

@@ -1427,13 +1427,22 @@ def test_daemon_threads_open_ends_again_and_again_while_the_program_ends() -> No
 
 
 _LEAVES_AN_END = """
-import multiprocessing, sys
+import multiprocessing.util, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 import tensorpipe_ipc as tp
 
 def put():
-    global producer
-    producer = tp.Producer("left-open", shared_memory=sys.argv[2])
-    producer.put(7, 30)
+    global producer, pool
+    producer, by = tp.Producer("left-open", shared_memory=sys.argv[2]), sys.argv[3]
+    if by == "itself":
+        producer.put(7, 30)
+    elif by == "a pool that is idle by then":
+        pool = ThreadPoolExecutor(1)
+        pool.submit(producer.put, 7, 30).result()
+    else:
+        has_returned = threading.Event()
+        multiprocessing.util.Finalize(None, has_returned.set, exitpriority=1000)
+        threading.Thread(target=lambda: (has_returned.wait(), producer.put(7, 30))).start()
 
 if __name__ == "__main__":
     with tp.Consumer("left-open", shared_memory=sys.argv[2]) as consumer:
@@ -1465,14 +1474,15 @@ def test_each_stream_ends_as_its_own_producers_did() -> None:
             consumer.get(0.1)
 
 
+@pytest.mark.parametrize("by", ["itself", "a pool that is idle by then", "a thread that goes on"])
 @pytest.mark.parametrize(("method", "shared_memory"), [("fork", "auto"), ("forkserver", "off")])
 def test_a_process_of_multiprocessings_returns_with_an_end_open(
-    method: str, shared_memory: str, tmp_path: Path
+    method: str, shared_memory: str, by: str, tmp_path: Path
 ) -> None:
-    """It says goodbye, as a program does that ends."""
+    """It says goodbye, as a program does that ends: when the threads are done for which it waits."""
     program = tmp_path / "leaves.py"
     program.write_text(_LEAVES_AN_END)
-    done = ran(str(program), method, shared_memory)
+    done = ran(str(program), method, shared_memory, by)
     assert (done.status, done.out) == (0, "[7] 1\n"), done.err
 
 
