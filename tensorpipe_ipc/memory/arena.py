@@ -74,7 +74,7 @@ from tensorpipe_ipc.memory.extents import KIND, UNIT, Extent, Extents, Places, W
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, PAGE_LOCKED, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, OVER, PAGE_LOCKED, Segment
 
 __all__ = [
     "FREE",
@@ -262,6 +262,8 @@ class Arena(Extents):
             is_fresh = source is self._fresh[kind]
             if is_small and is_fresh and not self._has_purse(1 << kind, force):  # first: its state makes a page
                 return 0
+            if is_small and not is_fresh and not force and self.is_over():
+                return 0
             block = self._start(source, kind, taker)
             if block and (is_small or self._has_pages(block, growth, force, taker)):
                 self.recent[kind].append(block)
@@ -407,7 +409,7 @@ class Arena(Extents):
     def _has_purse(self, size: int, force: bool) -> bool:
         """Have memory for a small block that costs some."""
         if self._purse < size:
-            for nbytes in (max(PURSE, self.segment.page), size):
+            for nbytes in (size if force else max(PURSE, self.segment.page), size):
                 if self._has_room(nbytes, force):
                     self._purse += nbytes
                     self._count_growth(nbytes)
@@ -418,11 +420,30 @@ class Arena(Extents):
         """Have memory for what is to be written into a large block that is WRITING. False: there is no room, and it is FREE."""
         have, done = self.words[(block >> 3) + WRITTEN], False
         try:
-            done = growth <= have or self._grow(block, have, growth, force)
+            done = self._grow(block, have, growth, force) if growth > have else force or not self.is_over()
             return done
         finally:
             if not done:
                 self.give_up(taker)
+
+    def is_over(self) -> bool:
+        """Return whether more memory is in use than the capacity. Then a free block is not used as it is by any message.
+
+        A message may be placed beyond the capacity in a queue that has none (``force``). Its block would go to one of a queue
+        that nobody reads, and the next such message take another.
+        """
+        if self.words[OVER]:
+            if self.segment.resident() > self.capacity:
+                return True
+            self.words[OVER] = 0
+        return False
+
+    def reach(self, block: int, end: int) -> bool:
+        """Have memory for a block that this process holds, up to an end in it. False: there is no room."""
+        have, wanted = self.words[(block >> 3) + WRITTEN], -(-(end - block) // self.segment.page) * self.segment.page
+        if wanted <= have or self.words[self.table + (block >> 20)] >> 16 & KIND <= self.whole:
+            return True
+        return self._grow(block, have, wanted, False)
 
     def _grow(self, block: int, have: int, wanted: int, force: bool) -> bool:
         """Make pages of a block, once there is room for them, also beside what others are about to make.
@@ -472,6 +493,8 @@ class Arena(Extents):
             if self._machine < nbytes:
                 return False
         if force:
+            if self.segment.resident() + nbytes > self.capacity:
+                self.words[OVER] = 1
             return True
         for pause in PAUSES:
             room = self.capacity - self.segment.resident()
@@ -557,7 +580,7 @@ class Arena(Extents):
             return set()
         self._punch_gaps()
         short = self._short_of(growth)
-        found, same, chosen = list[tuple[bool, int, bool, Extent]](), list[tuple[int, Extent]](), list[Extent]()
+        found, same, chosen = list[tuple[bool, int, bool, Extent]](), list[tuple[int, int, Extent]](), list[Extent]()
         for start, kind_, units_, row, _ in self._words_of_extents():
             if start >> 20 not in missed:
                 extent, (blocks, states) = (start, kind_, units_), self.states(start, kind_, units_)
@@ -567,12 +590,13 @@ class Arena(Extents):
                 if whole and row == self.rows.index:
                     chosen.append(extent)
                 if kind_ == kind:
-                    same.append((int(np.count_nonzero(states & np.uint64(HOLDER))), extent))
+                    busy = int(np.count_nonzero(states & np.uint64(HOLDER)))
+                    same.append((busy, len(states) - busy if row != self.rows.index else 0, extent))
         mine, more = set(chosen), list[Extent]()
         if no_addresses:
             more += [extent for _, _, whole, extent in found if whole and extent not in mine]
             # And one whose free blocks are of the right size: what is free as a whole may not lie in a row, or there is none.
-            more += [extent for busy, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> kind]
+            more += [extent for busy, _, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> kind]
         mine |= set(more)
         short -= sum(free for _, free, _, extent in found if extent in mine)
         others = [each for each in found if each[1] and each[3] not in mine]
@@ -581,6 +605,9 @@ class Arena(Extents):
                 if short > 0:
                     more.append(extent)
                     short -= free
+        elif short > 0 and kind <= self.whole:
+            # No memory is free, but perhaps blocks of this kind are, with others, each beside a message on its page.
+            more += [extent for _, free, extent in sorted(same, key=lambda each: -each[1])[:1] if free]
         refused = self._take(chosen + more)
         self._trim(growth)
         return refused
@@ -701,7 +728,7 @@ class Arena(Extents):
                         if in_doubt:
                             done = False
                         else:
-                            if kind > self.whole and words[block >> 3] & HOLDER == holder | WRITING:
+                            if kind > self.whole:
                                 self._punch_untold(block, 1 << kind)
                             words[block >> 3] &= ~HOLDER
         finally:

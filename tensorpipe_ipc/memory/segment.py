@@ -52,6 +52,7 @@ __all__ = [
     "HEAD",
     "LOOKS",
     "MINIMUM_SIZE",
+    "OVER",
     "NAME",
     "PAGE",
     "PAGE_LOCKED",
@@ -66,7 +67,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS, OVER = range(3, 9)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2

@@ -38,6 +38,7 @@ from tensorpipe_ipc.memory.arena import (
 from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
+from tensorpipe_ipc.memory.segment import OVER
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
@@ -263,6 +264,8 @@ class PutEnd:
         at = _room(handover, len(metadata))
         if not at or self.words[handover.word] != handover.held:
             return False
+        if not self.arena.reach(handover.word << 3, at + len(metadata)):
+            return False
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -390,7 +393,7 @@ class PutEnd:
         if kind > QUICK or not free:
             arena.mind_idle(self.attachment.recover_dead)
             arena.reclaim_freed(kind)
-        if free:
+        if free and not (self.words[OVER] and self._queue.qsize()):
             block = free[-1]
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard

@@ -168,6 +168,63 @@ def test_what_lies_free_with_another_process_is_found(ctx: Any, nbytes: int, sta
         assert resident(there) <= 33 * PART
 
 
+def test_what_lies_free_beside_messages_with_another_process_is_found(ctx: Any) -> None:
+    """Each free block is of the size that is wanted. No page is free, as on each a message waits."""
+    waiting, taken, mine = ctx.Queue(), ctx.Queue(), ctx.Queue()
+    mine.put(0)  # so that nothing is let in as the first
+
+    def leave_every_other() -> None:
+        with contextlib.suppress(Full):
+            while True:
+                waiting.put(octets(1500), timeout=0)
+                taken.put(octets(1500), timeout=0)
+        drained(taken)
+
+    with Helper(leave_every_other):
+        for number in range(waiting.qsize() - 64):
+            mine.put(octets(1500, number % 251), timeout=1 if not number else 0)
+        assert mine.get() == 0
+        assert [int(each[-1]) for each in drained(mine)] == [number % 251 for number in range(waiting.qsize() - 64)]
+        assert resident(mine) <= 33 * PART
+
+
+def test_the_text_of_what_was_moved_lies_on_memory_that_is_told(ctx: Any) -> None:
+    """It lies behind the tensors. Where it was not told, others believed that less could be given back than was wanted."""
+    there, mine = ctx.Queue(), ctx.Queue()
+    mine.put(0)
+
+    def move_and_take() -> None:
+        for _ in range(7):
+            sent = ctx.empty((int(2.1 * PART),), torch.uint8).fill_(1)
+            there.put({"x": sent, "text": "x" * int(1.8 * PART)}, move=True, timeout=1)
+            assert not sent.numel()
+            del sent
+        assert {len(each["text"]) for each in drained(there)} == {int(1.8 * PART)}
+
+    with Helper(move_and_take):
+        mine.put(octets(27 * PART), timeout=0)
+        assert mine.get() == 0
+        assert len(mine.get(copy=True)) == 27 * PART
+        assert resident(mine) <= 33 * PART
+
+
+@pytest.mark.parametrize("nbytes", [100, 3000, 100_000, 4 * PART])
+def test_a_queue_that_is_read_does_not_have_the_memory_of_an_unread_one_grow(ctx: Any, nbytes: int) -> None:
+    """A message may always be placed in a queue that has none. Its memory does not go to the other queue again and again."""
+    read, unread, full = ctx.Queue(), ctx.Queue(), 0
+    for number in range(2 * 32 * PART // max(256, nbytes)):
+        read.put(octets(nbytes, number % 251), timeout=LIMIT)
+        assert int(read.get(copy=True)[-1]) == number % 251
+        try:
+            unread.put(octets(nbytes), timeout=0)
+        except Full:
+            full += 1
+            if full > 3:
+                break
+    assert full > 3
+    assert resident(unread) <= 33 * PART + nbytes
+
+
 @pytest.mark.parametrize("where", ["before it fills new memory", "as it takes a block", "as it gives back"])
 def test_who_is_stopped_does_not_keep_what_lies_with_others(
     large_ctx: Any, where: Any, monkeypatch: pytest.MonkeyPatch
