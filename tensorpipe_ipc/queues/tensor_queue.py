@@ -133,7 +133,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
         offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
-            apart = codec.take_apart(obj)
+            apart = (*codec.take_apart(obj)[:2], None)  # references to storages would count as aliases
             held = codec.handed_over(obj, apart, offered=offered)
             if held is not None:
                 began = time.monotonic()

@@ -48,14 +48,9 @@ class Raw:
                 and not tensor.is_neg()
                 and not (meta.complex and tensor.is_conj())
             ):
-                storage = tensor.untyped_storage()
                 address = tensor.data_ptr()
                 if address:
-                    payload = meta.window(address)
-                    # While a put waits, another thread may give the tensor other memory: x.data = new, put(x, move=True).
-                    window: Any = payload if type(payload) is not memoryview else payload.obj
-                    window.memory = storage
-                    return meta, payload
+                    return meta, meta.window(address)
         except (RuntimeError, KeyError):
             pass
         return _encode_other(tensor, self.most())

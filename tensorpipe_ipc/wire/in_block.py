@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 
 import torch
+from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.header import MAX_HEADER
@@ -45,8 +46,11 @@ def metadata_of(flags: int, schema: bytes, values: bytes) -> bytes:
     return _HEAD.pack(flags, len(schema)) + schema + values
 
 
-def one_tensor_in_block(tensor: torch.Tensor, serializer: Encoder) -> tuple[Block, bytes]:
+def one_tensor_in_block(tensor: torch.Tensor, storage: UntypedStorage, serializer: Encoder) -> tuple[Block, bytes]:
     """Return the same as ``in_one_block`` for a tree that is one tensor of the CPU's without history, quicker.
+
+    Args:
+        storage: the tensor's.
 
     Raises:
         UnsupportedLeaf: the serializer does not take it.
@@ -57,7 +61,10 @@ def one_tensor_in_block(tensor: torch.Tensor, serializer: Encoder) -> tuple[Bloc
         metadata = metadata_of(0, schema_of_one(serializer.name, meta, nbytes), b"")
         if nbytes == meta.nbytes:
             meta.alone = serializer.name, metadata
-    return Block([payload], nbytes, tensor), metadata
+    if tensor.untyped_storage() is not storage:  # see ``storages_of``
+        tensor = tensor.detach()
+        return one_tensor_in_block(tensor, tensor.untyped_storage(), serializer)
+    return Block([payload], nbytes, storage), metadata
 
 
 def in_one_block(message: EncodedMessage, flags: int = 0) -> tuple[Block, bytes]:

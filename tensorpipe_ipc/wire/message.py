@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
+from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.errors import SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
@@ -23,7 +24,7 @@ from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.schema import SPAN
-from tensorpipe_ipc.wire.sharing import Sharing
+from tensorpipe_ipc.wire.sharing import Sharing, storages_of
 from tensorpipe_ipc.wire.spec import Op
 
 __all__ = ["Encoder", "EncodedMessage", "encode", "schema_of_one"]
@@ -47,7 +48,7 @@ class Encoder(Protocol):
 
 
 class EncodedMessage(NamedTuple):
-    """A tree ready to be sent. ``payloads`` may be views of the caller's tensors, which ``keep`` keeps alive."""
+    """A tree ready to be sent. ``payloads`` may be views of the tensors' memory, which ``keep`` keeps alive."""
 
     schema: bytes
     values: bytes
@@ -81,26 +82,36 @@ class EncodedMessage(NamedTuple):
 
 
 def encode(
-    tree: Any, serializer: Encoder, instead: bytes = b"", flat: Flat | None = None, *, apart: bool = False
+    tree: Any,
+    serializer: Encoder,
+    instead: bytes = b"",
+    flat: Flat | None = None,
+    *,
+    apart: list[UntypedStorage] | None = None,
 ) -> EncodedMessage:
     """Make a message of a tree. Nothing is copied that the serializer does not copy.
 
     Args:
         instead: what stands in the place of the values of a tree that has none.
         flat: the tree taken apart, where somebody has done that.
-        apart: each leaf is known to have memory of its own.
+        apart: the storages of the leaves, where each is known to have memory of its own.
 
     Raises:
         UnsupportedLeaf: something in the tree cannot be sent, by this serializer or at all. Its path is named.
         SharedMemoryError: its tensors take more bytes than the serializer's ``most``. No more than one beyond was copied.
     """
     if type(tree) is torch.Tensor and not tree.requires_grad:  # the most common tree of all
+        storages = storages_of([tree])
         try:
             meta, payload = serializer.encode(tree)
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
+        if storages and tree.untyped_storage() is not storages[0]:
+            return encode(tree.detach(), serializer, instead)
         nbytes = len(payload)
-        return EncodedMessage(schema_of_one(serializer.name, meta, nbytes), instead, [payload], nbytes, tree)
+        return EncodedMessage(
+            schema_of_one(serializer.name, meta, nbytes), instead, [payload], nbytes, (tree, storages)
+        )
     flat = flatten(tree) if flat is None else flat
     leaves = flat.leaves
     values = _encode_values(flat.values) if flat.values else instead
@@ -109,24 +120,33 @@ def encode(
             f"{len(values):,} bytes of text and numbers, the limit is {MAX_VALUES:,}; send long text as bytes"
         )
     if len(leaves) == 1:  # most streams: one tensor, which shares memory with nobody
+        storages = apart or storages_of(leaves)
         try:
             meta, payload = serializer.encode(leaves[0])
         except UnsupportedLeaf as error:
             raise _at(error, tree, 0) from error.__cause__
+        if storages and leaves[0].untyped_storage() is not storages[0]:
+            return encode(tree, serializer, instead, flat._replace(leaves=[leaves[0].detach()]))
         nbytes = len(payload)
         schema = _one_leaf(serializer.name, b"".join(flat.spec))
         schema += meta.packed if nbytes == meta.nbytes else meta.pack(nbytes)
         _see_that_it_fits(schema, values)
-        return EncodedMessage(schema, values, [payload], nbytes, leaves)
-    shared = Sharing(leaves, getattr(serializer, "wire_dtype", None), flat.spec, apart=apart)
+        return EncodedMessage(schema, values, [payload], nbytes, (leaves, storages))
     payloads: list[Any] = []
-    spans = [_encode_span(span, serializer, payloads) for span in shared.spans]
-    metas = _encode_leaves(tree, leaves, serializer, shared, payloads)
+    spans: list[bytes] = []
+    views: dict[int, bytes] = {}
+    storages = storages_of(leaves) if apart is None else apart
+    if apart is None:
+        shared = Sharing(leaves, storages, getattr(serializer, "wire_dtype", None), flat.spec)
+        spans, views = [_encode_span(span, serializer, payloads) for span in shared.spans], shared.views
+    metas, nbytes = _encode_leaves(tree, leaves, serializer, views, payloads)
     schema = b"".join(
         [_head(serializer.name, b"".join(flat.spec)), _U32.pack(len(spans)), *spans, _U32.pack(len(metas)), *metas]
     )
     _see_that_it_fits(schema, values)
-    return EncodedMessage(schema, values, payloads, sum(map(len, payloads)), (leaves, shared))
+    if storages_of(leaves) != storages:
+        return encode(tree, serializer, instead, flat._replace(leaves=[leaf.detach() for leaf in leaves]))
+    return EncodedMessage(schema, values, payloads, nbytes, (leaves, storages))
 
 
 def schema_of_one(name: str, meta: TensorMeta, nbytes: int) -> bytes:
@@ -170,9 +190,11 @@ def _encode_span(span: torch.Tensor, serializer: Encoder, payloads: list[Any]) -
 
 
 def _encode_leaves(
-    tree: Any, leaves: list[torch.Tensor], serializer: Encoder, shared: Sharing, payloads: list[Any]
-) -> list[bytes]:
-    views, encode_one, metas = shared.views, serializer.encode, list[bytes]()
+    tree: Any, leaves: list[torch.Tensor], serializer: Encoder, views: dict[int, bytes], payloads: list[Any]
+) -> tuple[list[bytes], int]:
+    """Add the payloads of leaves that are no views. Return the metas of all leaves, and the bytes of all payloads."""
+    encode_one = serializer.encode
+    metas: list[bytes] = []
     limit = getattr(serializer, "most", None)
     most, total = limit() if limit else sys.maxsize, sum(map(len, payloads))
     try:
@@ -193,7 +215,7 @@ def _encode_leaves(
                 )
     except UnsupportedLeaf as error:
         raise _at(error, tree, len(metas)) from error.__cause__
-    return metas
+    return metas, total
 
 
 def _at(error: UnsupportedLeaf, tree: Any, index: int) -> UnsupportedLeaf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.wire.dtypes import is_narrowed
@@ -12,7 +13,20 @@ from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["Sharing"]
+__all__ = ["Sharing", "storages_of"]
+
+
+def storages_of(leaves: list[torch.Tensor]) -> list[UntypedStorage]:
+    """Return the storages of those leaves that have one.
+
+    They keep the memory. The leaves do not: another thread may give one other memory at any time (``x.data = y``, a move).
+    So whoever reads memory by its address asks before and after that was looked up, and keeps what it got. Where the two
+    answers differ, ``detach()`` gives a tensor that no other thread has.
+    """
+    try:
+        return list(map(torch.Tensor.untyped_storage, leaves))
+    except (NotImplementedError, RuntimeError):  # one has none: those are copied to be sent
+        return [storage for leaf in leaves for storage in _storage_of(leaf)]
 
 
 class Sharing:
@@ -27,22 +41,21 @@ class Sharing:
     def __init__(
         self,
         leaves: list[torch.Tensor],
+        storages: list[UntypedStorage],
         wire_dtype: torch.dtype | None = None,
         spec: Sequence[bytes] = (),
-        *,
-        apart: bool = False,
     ) -> None:
         """
         Args:
+            storages: of those leaves that have one.
             wire_dtype: what wider floats cross as.
             spec: of the tree, in pieces. Bytes share memory with nobody on arrival, and an array whose items overlap would
                 be as large as it looks: such leaves are sent by themselves.
-            apart: each leaf is known to have memory of its own.
         """
         self._wire_dtype = wire_dtype
         self.spans: list[torch.Tensor] = []
         self.views: dict[int, bytes] = {}
-        if not apart and not _all_apart(leaves):
+        if len(set(map(UntypedStorage.data_ptr, storages))) < len(leaves):
             self._find(leaves, spec)
 
     def _find(self, leaves: list[torch.Tensor], spec: Sequence[bytes]) -> None:
@@ -98,12 +111,11 @@ class Sharing:
         return own if is_narrowed(own, self._wire_dtype) else None
 
 
-def _all_apart(leaves: list[torch.Tensor]) -> bool:
-    """Return whether each leaf has memory of its own, as nearly always. Asked for every message, so it is short."""
+def _storage_of(leaf: torch.Tensor) -> list[UntypedStorage]:
     try:
-        return len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
-    except (NotImplementedError, RuntimeError):  # one has no storage
-        return False
+        return [leaf.untyped_storage()]
+    except (NotImplementedError, RuntimeError):
+        return []
 
 
 def _sent_apart(leaves: list[torch.Tensor], spec: Sequence[bytes]) -> set[int]:
