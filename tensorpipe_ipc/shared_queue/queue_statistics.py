@@ -43,7 +43,7 @@ class QueueStatistics:
     leases: int
     """Blocks that tensors of this process lie on now, from all queues of the arena."""
     bytes_leased: int
-    """Payloads of these; of a small one, the page that it takes."""
+    """Payloads of these; of a small one, the page that it takes; of a loan that was not put, 0."""
     holders: tuple[Holder, ...]
     """Who has blocks of the arena now. Messages that wait count for the process that put them."""
     resident: int
