@@ -108,6 +108,7 @@ _MAX_REJECTION = 2000  # bytes of text
 _MAX_ROLE = 16  # of one that is none
 PEER_TIMEOUT = 60.0  # seconds
 _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
+_LOOK = 0.005  # seconds between two looks whether there is one
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
 _LEAVE_AT_ONCE = 16  # peers that leave in one look
 _NAMED = 16  # peers, in the text of an error
@@ -306,7 +307,9 @@ class Conversation:
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
         was_unheard = self._is_unheard_of()
-        if was_unheard or (not self.keeps and any(peer.by_file for peer in self.peers.values())):
+        if was_unheard:
+            self._await_line()
+        if not self.keeps and any(peer.by_file for peer in self.peers.values()):
             self.socket.is_connected(_CONNECTS)
         if (self.peers or not self.keeps or was_unheard) and self.greeting.is_owed():
             self.greeting.say_if_due()
@@ -320,6 +323,14 @@ class Conversation:
     def _is_unheard_of(self) -> bool:
         """Return whether a connector never said HELLO. It does so before its goodbye: somebody may wait for just this end."""
         return not (self.socket.binds or self.peers or self.peers.last_left or self.greeting.routing)
+
+    def _await_line(self) -> None:
+        """Wait a moment for a connection to the binder, as long as nothing tells that there is none to be had."""
+        address = self.socket.address
+        may_come = address.scheme == "tcp" or (address.scheme == "ipc" and os.path.exists(address.path))
+        deadline = time.monotonic() + (_CONNECTS if may_come else 0)
+        while not self.socket.is_connected(_LOOK) and not self.socket.connect_error() and time.monotonic() < deadline:
+            pass
 
     def _part_from(self, peer: Peer, ending: Ending) -> bool:
         """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the

@@ -16,6 +16,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import any_size, describe, expect, gathered, plain
+from tensorpipe_ipc.wire.dtypes import WIDEST
 from tensorpipe_ipc.wire.metas import TensorMeta
 
 __all__ = ["NumpyArray"]
@@ -66,7 +67,7 @@ class NumpyArray:
         items = payload[start:]
         if len(items) != meta.nbytes:
             raise ProtocolError(f"the .npy file holds {len(items)} bytes of items, {meta!r} has {meta.nbytes}")
-        if items.readonly or start % dtype.itemsize:
+        if items.readonly or start % WIDEST:  # NumPy's own begin at multiples of 64
             items = memoryview(bytearray(items))
         array = np.ndarray(shape, dtype, items, order="F" if fortran else "C")
         return expect(torch.from_numpy(array), meta)

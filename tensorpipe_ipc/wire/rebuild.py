@@ -35,7 +35,6 @@ Build = Callable[[Iterator[torch.Tensor], Iterator[Any]], Any]
 _ONE_TENSOR = bytes([Op.TENSOR])
 _MOST_SAID = 300  # characters of what arrived that an error repeats
 _FEW_KEYS = 8  # of a dict, which cannot cost much, however they hash; and a dict's least size
-_MOST_ALIKE = 4  # keys of one hash: -1 and -2 have one, and numbers that are 2**61 - 1 apart
 # Looks for a key, on average. By chance there are 0.7 in vain, and up to 21 of multiples of a large power of two.
 _MOST_LOOKS = 48
 _SIZE_MASK = (1 << 64) - 1
@@ -314,9 +313,6 @@ def _see_that_they_spread(keys: list[Any]) -> None:
     if sum(type(key) not in (str, bytes) for key in keys) <= _FEW_KEYS:
         return
     hashes = [hash(key) & _SIZE_MASK for key in keys]
-    alike = sorted(hashes)
-    if any(one == other for one, other in zip(alike, alike[_MOST_ALIKE:])):  # noqa: B905 - the second is shorter
-        raise ProtocolError(f"over {_MOST_ALIKE} keys of a dict that hash alike")
     size = _FEW_KEYS
     while True:
         _count_looks(hashes[: size * 2 // 3], size - 1)
@@ -366,7 +362,15 @@ def _custom_reader(name: str, parts: Build) -> Build:
         make = BY_NAME[name].from_
         if make is None:
             raise UnsupportedLeaf(f"the message's {name!r} is registered anew here, without from_=")
-        return make(parts(leaves, values))
+        made = parts(leaves, values)
+        try:
+            return make(made)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, or what a foreign runtime raises: a peer made the parts up
+            if isinstance(error, Exception) or passed_a_handler(error.__traceback__):
+                raise
+            raise ProtocolError(f"from_ of {name!r} raised {type(error).__name__}") from error
 
     return build
 

@@ -67,9 +67,10 @@ class Sharing:
             ):  # the others have no memory of their own
                 owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         if len(owners) < len(leaves):
+            storages = _storages(spec)
             for address, members in owners.items():
                 if address and len(members) > 1:
-                    self._share(leaves, [index for index in members if _is_view(leaves[index])], _storages(spec))
+                    self._share(leaves, [index for index in members if _is_view(leaves[index])], storages)
 
     def _share(self, leaves: list[torch.Tensor], members: list[int], storages: set[int]) -> None:
         if len(members) < 2:

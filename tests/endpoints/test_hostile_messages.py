@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import re
 import signal
 import socket
 import struct
@@ -226,8 +225,7 @@ def _of_one_chain(count: int) -> list[Any]:
 
 KEYS: dict[str, tuple[Any, bool]] = {
     "8,192 tuples of one hash": (lambda: _of_one_hash(8192), False),
-    "5": (lambda: [*_of_one_hash(5), *range(8)], False),
-    "4": (lambda: [*_of_one_hash(4), *range(1, 9)], True),
+    "50 tuples of one hash": (lambda: [*_of_one_hash(50), *range(1, 9)], True),
     "2,000 ints of one chain": (lambda: _of_one_chain(2000), False),
     "131,000 ints": (lambda: list(range(131_000)), True),
     "50,000 multiples of 2**44": (lambda: [number << 44 for number in range(50_000)], True),
@@ -249,7 +247,7 @@ def test_keys_that_a_dict_would_look_for_in_vain_are_refused(name: str) -> None:
             assert list(consumer.get(PATIENCE)) == keys
         else:
             began = time.process_time()
-            assert re.search("keys of a dict that (hash alike|take over 48 looks)", _rejected(consumer))
+            assert "keys of a dict that take over 48 looks" in _rejected(consumer)
             assert time.process_time() - began < 5, "it takes minutes to find them"
 
 

@@ -97,12 +97,15 @@ def test_metas_that_numpy_lacks_are_refused() -> None:
             NUMPY.decode(meta, memoryview(payload))
 
 
-def test_items_that_lie_crooked_are_copied() -> None:
-    """A file whose head has another length than NumPy gives it: torch takes memory to be aligned."""
-    payload = bytes(NUMPY.encode(torch.arange(4, dtype=torch.float64))[1])
-    head = payload[10:128].rstrip(b" \n") + b" " * 5 + b"\n"
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.complex128])
+@pytest.mark.parametrize("beyond", [1, 8])
+def test_items_that_lie_crooked_are_copied(beyond: int, dtype: torch.dtype) -> None:
+    """A file whose head has another length than NumPy gives it. Torch looks at bytes as any items."""
+    payload = bytes(NUMPY.encode(torch.arange(32).to(dtype))[1])
+    head = payload[10:128].rstrip(b" \n") + b" "
+    head += b" " * ((beyond - 11 - len(head)) % 16) + b"\n"
     crooked = bytearray(payload[:8] + len(head).to_bytes(2, "little") + head + payload[128:])
-    assert (10 + len(head)) % 8
-    tensor = NUMPY.decode(meta_of(torch.float64, (4,)), memoryview(crooked))
-    assert tensor.data_ptr() % 8 == 0
-    assert tensor.tolist() == [0, 1, 2, 3]
+    assert (10 + len(head)) % 16 == beyond
+    tensor = NUMPY.decode(meta_of(dtype, (32,)), memoryview(crooked))
+    assert tensor.data_ptr() % 16 == 0
+    assert tensor.tolist() == list(range(32))

@@ -156,6 +156,18 @@ def test_the_number_of_nodes_has_two_sides() -> None:
         sent([None] * MAX_NODES)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [(x, y, z) for x in range(-2, 3) for y in range(-2, 3) for z in range(-2, 3)],  # hash(-1) == hash(-2)
+        [2.0**power for power in range(-150, 151)],
+    ],
+)
+def test_keys_of_grids_and_powers_arrive(keys: list[Any]) -> None:
+    """Many of them hash alike, by no ill will."""
+    assert round_trip(dict.fromkeys(keys)) == dict.fromkeys(keys)
+
+
 def test_the_tuples_of_keys_count_as_nodes() -> None:
     """Each tuple of a dict's key counts, and each of its items: both ends count alike."""
     keys = [(index, ("x",)) for index in range((MAX_NODES - 1) // 6)]  # two tuples, three items, and a value

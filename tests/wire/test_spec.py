@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from exchange import join
+from exchange import join, round_trip
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import flatten
@@ -152,6 +152,17 @@ def test_a_class_of_ones_own_needs_both_ways(registry: None) -> None:
         register_type(range)
     register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=lambda parts: range(*parts))
     assert _through([range(3), range(2, 9, 2)]) == [range(3), range(2, 9, 2)]
+
+
+def test_whatever_a_class_raises_while_it_is_made_is_the_messages_fault(registry: None) -> None:
+    """Also SystemExit, or what a foreign runtime raises: it does not end the program, and the message comes no more."""
+
+    def make(parts: Any) -> Any:
+        raise SystemExit(parts)
+
+    register_type(range, to=lambda of: (of.start, of.stop, of.step), from_=make)
+    with pytest.raises(ProtocolError, match="from_ of 'range' raised SystemExit"):
+        round_trip(range(3))
 
 
 def test_what_is_registered_anew_is_what_arrives_from_then_on(registry: None) -> None:
