@@ -243,13 +243,19 @@ def _start_reaper() -> None:
         running.pop(_thread.get_ident(), None)  # or it is listed for ever
 
 
+# What was waited for in vain, once: pyzmq does not repeat a system call that a signal cut short, and keeps what was lent.
+_in_vain: set[int] = set()
+
+
 def _stop_reaper() -> None:
     """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
     if pyzmq_reaper is None:
         return
     deadline = time.monotonic() + 1
     # It is just being told of the last ones; at the program's end, once pyzmq has closed it down, of none.
-    while pyzmq_reaper.refs and not getattr(pyzmq_reaper, "_stay_down", False) and time.monotonic() < deadline:
+    while set(pyzmq_reaper.refs) - _in_vain and not getattr(pyzmq_reaper, "_stay_down", False):
+        if time.monotonic() > deadline:
+            _in_vain.update(pyzmq_reaper.refs)
         time.sleep(0.001)
     if not pyzmq_reaper.refs and pyzmq_reaper.thread is not None:
         _run_undisturbed(_end_reaper)
