@@ -165,9 +165,8 @@ def _memcpy(station: Station, nbytes: int, count: int) -> list[int]:
         return []
     kept = station.kept
     if not kept or kept[0].nbytes != nbytes:
-        kept[:] = [
-            torch.ones(nbytes, dtype=torch.uint8, device="cpu") for _ in range(3)
-        ]  # written, so that their pages are there
+        # Written, so that their pages are there.
+        kept[:] = [torch.ones(nbytes, dtype=torch.uint8, device="cpu") for _ in range(3)]
     source, *places = kept
     found = []
     for number in range(count):

@@ -217,7 +217,7 @@ class Receiver(Participant):
         """Return ``unwell`` with another producer: of each stream that is still to be told as few as are named."""
         size = self.producers or MOST_PEERS
         of_its_stream = [each for each in self.unwell if (each[0] - 1) // size == (count - 1) // size]
-        left_out = of_its_stream[: 1 + len(of_its_stream) - _TOLD] if len(of_its_stream) >= _TOLD else []
+        left_out = of_its_stream[: max(0, 1 + len(of_its_stream) - _TOLD)]
         return [*(each for each in self.unwell if each not in left_out), (count, peer)][-MOST_PEERS:]
 
     # -- queues

@@ -427,10 +427,10 @@ class Arena(Extents):
                 self.give_up(taker)
 
     def is_over(self) -> bool:
-        """Return whether more memory is in use than the capacity. Then a free block is not used as it is by any message.
+        """Return whether more memory is in use than the capacity. Then free blocks are given back, and not used again.
 
-        A message may be placed beyond the capacity in a queue that has none (``force``). Its block would go to one of a queue
-        that nobody reads, and the next such message take another.
+        A message may be placed beyond the capacity in a queue that has none (``force``). A queue that nobody reads would get
+        its block next, and the next such message would take another.
         """
         if self.words[OVER]:
             if self.segment.resident() > self.capacity:
@@ -728,7 +728,7 @@ class Arena(Extents):
                         if in_doubt:
                             done = False
                         else:
-                            if kind > self.whole:
+                            if kind > self.whole and words[block >> 3] & HOLDER == holder | WRITING:
                                 self._punch_untold(block, 1 << kind)
                             words[block >> 3] &= ~HOLDER
         finally:

@@ -43,7 +43,7 @@ import torch
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.memory.leases import Handover, Leases
 from tensorpipe_ipc.wire.dtypes import WIDEST
-from tensorpipe_ipc.wire.flatten import Flat
+from tensorpipe_ipc.wire.flatten import Flat, kinds_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.message import EncodedMessage
 from tensorpipe_ipc.wire.spec import Op
@@ -77,7 +77,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
 def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
     """Return whether all leaves are the caller's own tensors, not arrays, storages or parameters shown as tensors."""
     ids = {id(leaf) for leaf in ours}
-    operations = [piece[0] for piece in flat.spec if Op.TENSOR <= piece[0] <= Op.TYPED]
+    operations = kinds_of(flat.spec)
     return all(
         operation == Op.TENSOR and (torch.is_inference_mode_enabled() or not leaf.is_inference())
         for operation, leaf in zip(operations, flat.leaves, strict=True)
@@ -256,11 +256,9 @@ def _place(payload: Any, handover: Handover) -> int:
         ctypes.addressof(payload) if isinstance(payload, ctypes.Array) else np.frombuffer(payload, np.uint8).ctypes.data
     )
     place = address - handover.address
-    if (
-        address % WIDEST == WIDEST // 2
-    ):  # torch's kernels crash on items of 16 bytes there, which pairs of floats become
-        return INLINE
-    return int(place) if 0 <= place <= handover.nbytes - len(payload) else INLINE
+    # Pairs of float64 may become complex128, on which torch's kernels crash halfway between two multiples of its size.
+    is_crooked = address % WIDEST == WIDEST // 2
+    return int(place) if 0 <= place <= handover.nbytes - len(payload) and not is_crooked else INLINE
 
 
 def values_and_frames(said: memoryview, sizes: list[int], payload: Any) -> tuple[memoryview, list[Any]]:

@@ -64,9 +64,8 @@ class Copy:
 
     def __init__(self, payload: Payload) -> None:
         self.nbytes = payload.nbytes
-        self._place = (
-            torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").numpy().data
-        )  # 64-byte aligned, as torch has it
+        # By torch, whose memory is 64-byte aligned.
+        self._place = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu").numpy().data
         payload.write_into(self._place)
 
     def write_into(self, place: memoryview) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, Op, is_too_nested
 
-__all__ = ["Flat", "flatten", "leaf_path", "may_be_tree"]
+__all__ = ["Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
 
 _U16 = struct.Struct("<H")
 _COUNT = struct.Struct("<BI")
@@ -74,6 +74,11 @@ def flatten(tree: Any) -> Flat:
     if count > MAX_NODES:
         raise UnsupportedLeaf(f"{count:,} nodes, the limit is {MAX_NODES:,}; send numbers as a tensor")
     return flat
+
+
+def kinds_of(spec: Iterable[bytes]) -> list[int]:
+    """Return the op of each leaf, of a spec in pieces."""
+    return [piece[0] for piece in spec if Op.TENSOR <= piece[0] <= Op.TYPED]
 
 
 def may_be_tree(node: Any) -> bool:

@@ -9,6 +9,7 @@ from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.wire.dtypes import is_narrowed
+from tensorpipe_ipc.wire.flatten import kinds_of
 from tensorpipe_ipc.wire.layout import ALIGN, overlaps
 from tensorpipe_ipc.wire.metas import meta_of, narrowed_meta
 from tensorpipe_ipc.wire.spec import Op
@@ -59,7 +60,8 @@ class Sharing:
             self._find(leaves, spec)
 
     def _find(self, leaves: list[torch.Tensor], spec: Sequence[bytes]) -> None:
-        apart = _sent_apart(leaves, spec)
+        kinds = kinds_of(spec)
+        apart = _sent_apart(leaves, kinds)
         owners: dict[int, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if (
@@ -67,7 +69,7 @@ class Sharing:
             ):  # the others have no memory of their own
                 owners.setdefault(leaf.untyped_storage().data_ptr(), []).append(index)
         if len(owners) < len(leaves):
-            storages = _storages(spec)
+            storages = {index for index, kind in enumerate(kinds) if kind in (Op.UNTYPED, Op.TYPED)}
             for address, members in owners.items():
                 if address and len(members) > 1:
                     self._share(leaves, [index for index in members if _is_view(leaves[index])], storages)
@@ -119,19 +121,12 @@ def _storage_of(leaf: torch.Tensor) -> list[UntypedStorage]:
         return []
 
 
-def _sent_apart(leaves: list[torch.Tensor], spec: Sequence[bytes]) -> set[int]:
-    kinds = [piece[0] for piece in spec if Op.TENSOR <= piece[0] <= Op.TYPED]
+def _sent_apart(leaves: list[torch.Tensor], kinds: list[int]) -> set[int]:
     return {
         index
         for index, (kind, leaf) in enumerate(zip(kinds, leaves, strict=False))
         if kind == Op.BYTES or (kind == Op.NDARRAY and overlaps(leaf.shape, leaf.stride()))
     }
-
-
-def _storages(spec: Sequence[bytes]) -> set[int]:
-    """Return which leaves are storages."""
-    kinds = [piece[0] for piece in spec if Op.TENSOR <= piece[0] <= Op.TYPED]
-    return {index for index, kind in enumerate(kinds) if kind in (Op.UNTYPED, Op.TYPED)}
 
 
 def _is_view(leaf: torch.Tensor) -> bool:
