@@ -107,8 +107,7 @@ log = logging.getLogger("tensorpipe_ipc")
 _MAX_REJECTION = 2000  # bytes of text
 _MAX_ROLE = 16  # of one that is none
 PEER_TIMEOUT = 60.0  # seconds
-_CONNECTS = 0.25  # seconds that a closing connector tries to get the binder whose queue it has claimed
-_LOOK = 0.005  # seconds between two looks whether there is one
+_CONNECTS = 0.25  # seconds that a closing connector tries to get the binder
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
 _LEAVE_AT_ONCE = 16  # peers that leave in one look
 _NAMED = 16  # peers, in the text of an error
@@ -308,7 +307,8 @@ class Conversation:
         """
         was_unheard = self._is_unheard_of()
         if was_unheard:
-            self._await_line()
+            self.greeting.hang_up_on_left()
+            self.socket.try_now(_CONNECTS)
         if not self.keeps and any(peer.by_file for peer in self.peers.values()):
             self.socket.is_connected(_CONNECTS)
         if (self.peers or not self.keeps or was_unheard) and self.greeting.is_owed():
@@ -321,16 +321,10 @@ class Conversation:
         return any(told)
 
     def _is_unheard_of(self) -> bool:
-        """Return whether a connector never said HELLO. It does so before its goodbye: somebody may wait for just this end."""
-        return not (self.socket.binds or self.peers or self.peers.last_left or self.greeting.routing)
-
-    def _await_line(self) -> None:
-        """Wait a moment for a connection to the binder, as long as nothing tells that there is none to be had."""
-        address = self.socket.address
-        may_come = address.scheme == "tcp" or (address.scheme == "ipc" and os.path.exists(address.path))
-        deadline = time.monotonic() + (_CONNECTS if may_come else 0)
-        while not self.socket.is_connected(_LOOK) and not self.socket.connect_error() and time.monotonic() < deadline:
-            pass
+        """Return whether no binder that may be there has heard of a connector. It says HELLO before its goodbye: somebody may
+        wait for just this end, or be the next binder, of which this end has not heard either.
+        """
+        return not (self.socket.binds or self.peers or self.refusal is not None or self.greeting.awaits_welcome())
 
     def _part_from(self, peer: Peer, ending: Ending) -> bool:
         """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the

@@ -190,6 +190,8 @@ class Participant:
         deadline = time.monotonic() + _CLAIMANTS
         if self.role == "producer":
             self._hear_until(deadline, lambda: True)
+        if not self.socket.binds:  # whether its binder died meanwhile: then the next one is to know of this end
+            self.look_around(at_once=True)
         conversation.withdraw()
         self._hear_until(deadline, lambda: conversation.standby.any_claimed)
         return conversation.say_goodbye(self.ending)

@@ -238,6 +238,23 @@ class Connector(FrameSocket):
             self._hear()
         return self.connection > 0
 
+    def try_now(self, timeout: float) -> bool:
+        """See FrameSocket."""
+        self._hear()
+        if self._line is None:
+            self._due = 0.0
+            self._hear()
+        line, deadline = self._line, time.monotonic() + timeout
+        while (
+            not self.connection
+            and line is not None
+            and line is self._line
+            and (left := deadline - time.monotonic()) > 0
+        ):
+            line.wait(min(left, SLICE))
+            self._hear()
+        return self.connection > 0
+
     def drop(self, routing: bytes) -> None:
         """See FrameSocket."""
         if self._last is not None and self._last.routing == routing:

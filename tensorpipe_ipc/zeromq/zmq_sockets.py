@@ -324,6 +324,10 @@ class FrameSocket:
 
     # -- a connector's
 
+    def try_now(self, timeout: float) -> bool:
+        """Return whether a connector has its binder on the line, after one try at once that may take ``timeout`` seconds."""
+        raise NotImplementedError
+
     def drop(self, routing: bytes) -> None:
         """Hang up a connector's connection; what came by it and was not read is dropped. Try to get the binder anew."""
 

@@ -1883,6 +1883,41 @@ def test_a_producer_that_leaves_before_its_first_put_is_told_of(endpoint: str) -
             consumer.get(PATIENCE)
 
 
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_the_next_consumer_is_told_of_a_producer_that_left_without_a_call(
+    endpoint: str, is_killed: bool, free_port: int
+) -> None:
+    """The producer computes while its consumer closes, or is killed, and another one binds the address."""
+    if endpoint.endswith(":0"):
+        endpoint = endpoint[:-1] + str(free_port)
+    with Child() as first, Child() as child:
+        first.call(children.open_consumer, endpoint)
+        child.call(children.open_producer, endpoint)
+        child.begin(children.put, 0)
+        assert first.call(children.take) == [0]
+        child.result()
+        child.call(children.flush)
+        if is_killed:
+            first.kill()
+        else:
+            first.call(children.close)
+        with tp.Consumer(endpoint) as consumer:
+            child.call(children.leave_by, "no such file")
+            with pytest.raises(tp.StreamFailed, match="no such file"):
+                consumer.get(PATIENCE)
+
+
+def test_closes_where_nobody_listens_cost_no_wait(free_port: int) -> None:
+    """One try tells that there is no binder: the closes of many ends add up to less than a try may take."""
+    producers = [tp.Producer(f"tcp://127.0.0.1:{free_port}", linger=0) for _ in range(20)]
+    began = time.monotonic()
+    for producer in producers:
+        producer.close()
+    assert time.monotonic() - began < 2
+
+
 @EVERYWHERE
 def test_a_consumer_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint: str) -> None:
     """The producer binds, computes, and leaves its block without a call, while the consumer's HELLO lies unread."""
