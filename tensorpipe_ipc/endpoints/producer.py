@@ -113,7 +113,8 @@ class Producer(End):
             wire_dtype: torch.float16, bfloat16, float8_e4m3fn or float8_e5m2: real floating-point tensors and arrays that
                 are wider than it cross as it, and get their own dtype back on arrival. ``statistics()`` says what that cost.
                 All else goes as it is.
-            maxsize: the most messages that may have been put and not yet been taken. The consumer's own limit counts too.
+            maxsize: the most messages that may have been put to one consumer and not yet been taken. The consumer's own
+                limit counts too.
             shared_memory: "auto": messages go through shared memory to consumers of this user on this host, and in frames
                 to others; "off": in frames in any case; "require": consumers that cannot be reached through it are refused.
             linger: seconds that ``close`` waits for messages to be taken.

@@ -71,7 +71,6 @@ class Sender(Participant):
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
         # Who had a queue and nothing to do at the last look, longest waiting first.
         self._idle: deque[ConsumerPeer] = deque()
-        self._reckoned = 0  # in flight, at most
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
         self.resent = 0
@@ -292,11 +291,11 @@ class Sender(Participant):
             (peer,) = self.peers.values()
             if peer.queue is not None:
                 return peer if peer.settled and not peer.gone_at and peer.has_room() else None
-            has_room = self._framed < self.window and peer.sent - peer.taken < peer.hello.window
+            has_room = peer.sent - peer.taken < self._room(peer)
             return peer if has_room and peer.is_there() and peer.reads() else None
         while self._idle:
             peer = self._idle.popleft()
-            if self._reckoned < self.window and peer.is_idle():
+            if peer.is_idle():
                 return self._chosen(peer)
         if self._sharing:
             self._hear_of_room(0)
@@ -304,18 +303,15 @@ class Sender(Participant):
 
     def _least_loaded(self) -> ConsumerPeer | None:
         """That of ``choose``; and the others who have nothing to do are noted, to be next without another look."""
-        best, best_load, in_flight = None, 1 << 62, self._framed
+        best, best_load = None, 1 << 62
         for peer in self.peers.values():
             queue = peer.queue
             load = peer.sent - peer.taken if queue is None else queue.maxsize - peer.room
-            if queue is not None:
-                in_flight += load
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
             if load < self._room(peer) and peer.is_there() and peer.reads():
                 best, best_load = peer, load
-        self._reckoned = in_flight
-        if best is None or in_flight >= self.window:
+        if best is None:
             return None
         if not best_load:
             self._idle.extend(sorted(filter(ConsumerPeer.is_idle, self.peers.values()), key=_turn))
@@ -324,7 +320,6 @@ class Sender(Participant):
     def _chosen(self, peer: ConsumerPeer) -> ConsumerPeer:
         """Return the peer, who goes to the end of the line."""
         self._turns += 1
-        self._reckoned += 1
         peer.turn = self._turns
         return peer
 

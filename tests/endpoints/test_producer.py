@@ -75,8 +75,8 @@ def test_maxsize_is_exact(endpoint: str, ours: int, theirs: int) -> None:
         assert [consumer.get(PATIENCE) for _ in range(least)] == ["one more"] * least
 
 
-def test_maxsize_counts_for_all_consumers_together() -> None:
-    """The producer's maxsize is of all that is in flight, however many consumers there are."""
+def test_maxsize_counts_for_each_consumer() -> None:
+    """The smaller one of the two ends is how much may wait with one of them, however many others there are."""
     with Child() as one, Child() as two, tp.Producer("both", bind=True, maxsize=4) as producer:
         for child in (one, two):
             child.call(children.open_consumer, "both", bind=False, maxsize=64)
@@ -86,9 +86,9 @@ def test_maxsize_counts_for_all_consumers_together() -> None:
             producer.put(number, PATIENCE)
         assert one.result() + two.result() in ([0, 1], [1, 0])
         producer.flush(PATIENCE)
-        assert _fill(producer) == 4
+        assert _fill(producer) == 8
         for child in (one, two):
-            child.call(children.take, 2)
+            child.call(children.take, 4)
 
 
 @pytest.mark.parametrize("endpoint", [ENDPOINTS["ipc"], ENDPOINTS["tcp"]])
