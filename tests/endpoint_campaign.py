@@ -563,7 +563,14 @@ class Stream:
         most = self.kind.maxsize
         if end.how == "kill":
             gone = sum(bool(each.how) for each in left)
-            fate = Fate(returned, missing, 0, missing, 0, gone * (most + 1) + (0 if self.kind.shares else most))
+            fate = Fate(
+                returned,
+                missing,
+                0,
+                missing,
+                0,
+                gone * (most + 1) + (0 if self.kind.shares else most * max(1, len(left))),
+            )
         else:
             left = [each for each in left if each.ends_at < end.gone_at]
             unsure = 0 if self.kind.shares else most * (len(left) if self.kind.far else dead)
