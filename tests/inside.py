@@ -333,7 +333,7 @@ def lists_of(arena: Arena) -> tuple[Any, ...]:
 
 def log_of(tickets: TokenPipe) -> int:
     """Return the descriptor of the log for tickets that the pipe has no room for."""
-    return tickets._log
+    return tickets.log
 
 
 def take_turn(tickets: TokenPipe) -> bool:

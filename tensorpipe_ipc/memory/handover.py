@@ -11,7 +11,7 @@ forked child. Afterwards these tensors are empty, so that nobody can write under
                        base of a view ──────┘
 
 * The array's references: as many as storages that the tree has on it. (Every tensor that is made on a block gets a
-  buffer of its own, which holds the array once.)
+  buffer of its own, which holds the array once, and a mark. A storage without it holds another tensor, see ``wire.direct``.)
 * Each storage's use count: the tree's tensors on it, the tensors of which they are views, and torch's Python object for
   the storage, which nobody else may refer to.
 * Each TensorImpl's use count: its Python object, and the tree's views of it. Autograd or DLPack would be one more.
@@ -42,6 +42,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.memory.leases import Handover, Leases
+from tensorpipe_ipc.wire.direct import is_marked, mark
 from tensorpipe_ipc.wire.dtypes import WIDEST
 from tensorpipe_ipc.wire.flatten import Flat, kinds_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
@@ -66,6 +67,8 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     if held is None or not leases.may_leave(held.anchor) or (offered and held.anchor.word not in leases.offered):
         return None
     ours = [leaf for leaf in strided if held.has(leaf.untyped_storage().data_ptr())]
+    if 2 * sum(leaf.nbytes for leaf in ours) < held.nbytes:
+        return None  # a small part of the block: a copy of it gives the block back
     if not _can_be_emptied(flat, ours) or not _counts():
         return None
     owners = _sole_owners(ours, held.anchor)
@@ -116,6 +119,8 @@ def _sole_owners(
     if [each._use_count() for each in together] != [uses[id(each)] for each in together]:  # type: ignore[attr-defined]
         return None
     storages = {storage._cdata: storage for storage in (each.untyped_storage() for each in together)}
+    if not all(map(is_marked, storages.values())):
+        return None
     lying = Counter(each.untyped_storage()._cdata for each in together)
     if any(torch._C._storage_Use_Count(address) != lying[address] + 1 for address in storages):
         return None
@@ -151,6 +156,7 @@ _ALIASES: list[Callable[[torch.Tensor], Any]] = [
     lambda tensor: tensor.numpy(),
     lambda tensor: tensor.numpy().data,
     lambda tensor: np.asarray(tensor)[1:],
+    lambda tensor: torch.from_numpy(tensor.numpy()),
     lambda tensor: np.from_dlpack(tensor),  # type: ignore[arg-type, unused-ignore]
     lambda tensor: tensor.__dlpack__(),
     lambda tensor: torch.utils.dlpack.from_dlpack(tensor),
@@ -177,13 +183,17 @@ def _is_seen(alias: Callable[[torch.Tensor], Any]) -> bool:
     alone = _sole_owners([tensor, view], array) and not _sole_owners([tensor], array)
     kept = alias(tensor)
     hidden = _sole_owners([tensor, view], array)
+    if isinstance(kept, torch.Tensor) and kept._base is None and not kept.requires_grad:
+        hidden = hidden or _sole_owners([kept], array)
     del kept, tensor
     return bool(alone and not hidden and _sole_owners([view], array))
 
 
 def _tensor_and_array() -> tuple[torch.Tensor, Callable[[], Any]]:
     array = np.zeros(64, np.uint8)
-    return torch.frombuffer(memoryview(array)[:32], dtype=torch.float32), weakref.ref(array)  # type: ignore[arg-type, unused-ignore]
+    tensor = torch.frombuffer(memoryview(array)[:32], dtype=torch.float32)  # type: ignore[arg-type, unused-ignore]
+    mark(tensor)
+    return tensor, weakref.ref(array)
 
 
 # ---- other references to the tree ----

@@ -23,6 +23,7 @@ import torch
 
 from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
+from tensorpipe_ipc.wire.direct import mark
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 
 __all__ = ["TensorSpec", "build", "is_size", "make_tensors", "shape_of", "specs_of"]
@@ -139,7 +140,9 @@ def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
             return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         # Each tensor has a storage of its own, and is not a view of another: so its references show whether it has aliases.
         storage = torch.frombuffer(memoryview(array)[place : place + spec.nbytes], dtype=torch.uint8).untyped_storage()  # type: ignore[arg-type, unused-ignore]
-        return torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, _strides(spec.shape))
+        tensor = torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, _strides(spec.shape))
+        mark(tensor)
+        return tensor
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from tensorpipe_ipc.serializers import Serializer, limited, serializer_named
 from tensorpipe_ipc.serializers.narrowing import Narrowing, narrowing
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM, Decode, SharedMemoryQueue
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
+from tensorpipe_ipc.wire.direct import mark
 from tensorpipe_ipc.wire.flatten import Flat, flatten, may_be_tree
 from tensorpipe_ipc.wire.in_block import (
     A_PICKLE,
@@ -251,7 +252,10 @@ class Codec:
         """
         meta = _alone.get(metadata)
         if meta is not None and arrival is AS_SENT:
-            return self._serializer.decode(meta, self._region(payload)[:])
+            tensor = self._serializer.decode(meta, self._region(payload)[:])
+            if len(payload) >= LEASE_FROM and self._serializer.zero_copy:
+                mark(tensor)
+            return tensor
         if metadata == _A_PICKLE:
             return pickling.load(payload, (), _as_wanted(arrival))
         how, read, placement = parts_of(metadata)

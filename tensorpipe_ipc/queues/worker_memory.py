@@ -5,15 +5,16 @@ for memory to stack a batch in. torch allocates it in /dev/shm, and sends it by 
 worker of a loader with a context of this package, that memory lies in the context's arena, and the batch goes by reference.
 
 A message goes by reference if its large tensors lie in one block (``handover.py``), but torch requests each tensor's memory
-separately. So a batch gets one block, as large as the largest batch yet. A storage that does not fit gets its own block.
-A block lasts as long as any part of it. So if the worker keeps a part of an earlier batch, the next batches get private
-memory, and are copied.
+separately. So a batch gets one block, as large as the largest of the last 16. A storage that does not fit gets its own block.
+A batch that fills less than half of its block is copied: one long batch does not make the next 16 as large. A block lasts as
+long as any part of it. So if the worker keeps a part of an earlier batch, the next batches get private memory, and are copied.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,12 @@ from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.memory.row import PUT
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM
+from tensorpipe_ipc.wire.direct import mark
 from tensorpipe_ipc.wire.layout import ALIGN
 
 __all__ = ["is_loaders_worker", "work"]
+
+_RECENT = 16  # batches, as large as the largest of which the next one's block is
 
 
 def is_loaders_worker(target: Any, arguments: tuple[Any, ...]) -> bool:
@@ -71,6 +75,7 @@ class _BatchMemory:
         self._queues = [each._queue for each in queues]
         self._thread = threading.get_ident()  # the only user of the block: two threads could take the same place
         self._put = (-1, 0)  # messages and bytes put before this batch
+        self._sizes: deque[int] = deque(maxlen=_RECENT)
         self._asked = self._largest = 0
         self._keeps = False  # whether the worker keeps a part of an earlier batch
         self._block: _Block | None = None
@@ -83,7 +88,8 @@ class _BatchMemory:
         put = sum(count for count, _ in done), sum(nbytes for _, nbytes in done)
         if put[0] != self._put[0]:  # a new batch begins
             # Memory requested and not put, as by loops within a sample, does not count for a batch's size.
-            self._largest, self._asked = max(self._largest, min(self._asked, put[1] - self._put[1])), 0
+            self._sizes.append(min(self._asked, put[1] - self._put[1]))
+            self._largest, self._asked = max(self._sizes), 0
             self._put, self._block, self._keeps = put, None, bool(self._queues[0].leases.offered)
         self._asked += -(-nbytes // ALIGN) * ALIGN
         if not nbytes or self._keeps:
@@ -129,4 +135,5 @@ class _Block:
         part: Any = memoryview(array)[start : start + nbytes]
         with torch.inference_mode(False):
             tensor = torch.frombuffer(part, dtype=torch.uint8)
+        mark(tensor)
         return tensor.untyped_storage()

@@ -38,10 +38,10 @@ from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
+from tensorpipe_ipc.wire.layout import LEASE_FROM
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
-LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
 _TRIES = 8  # to decode a message
 _WORD = (1 << 64) - 1  # what another process wrote may be anything

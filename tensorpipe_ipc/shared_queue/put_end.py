@@ -84,7 +84,8 @@ class PutEnd:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
         self.words, self.memory, self._octets = queue.words, queue.memory, queue.octets
         self.tickets, self.credits, self.record = queue.tickets, queue.credits, queue.record
-        self._watch, self._laps, self._has_tasks = self.record.watch, self.record.laps, self.record.has_tasks
+        self._watch, self._shut, self._laps = self.record.watch, self.record.shut, self.record.laps
+        self._has_tasks = self.record.has_tasks
         self._tag, self._tickets_fd = queue.number & 0xFFFFFFFF, queue.tickets.fd
         self.rows.after_fork(self._forget)
         self._forget()
@@ -156,6 +157,8 @@ class PutEnd:
         if self.tickets.spills:
             self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
         else:
+            if words[self._watch] and words[self._shut]:  # a handler may have shut it, and no call comes in between now
+                self._refuse_if_shut()
             os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
         if self._has_tasks:
             tasks.settle_put(words, operation.tally, given=True)  # J2
@@ -224,6 +227,8 @@ class PutEnd:
             if self.tickets.spills:
                 self._give_or_spill(buffers, tickets)
             else:
+                if words[self._watch] and words[self._shut]:  # as in _send
+                    self._refuse_if_shut()
                 os.writev(self._tickets_fd, buffers)  # P6
             for i in range(len(tickets)):
                 words[operation.credit + i] = 0  # P7
@@ -467,15 +472,21 @@ class PutEnd:
                 break
             if backlog and backlog[0] == first:  # else another thread, or a handler, dropped it meanwhile
                 del backlog[0]  # with no call since the look
+        words, watch, shut = self.words, self._watch, self._shut
         if not backlog:
             try:
+                if words[watch] and words[shut]:  # as in _send
+                    self._refuse_if_shut()
                 os.writev(self._tickets_fd, buffers)  # P6
                 return
             except BlockingIOError:
                 self.record.set(self.record.spilled)
         backlog.extend(tickets)
-        self.tickets.spill(buffers)  # P6
-        self.words[self._watch] = 1  # once more: see "The log is empty again" in queue_record.py
+        self.tickets.check_log()
+        if words[shut]:  # as in _send
+            self._refuse_if_shut()
+        os.pwritev(self.tickets.log, buffers, 0, os.RWF_APPEND)  # P6
+        words[watch] = 1  # once more: see "The log is empty again" in queue_record.py
         self.tickets.ring_doorbell()
 
     def _waits(self, ticket: int) -> bool:

@@ -20,7 +20,8 @@ not seen ``shut`` had stored its T before ``shut`` was stored. ``settle_puts`` w
 a shutdown returns, and before a get reports that nothing is left. No fence orders the store of T and the look at ``shut``. But
 several system calls come before the look at the words, and a store stays in a processor's buffer for less than one. Only a
 process that is stopped between P4 and P6 gives its ticket later. A later get takes that ticket, and where ``dropped`` is set
-``join`` drops it.
+``join`` drops it. A handler of a signal may shut a queue down within a put of its own thread, which cannot go on meanwhile. So
+a put looks once more right before P6, where no handler runs between the two.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class TokenPipe:
 
     def __init__(self, fd: OwnedFd, log: OwnedFd | None = None, read_end: OwnedFd | None = None) -> None:
         self._owned = fd, log, read_end
-        self.fd, self._log, self.read_end = (-1 if each is None else each.fileno() for each in self._owned)
+        self.fd, self.log, self.read_end = (-1 if each is None else each.fileno() for each in self._owned)
         self.spills = log is not None
         self.turn: Turn | None = None
         self._punched, self._turn_missed = 0, -math.inf
@@ -219,7 +219,7 @@ class TokenPipe:
 
     def _head(self) -> bytes:
         """Return the token at the log's head; b"" if the log is empty."""
-        return os.pread(self._log, 8, os.lseek(self._log, 0, os.SEEK_CUR))
+        return os.pread(self.log, 8, os.lseek(self.log, 0, os.SEEK_CUR))
 
     def _take_turn(self) -> bool:
         """Wait for the turn, but not long. Return whether this process has it, so that no other takes from the log."""
@@ -281,7 +281,7 @@ class TokenPipe:
 
     def _take_behind(self, head: bytes, buffers: Buffers) -> int:
         """Take from the log. Its head was seen before the pipe was seen empty."""
-        taken = os.readv(self._log, buffers) >> 3
+        taken = os.readv(self.log, buffers) >> 3
         self._punch()
         # One look serves a whole batch: the tokens behind the head that was seen were spilled at that time, or later.
         in_order = buffers[0][:8] == head and (taken == 1 or not self.unread())
@@ -352,7 +352,7 @@ class TokenPipe:
         """Return how many tokens wait in the log."""
         if not self.spills:
             return 0
-        return max(0, os.fstat(self._log).st_size - os.lseek(self._log, 0, os.SEEK_CUR)) >> 3
+        return max(0, os.fstat(self.log).st_size - os.lseek(self.log, 0, os.SEEK_CUR)) >> 3
 
     # ---- giving ----
 
@@ -375,17 +375,25 @@ class TokenPipe:
         """Append tokens to the log (rule 1). The caller must ring then.
 
         Raises:
-            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``). No token was given.
+            SharedMemoryError: as ``check_log``. No token was given.
+        """
+        self.check_log()
+        os.pwritev(self.log, buffers, 0, os.RWF_APPEND)
+
+    def check_log(self) -> None:
+        """Check that more tokens can be appended to the log.
+
+        Raises:
+            SharedMemoryError: the log is as large as this process may write files (``ulimit -f``).
         """
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         # Near the limit the kernel writes a part, perhaps of a token. And other processes may be writing, too.
-        if limit != resource.RLIM_INFINITY and os.fstat(self._log).st_size > limit - _MARGIN:
+        if limit != resource.RLIM_INFINITY and os.fstat(self.log).st_size > limit - _MARGIN:
             raise SharedMemoryError(
                 errno.EFBIG,
                 f"more waits than the queue's pipe holds, and of the rest no list may be kept: this process may write files of "
                 f"{limit} bytes (ulimit -f). Raise that, or give the queue a maxsize of at most {CAPACITY}",
             )
-        os.pwritev(self._log, buffers, 0, os.RWF_APPEND)
 
     def ring_doorbell(self, doorbell: int = DOORBELL, count: int = 1) -> bool:
         """Put doorbells into the pipe. Each wakes one taker. If there is no room for them, no taker is asleep.
@@ -438,16 +446,16 @@ class TokenPipe:
         if not self.spills:
             return b""
         # One look at the takers' offset: they go on meanwhile, and the tokens that were given last stand at the end.
-        start = os.lseek(self._log, 0, os.SEEK_CUR)
-        return os.pread(self._log, max(0, os.fstat(self._log).st_size - start) & -8, start)
+        start = os.lseek(self.log, 0, os.SEEK_CUR)
+        return os.pread(self.log, max(0, os.fstat(self.log).st_size - start) & -8, start)
 
     def _punch(self) -> None:
         """Give back, once in a while, the memory of the log's part that takers have read."""
-        offset = os.lseek(self._log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
+        offset = os.lseek(self.log, 0, os.SEEK_CUR) & -mmap.PAGESIZE
         if offset - self._punched >= _PUNCH_STEP:
             start, self._punched = self._punched, offset
             # Not by a mapping: a process may have no addresses left, or lock all that it maps. Refused, it costs memory.
-            punch_hole(self._log, start, offset)
+            punch_hole(self.log, start, offset)
 
     # ---- lifetime ----
 
@@ -458,14 +466,14 @@ class TokenPipe:
     def close(self) -> None:
         """Close this process's descriptors."""
         self._epolls = None
-        self.fd = self.read_end = self._log = -1
+        self.fd = self.read_end = self.log = -1
         for each in self._owned:
             if each is not None:
                 each.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
-        shared = (self.fd, self._log, self.read_end)
+        shared = (self.fd, self.log, self.read_end)
         return _rebuild, tuple(reduction.DupFd(each) if each >= 0 else None for each in shared)
 
 

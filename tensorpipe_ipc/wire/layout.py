@@ -10,9 +10,10 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["ALIGN", "BULK", "Block", "LazyPayload", "layout", "overlaps", "places_of"]
+__all__ = ["ALIGN", "BULK", "LEASE_FROM", "Block", "LazyPayload", "layout", "overlaps", "places_of"]
 
 BULK = 1 << 16  # as pyzmq's COPY_THRESHOLD: below it a copy costs less than the bookkeeping for none
+LEASE_FROM = 32 << 10  # bytes; a copy of 16 KiB costs what a lease does, and a lease pins a block
 ALIGN = 64  # a cache line, and what torch aligns its own memory to
 
 SHORT = 4096  # bytes of a payload from which on a copy costs more than the call that makes it

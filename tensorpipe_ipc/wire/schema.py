@@ -27,6 +27,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
+from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
@@ -216,10 +217,13 @@ class Schema:
             raise ProtocolError(f"payloads of {len(region)} bytes, the schema announces {opened.block_size}")
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and not values:
-            return serializer.decode(opened.metas[0], region if type(region) is memoryview else region[:])
+            payload = region if type(region) is memoryview else region[:]
+            return _decode(serializer, opened.metas[0], payload, ALIAS)
         if as_sent and not opened.spans and (decode_in := getattr(serializer, "decode_in", None)) is not None:
             items = _values(memoryview(values), self._plan.values) if values or self._plan.values else []
-            return self._plan.build(decode_in(opened.metas, region, opened.in_block), items)
+            leaves = decode_in(opened.metas, region, opened.in_block)
+            mark_all(leaves, len(region))
+            return self._plan.build(leaves, items)
         payloads = [region[start:end] for start, end in opened.in_block]
         return self._built(opened, memoryview(values), payloads, serializer, ALIAS, arrival)
 
@@ -411,6 +415,8 @@ def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int
         payload = memoryview(bytearray(payload))
         own = 0  # it is the tensor's own already
     tensor = serializer.decode(meta, payload)
+    if own == ALIAS and serializer.zero_copy:
+        mark(tensor)
     return tensor.clone() if size <= own and serializer.zero_copy else tensor
 
 

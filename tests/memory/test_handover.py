@@ -213,6 +213,44 @@ def test_what_has_an_alias_is_copied_and_stays_as_it_was(ctx: Any, make: Any, al
     assert there.get().data_ptr() == address
 
 
+MADE_OF_IT = {
+    "numpy": lambda t: torch.from_numpy(t.numpy()),
+    "a part of an array": lambda t: torch.as_tensor(t.numpy()[1:]),
+    "dlpack": lambda t: torch.from_dlpack(t),
+    "another library's array": lambda t: torch.from_numpy(np.from_dlpack(t)),
+    "a buffer": lambda t: torch.frombuffer(t.numpy(), dtype=t.dtype),
+    "a part of its storage": lambda t: torch.empty(0).set_(t.untyped_storage()[0 : t.nbytes]),
+}
+
+
+@pytest.mark.parametrize("make", [filled, lambda ctx: received(ctx.Queue())], ids=["made", "got"])
+@pytest.mark.parametrize("made_of", MADE_OF_IT.values(), ids=MADE_OF_IT.keys())
+def test_what_was_made_of_a_tensor_that_is_kept_is_copied(ctx: Any, make: Any, made_of: Any) -> None:
+    """NumPy and DLPack keep the tensor that they lie on: nothing that is put takes its memory from it."""
+    there = ctx.Queue()
+    kept = make(ctx)
+    there.put(made_of(kept), move=True)
+    got = there.get()
+    kept.zero_()
+    assert got.ravel()[-1] == 3
+    del got
+    received(there)
+    assert kept.sum() == 0
+
+
+def test_a_small_part_of_a_block_is_copied_and_gives_it_back(ctx: Any) -> None:
+    """Of a large message that is passed on in part only the part is kept."""
+    one, other = ctx.Queue(), ctx.Queue()
+    one.put({"large": torch.ones(SIZE), "part": torch.ones(SIZE // 8)})
+    part = one.get()["part"]
+    other.put(part, move=True)
+    assert part.sum() == SIZE // 8
+    del part
+    got = other.get()
+    assert got.sum() == SIZE // 8
+    assert sum(nbytes for _, nbytes in ctx.tensorpipe_attachment().arena.holders().values()) < SIZE
+
+
 def test_what_shares_its_block_with_another_leaf_that_is_kept_is_copied(ctx: Any) -> None:
     there = ctx.Queue()
     there.put({"x": torch.ones(SIZE), "y": torch.ones(SIZE)})

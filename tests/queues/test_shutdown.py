@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import queue
 import select
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from crash_points import dies_at, in_child, reap
+from crash_points import SIGNAL_CHECKS, dies_at, in_child, reap, run_traced
 from inside import (
     drop_one,
     instead_of_hearing,
@@ -23,11 +24,12 @@ from inside import (
     reading_end_of,
     shared_queue_of,
 )
-from wholeness import points, strides
+from wholeness import points, stride, strides
 
 from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
-from tensorpipe_ipc.shared_queue.token_pipe import SHUT
+from tensorpipe_ipc.shared_queue import shutdown
+from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, SHUT
 
 LIMIT = 20  # seconds
 LARGE = torch.ones(1 << 20)  # made here: the threads of OpenMP do not survive a fork
@@ -195,6 +197,39 @@ def test_no_put_succeeds_once_shutdown_has_returned() -> None:
             noted += len(part)
         assert got == noted
         os.close(told)
+
+
+@pytest.mark.parametrize(("maxsize", "waiting", "step"), [(0, 0, 1), (200, 0, 1), (0, 2 * CAPACITY, stride(7))])
+@pytest.mark.parametrize("many", [False, True])
+def test_no_put_succeeds_once_a_handler_within_it_has_shut_the_queue_down(
+    many: bool, maxsize: int, waiting: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At no moment at which a handler may run: what a put is to have put, those saw that got until ShutDown."""
+    monkeypatch.setattr(shutdown, "_PATIENCE", 0.001)
+    got: list[Any] = []
+
+    def shut_down(there: Queue) -> None:
+        there.shutdown()
+        with contextlib.suppress(ShutDown):
+            while True:
+                got.extend(there.get_many(64, timeout=0))
+
+    point, left = 1 - step, 0
+    while left <= 0:
+        point += step
+        there, count = Queue(maxsize), 0
+        there.put_many([-1] * waiting)
+        got.clear()
+        try:
+            put = functools.partial(there.put_many, [7, 8]) if many else functools.partial(there.put, 7)
+            left = run_traced(put, point, functools.partial(shut_down, there), SIGNAL_CHECKS, before=False)
+            count = 2 if many else 1
+        except ShutDown:
+            left = 0
+        if left <= 0:
+            assert len([each for each in got if each > 0]) == count, point
+        there.close()
+    assert point > 10
 
 
 @contextlib.contextmanager
