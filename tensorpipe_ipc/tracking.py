@@ -4,8 +4,11 @@
 for one process and for the whole family alike:
 
 * ``uss``: pages that one process alone has: summed, nothing is counted twice.
-* ``shared``: pages that several have, each counted once. ``uss + shared`` is what the family takes up together.
+* ``shared``: pages that several have, each counted once. ``uss + shared`` is what living members have touched, together.
 * ``pss``: every page divided among those who have it, also those outside of the family.
+
+The kernel counts a page of shared memory with those who have touched it. If no living member has, it is in none of the
+three, nor in rss: so it is with messages that still wait when their producer has ended. Only ``arena`` has such pages.
 
 The kernel tells of each process how many of its pages are its own, and its proportional part, but not which pages two
 have in common. Where only members share a page, its parts in their pss add up to the page: pss - uss is exact. Where
@@ -72,11 +75,11 @@ class MemorySample(NamedTuple):
     pss: int | None = None
     """Proportional, of all."""
     shared: int | None = None
-    """Pages that several processes have, each once."""
+    """Pages that several processes have, each once. What no living one has touched is in no figure but ``arena``."""
     swap: int | None = None
     """Swapped out."""
     arena: int | None = None
-    """Shared memory of ours that these processes have open: it is part of the others."""
+    """Shared memory of ours that these processes have open. Pages that a living one has touched are part of the others, too."""
     gpu: int | None = None
     """Of all GPUs, what torch in this very process has allocated."""
 

@@ -73,7 +73,7 @@ class MemoryUse:
     shared_growth_bytes: int
     """Memory that several have, each page once."""
     arena_bytes: int
-    """At its end: shared memory of queues, which is part of the other."""
+    """At its end: shared memory of queues. Pages that a living process has touched are part of the others, too."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,7 +119,8 @@ class Consumer(End):
                 are copied straight from shared memory, which is held until that is done.
             copy: "auto": small tensors arrive as torch's own memory, large ones lie on what they came in, which is nobody
                 else's, and lives as long as they do: a frame, or a block of shared memory, of which they are a *lease* (as
-                long as this process has not too much under lease); True: all own; False: none copied.
+                long as this process has not too much under lease); True: all are copied, through shared memory as one copy
+                of the message; False: none copied. A part that is kept keeps all of a block or a copy: ``clone()`` it.
             restore: whether floats that a producer's ``wire_dtype`` narrowed get their own dtype back, in memory of their
                 own. False: they come as they crossed, and may lie on what they came in (but for what goes to NumPy, of a
                 dtype that NumPy lacks).

@@ -43,7 +43,8 @@ class Loan:
 
         Raises:
             Full: no memory within ``timeout``, or, at an endpoint, no consumer.
-            SharedMemoryError: the tensors are larger than the memory can ever be.
+            SharedMemoryError: the tensors are larger than shared memory can ever be.
+            OutOfMemory: they are to lie in this process's own memory, as in frames, and there is too little.
             Closed: the queue or the end is closed in this process.
         """
         self._tree = build(self._specs, iter(self._lender.lend(specs_of(self._specs), self._timeout)))

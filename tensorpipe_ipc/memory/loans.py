@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorpipe_ipc.errors import OutOfMemory
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.direct import mark
@@ -137,12 +139,24 @@ def _places(specs: list[TensorSpec]) -> tuple[list[int], int]:
 def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
     with torch.inference_mode(False):  # sending takes the tensor's memory from it, perhaps outside inference mode
         if array is None or not spec.nbytes:
-            return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+            return _own_memory(spec)
         # Each tensor has a storage of its own, and is not a view of another: so its references show whether it has aliases.
         storage = torch.frombuffer(memoryview(array)[place : place + spec.nbytes], dtype=torch.uint8).untyped_storage()  # type: ignore[arg-type, unused-ignore]
         tensor = torch.empty(0, dtype=spec.dtype, device="cpu").set_(storage, 0, spec.shape, _strides(spec.shape))
         mark(tensor)
         return tensor
+
+
+def _own_memory(spec: TensorSpec) -> torch.Tensor:
+    try:
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+    except (RuntimeError, TypeError) as error:  # TypeError: a size of over 63 bits
+        if passed_a_handler(error.__traceback__):
+            raise
+        raise OutOfMemory(
+            f"a tensor of shape {spec.shape} takes {spec.nbytes} bytes of this process's own memory, which it has not: "
+            f"{str(error).partition(chr(10))[0]}; send it in parts"
+        ) from None
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -138,6 +138,17 @@ def test_a_loan_that_can_never_fit() -> None:
             pass
 
 
+@pytest.mark.parametrize("shape", [(1 << 50,), (1 << 62, 1 << 62), (1 << 70,)])
+def test_a_loan_in_frames_that_there_is_no_memory_for(shape: tuple[int, ...]) -> None:
+    """The error is the one that a put in frames raises, and the end can be used on."""
+    with met(True, shared_memory="off") as (producer, consumer):
+        with pytest.raises(tp.OutOfMemory, match=r"takes \d{16,} bytes.*; send it in parts"):
+            with producer.loan(shape, torch.uint8, timeout=PATIENCE):
+                pass
+        producer.put(1, PATIENCE)
+        assert consumer.get(PATIENCE) == 1
+
+
 @pytest.mark.parametrize("producer_binds", [False, pytest.param(True, marks=pytest.mark.kills)])
 def test_loans_between_processes(transport: str, producer_binds: bool) -> None:
     """Thirty loans, kept for a while as leases: every one is as it was filled."""
