@@ -492,7 +492,8 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         """Wait until the task of every object that was put is done. It may be called after ``close``.
 
         A task counts as done if a shutdown dropped the object, or if the object is lost: with a consumer that died, or by an
-        exception of a signal's handler inside ``get``. An object that ``get`` dropped with an error counts as taken:
+        exception of a signal's handler inside ``get``. What another process took, and could not make, is dropped by that
+        process's next call on the queue. An object that ``get`` dropped with an error counts as taken:
         ``join`` waits for its ``task_done``, as multiprocessing's does.
         """
         self._queue.attachment.attach()
