@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorpipe_ipc.memory.headroom import addresses_left, headroom
+from tensorpipe_ipc.headroom import addresses_left, headroom
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
@@ -32,6 +32,7 @@ __all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
 PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
 PIECE_AFAR = PIECE // 4  # to another host
 KEPT_AT_MOST = 1 << 28  # bytes of messages towards all consumers together; one message may always be kept
+_LOOKED_AT = 1 << 24  # bytes of a message for which it is looked whether there is memory: a look takes 60 us
 _SPARE = 1 << 23  # bytes of addresses that are left to the rest of the process: libzmq ends it when it gets none
 
 
@@ -94,8 +95,10 @@ class ResendBuffer:
             OutOfMemory: there is no memory for it.
         """
         nbytes = message.size
-        if nbytes > KEPT_AT_MOST and nbytes - self.nbytes > (left := headroom()):
-            raise message.no_memory(f"{left:,} bytes of memory are left")
+        if nbytes >= _LOOKED_AT:
+            left = headroom() + self._idle + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept
+            if nbytes > left:
+                raise message.no_memory(f"{left:,} bytes of memory are left")
 
     def why_full(self) -> str:
         """Return why there is no room."""
