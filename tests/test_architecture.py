@@ -29,6 +29,7 @@ FLOORS = {
     "errors": 0,
     "forks": 0,
     "handlers": 0,
+    "headroom": 0,
     "libc": 0,
     "limits": 0,
     "owned_fd": 0,

@@ -15,6 +15,7 @@ from typing import Any
 import children
 import pytest
 import torch
+import zmq
 from children import PATIENCE, Child
 from secured import binders, connectors, make_keys
 
@@ -102,6 +103,48 @@ def test_a_message_larger_than_a_process_may_have_is_refused_and_the_next_one_co
         got = child.call(children.consumer_statistics)
         assert (got.rejected, got.lost, got.messages) == (1, 0, 3)
         assert producer.statistics().resent == 0
+
+
+def put_until_refused(ends: children.Ends, nbytes: int) -> tuple[int, str]:
+    """Return how many messages of so many bytes could be put, and the error that the next one ended in."""
+    tensor, put = torch.ones(nbytes, dtype=torch.uint8), 0
+    limit_addresses(ends, MORE)
+    try:
+        while True:
+            ends.producer.put(tensor, PATIENCE)
+            put += 1
+    except (MemoryError, zmq.ZMQError) as error:
+        return put, type(error).__name__
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "nbytes", "least"),
+    [("tcp://127.0.0.1:*", 70_000, 200), ("tcp://127.0.0.1:*", 64 << 20, 0), ("short", 64 << 20, 0)],
+)
+def test_a_message_that_there_is_no_memory_to_send_is_refused_and_the_next_one_comes(
+    endpoint: str, nbytes: int, least: int
+) -> None:
+    """In frames, of which the producer keeps a copy, or ZeroMQ: nothing counts as put or lost. A copy takes about its size."""
+    with tp.Consumer(endpoint, shared_memory="off", maxsize=4000) as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint, maxsize=4000, linger=0)
+        child.begin(children.put, "met")
+        assert consumer.get(PATIENCE) == "met"
+        child.result()
+        child.call(children.flush)
+        put, error = child.call(put_until_refused, nbytes)
+        assert error == "OutOfMemory"
+        assert put >= least
+        found = child.call(children.producer_statistics)
+        assert found.messages == 1 + put
+        if endpoint != "short":  # there the consumer is told that one was given up
+            assert found.in_flight == put
+        for _ in range(put):
+            consumer.get(PATIENCE)
+        child.begin(children.put, "next")
+        assert consumer.get(PATIENCE) == "next"
+        child.result()
+        child.call(children.flush)
+        assert (consumer.statistics().lost, child.call(children.producer_statistics).lost) == (0, 0)
 
 
 def jumping_clock(ends: children.Ends) -> None:

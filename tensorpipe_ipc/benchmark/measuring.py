@@ -24,8 +24,8 @@ from tensorpipe_ipc.benchmark.pipelines import OverQueue, Pipeline
 from tensorpipe_ipc.benchmark.programs import MEMCPY, WAKE_UP
 from tensorpipe_ipc.benchmark.report import Floors, MemoryUse, Setup
 from tensorpipe_ipc.benchmark.summary import is_settled, percentiles
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.limits import check_count, check_timeout
-from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.tracking import MemoryTracker
 

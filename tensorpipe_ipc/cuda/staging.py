@@ -34,7 +34,7 @@ import torch
 from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
-from tensorpipe_ipc.serializers.base import dense_order
+from tensorpipe_ipc.serializers.base import check_memory, dense_order
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import METAS, TensorMeta, meta_of
@@ -293,6 +293,7 @@ class Staged(LazyPayload):
 
     def frame(self) -> memoryview:
         """See ``LazyPayload``."""
+        check_memory(self.tensor)
         octets = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
         octets.copy_(self.tensor)
         memory: memoryview = octets.view(-1).view(torch.uint8).numpy().data

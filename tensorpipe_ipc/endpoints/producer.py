@@ -176,7 +176,7 @@ class Producer(End):
                 the way of it; both ends are named.
             SharedMemoryError: the message is larger than shared memory may ever be.
             OutOfMemory: something in the tree has gaps or overlaps, and there is no memory to gather it in; or there is none
-                to keep so large a message in. Nothing was sent.
+                to copy so large a message into, in frames. Nothing was sent.
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.memory.headroom import addresses_left
+from tensorpipe_ipc.headroom import addresses_left
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.schema import schema_of

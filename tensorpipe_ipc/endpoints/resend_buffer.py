@@ -16,23 +16,24 @@ What is narrowed (``wire_dtype``) is cast into this memory piece by piece, while
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.memory.headroom import headroom
+from tensorpipe_ipc.headroom import addresses_left, headroom
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
-from tensorpipe_ipc.wire.layout import ALIGN, LazyPayload
+from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
 
 __all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
 
 PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
 PIECE_AFAR = PIECE // 4  # to another host
-KEPT_AT_MOST = 1 << 28  # bytes of payloads towards all consumers together; one message may always be kept
+KEPT_AT_MOST = 1 << 28  # bytes of messages towards all consumers together; one message may always be kept
+_LOOKED_AT = 1 << 24  # bytes of a message for which it is looked whether there is memory: a look takes 60 us
+_SPARE = 1 << 23  # bytes of addresses that are left to the rest of the process: libzmq ends it when it gets none
 
 
 class SentMessage:
@@ -41,7 +42,7 @@ class SentMessage:
     Attributes:
         sequence: its number.
         parts: what it is sent as, one after the other; each a list of frames.
-        nbytes: of its payloads.
+        nbytes: that are kept of it.
         blocks: the memory that the parts are views of.
         lent: pyzmq's trackers of what ZeroMQ was lent of it.
         weight: bytes that ZeroMQ may hold as long as it has all that it was lent: of this message, and of those before it.
@@ -74,77 +75,59 @@ class ResendBuffer:
     """The memory that one producer's messages are kept in.
 
     Attributes:
-        nbytes: payloads that are kept; or more, where an exception of a signal's handler hit.
+        nbytes: that are kept; or more, where an exception of a signal's handler hit.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._free: list[Any] = []
+        self._free = defaultdict[int, list[Any]](list)  # blocks to use again, by their bytes
         self._resting: deque[SentMessage] = deque()  # taken; ZeroMQ's thread may not have let go of them yet
+        self._idle = 0  # bytes of blocks that are free, or rest
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether a message with payloads of ``nbytes`` may be kept besides those that are."""
+        """Return whether a message of ``nbytes`` may be kept besides those that are."""
         return not self.nbytes or self.nbytes + nbytes <= KEPT_AT_MOST
 
-    def check(self, nbytes: int) -> None:
-        """See that a single message may be kept. What is expanded and narrowed on its way may be of any size.
+    def check(self, message: EncodedMessage) -> None:
+        """See that a single message may be copied. What is expanded and narrowed on its way may be of any size.
 
         Raises:
             OutOfMemory: there is no memory for it.
         """
-        if nbytes > KEPT_AT_MOST and nbytes - self.nbytes > (left := headroom()):
-            raise OutOfMemory(
-                f"a message of {nbytes:,} bytes is kept until it is taken, and {left:,} bytes of memory are left; "
-                "send it in parts. It was not sent"
-            )
+        nbytes = message.size
+        if nbytes >= _LOOKED_AT:
+            left = headroom() + self._idle + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept
+            if nbytes > left:
+                raise message.no_memory(f"{left:,} bytes of memory are left")
 
     def why_full(self) -> str:
         """Return why there is no room."""
         return f"{self.nbytes:,} bytes are kept until they are taken, and the limit is {KEPT_AT_MOST:,}"
 
     def keep(self, kept: SentMessage, message: EncodedMessage, piece: int) -> Iterator[list[Any]]:
-        """Copy a message, part by part; each is to be sent before the next is asked for. The last one completes it.
+        """Have memory for a message, and return its parts. Each is copied when it is asked for, and to be sent before the next
+        is. The last one completes it.
 
         Args:
             piece: bytes of large payloads from which on they go in pieces of up to so many.
+
+        Raises:
+            OutOfMemory: there is none.
         """
         first, large = message.parts(kept.sequence)
-        kept.nbytes = message.nbytes
-        self.nbytes += message.nbytes
+        sources = [_Source(payload) for payload in large]
+        total = _total(sources)
+        if large:
+            try:
+                kept.blocks = self._blocks(total)
+            except MemoryError as error:
+                raise message.no_memory(f"there is no memory for it: {error}") from None
+        kept.nbytes = message.size
+        self.nbytes += kept.nbytes
         if not large:
             kept.parts.append([first])
-            yield kept.parts[0]
-            return
-        for part in self._copied(kept, first, [_Source(payload) for payload in large], piece):
-            kept.parts.append(part)
-            yield part
-
-    def _copied(self, kept: SentMessage, first: bytes, large: list[_Source], piece: int) -> Iterator[list[Any]]:
-        sizes = [*(-(-source.nbytes // ALIGN) * ALIGN for source in large[:-1]), large[-1].nbytes]
-        total = sum(sizes)
-        block, filled = self._block(kept), 0
-        if total <= piece:
-            frames = []
-            for source, size in zip(large, sizes, strict=True):
-                frames.append(memoryview(block)[filled : filled + source.nbytes])
-                source.write(frames[-1], 0)
-                filled += size
-            yield [first, *frames]
-            for source, frame in zip(large, frames, strict=True):
-                source.sent(frame, 0)
-            return
-        sent = 0
-        for fills, nbytes in _pieces(large, piece):
-            if filled + nbytes > PIECE:
-                block, filled = self._block(kept), 0
-            frame = memoryview(block)[filled : filled + nbytes]
-            for at, source, start, size in fills:
-                source.write(frame[at : at + size], start)
-            yield [pack_piece(kept.sequence, Piece(sent, total)), frame]
-            for at, source, start, size in fills:
-                source.sent(frame[at : at + size], start)
-            filled, sent = filled + nbytes, sent + nbytes
-        yield [first]
+            return iter(kept.parts)
+        return _pieces(kept, first, sources, total, piece) if total > piece else _whole(kept, first, sources)
 
     def give_up(self, kept: SentMessage) -> None:
         """Keep nothing of a message but its number."""
@@ -158,21 +141,39 @@ class ResendBuffer:
         kept.nbytes, kept.parts = 0, []
         if kept.blocks:
             self._resting.append(kept)
+            self._idle += len(kept.blocks) * len(kept.blocks[0])
+            if self._idle > KEPT_AT_MOST:  # what was free is of other sizes
+                self._free.clear()
+                self._idle = sum(len(each.blocks) * len(each.blocks[0]) for each in self._resting)
 
-    def _block(self, kept: SentMessage) -> Any:
-        resting = self._resting
-        for _ in range(len(resting)):  # one that a peer does not read must not keep what others have read
-            if self._free:
+    def _blocks(self, total: int) -> list[Any]:
+        """Return memory for so many bytes."""
+        size = min(PIECE, -(-total // BULK) * BULK)
+        return [self._block(size) for _ in range(-(-total // PIECE))]
+
+    def _block(self, size: int) -> Any:
+        self._free_rested(size)
+        if self._free[size]:
+            self._idle -= size
+            return self._free[size].pop()
+        try:
+            return _fresh(size)
+        except MemoryError:  # what is idle must not be why
+            self._free.clear()
+            self._resting.clear()
+            self._idle = 0
+            return _fresh(size)
+
+    def _free_rested(self, size: int) -> None:
+        """Free what ZeroMQ has let go of, until there is a block of that size."""
+        for _ in range(len(self._resting)):  # one that a peer does not read must not keep what others have read
+            if self._free[size]:
                 break
-            taken = resting.popleft()
+            taken = self._resting.popleft()
             if taken.has_left():
-                self._free += reversed(taken.blocks)
-                del self._free[KEPT_AT_MOST // PIECE :]
+                self._free[len(taken.blocks[0])] += reversed(taken.blocks)
             else:
-                resting.append(taken)
-        block = self._free.pop() if self._free else np.empty(PIECE, np.uint8)
-        kept.blocks.append(block)
-        return block
+                self._resting.append(taken)
 
 
 class _Source:
@@ -203,6 +204,49 @@ class _Source:
             self._written.sent(place, start)
 
 
+def _fresh(size: int) -> Any:
+    left = addresses_left()
+    if left is not None and left < size + _SPARE:
+        raise MemoryError(f"{left:,} bytes are left of this process's limit (ulimit -v)")
+    return np.empty(size, np.uint8)
+
+
+def _total(large: list[_Source]) -> int:
+    """Return the bytes that they take, one after the other."""
+    total = 0
+    for source in large:
+        total = -(-total // ALIGN) * ALIGN + source.nbytes
+    return total
+
+
+def _whole(kept: SentMessage, first: bytes, large: list[_Source]) -> Iterator[list[Any]]:
+    frames, filled = list[memoryview](), 0
+    for source in large:
+        frames.append(memoryview(kept.blocks[0])[filled : filled + source.nbytes])
+        source.write(frames[-1], 0)
+        filled += -(-source.nbytes // ALIGN) * ALIGN
+    kept.parts.append([first, *frames])
+    yield kept.parts[-1]
+    for source, frame in zip(large, frames, strict=True):
+        source.sent(frame, 0)
+
+
+def _pieces(kept: SentMessage, first: bytes, large: list[_Source], total: int, piece: int) -> Iterator[list[Any]]:
+    sent = 0
+    for fills, nbytes in _fills(large, piece):
+        start = sent % PIECE
+        frame = memoryview(kept.blocks[sent // PIECE])[start : start + nbytes]
+        for at, source, begin, size in fills:
+            source.write(frame[at : at + size], begin)
+        kept.parts.append([pack_piece(kept.sequence, Piece(sent, total)), frame])
+        yield kept.parts[-1]
+        for at, source, begin, size in fills:
+            source.sent(frame[at : at + size], begin)
+        sent += nbytes
+    kept.parts.append([first])
+    yield kept.parts[-1]
+
+
 class _Fill(NamedTuple):
     """The source that a part of a piece is filled from."""
 
@@ -212,7 +256,7 @@ class _Fill(NamedTuple):
     nbytes: int
 
 
-def _pieces(large: list[_Source], piece: int) -> Iterator[tuple[list[_Fill], int]]:
+def _fills(large: list[_Source], piece: int) -> Iterator[tuple[list[_Fill], int]]:
     """Return what each piece is filled with, and its bytes, ``piece`` at most."""
     fills, filled = list[_Fill](), 0
     for source in large:

@@ -361,6 +361,7 @@ class Sender(Participant):
             return self._put(peer, peer.queue, message, timeout, held)
         if held is not None:
             raise NotHandedOver
+        self._resend_buffer.check(message)
         if self.keeps:
             return self._send_kept(peer, message, timeout)
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
@@ -389,8 +390,7 @@ class Sender(Participant):
 
     def _send_kept(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float) -> bool:
         """Send a message that is kept until it is taken. Whatever becomes of the connection, it is sent from then on."""
-        self._resend_buffer.check(message.nbytes)
-        if not self._resend_buffer.has_room(message.nbytes):
+        if not self._resend_buffer.has_room(message.size):
             self._resend_buffer.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
             if timeout <= 0:
                 raise Full(
@@ -399,12 +399,13 @@ class Sender(Participant):
             self.wait(timeout)
             return False
         kept = SentMessage(peer.sent + 1)
+        parts = self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR)
         connected, before = True, self._sent
         try:
             self._sent = peer.sent = kept.sequence
             self._framed += 1
             peer.kept.append(kept)
-            for part in self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR):
+            for part in parts:
                 connected = connected and self._lend(peer, kept, part)
                 if not connected and len(kept.parts) == 1:
                     break

@@ -70,8 +70,8 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.extents import KIND, UNIT, Extent, Extents, Places, Words
-from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, OVER, PAGE_LOCKED, Segment

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.headroom import addresses_left
 from tensorpipe_ipc.libc import MAP_NORESERVE, map_over, punch_hole
-from tensorpipe_ipc.memory.headroom import addresses_left
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
 
 __all__ = [

@@ -7,18 +7,36 @@ it is asked, so that every serializer works for every tree, on every transport.
 from __future__ import annotations
 
 import errno
-from typing import Any, Protocol, runtime_checkable
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
+from tensorpipe_ipc.handlers import raise_signals
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 
-__all__ = ["Serializer", "any_size", "check_size", "dense_order", "describe", "expect", "gathered", "plain"]
+__all__ = [
+    "Serializer",
+    "any_size",
+    "check_memory",
+    "check_size",
+    "copied",
+    "dense_order",
+    "describe",
+    "expect",
+    "gathered",
+    "plain",
+]
 
 _ANY = 1 << 62  # bytes: more than any tensor has
+_ALLOWANCE = 1 << 22  # bytes that are copied between two looks at the machine's headroom (about 60 us each)
+_Copy = TypeVar("_Copy")
+_unlooked = 0  # bytes that were copied since the last one
 
 
 def any_size() -> int:
@@ -78,17 +96,20 @@ def plain(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
     Raises:
         SharedMemoryError: it would have more.
         UnsupportedLeaf: its memory is no plain memory (sparse, quantized, nested, meta, a subclass), or is gone.
-        OutOfMemory: it has gaps or overlaps, and there is no memory to gather it in.
+        OutOfMemory: it has to be copied, and there is no memory for that.
         Closed: it is a GPU's, and this is a fork of a process that used CUDA.
     """
     _refuse_exotic(tensor)
     if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor) or not tensor.is_cpu:
         check_size(tensor, most)
     if not tensor.is_cpu:
+        check_memory(tensor)
         tensor = _to_cpu(tensor)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = copied(tensor, lambda: tensor.resolve_conj().resolve_neg())
     if is_zero_tensor(tensor):
-        return tensor.clone()
+        return copied(tensor, tensor.clone)
     if tensor.numel() and not tensor.data_ptr():
         raise UnsupportedLeaf(f"a tensor of shape {list(tensor.shape)} whose memory was let go (storage resized to 0)")
     if not tensor.is_contiguous() and dense_order(tensor) is None:
@@ -116,6 +137,48 @@ def check_size(tensor: torch.Tensor, most: int, itemsize: int = 0) -> None:
         )
 
 
+def check_memory(tensor: torch.Tensor, itemsize: int = 0) -> None:
+    """See that there is memory for a plain tensor's copy, before it is made: a full cgroup kills.
+
+    Args:
+        tensor: a strided one.
+        itemsize: bytes of each of the copy's items; 0: its own.
+
+    Raises:
+        OutOfMemory: there is not.
+    """
+    global _unlooked  # another thread's addition may be lost: then it is looked a little later
+    nbytes = tensor.numel() * (itemsize or tensor.itemsize)
+    _unlooked += nbytes
+    if _unlooked >= _ALLOWANCE:
+        if nbytes > (left := headroom()):
+            raise _no_memory(tensor, nbytes, f"{left:,} bytes of memory are left")
+        _unlooked = 0
+
+
+def copied(tensor: torch.Tensor, copy: Callable[[], _Copy]) -> _Copy:
+    """Return what ``copy`` makes of a plain tensor, in as many bytes.
+
+    Raises:
+        OutOfMemory: there is no memory for it.
+    """
+    check_memory(tensor)
+    before = sys.exc_info()[1]
+    try:
+        return copy()
+    except (RuntimeError, MemoryError) as error:  # torch has no type for it; whatever else it may be, its own text says
+        raise_signals(error, before)
+        raise _no_memory(tensor, tensor.nbytes, f"{error}") from None
+
+
+def _no_memory(tensor: torch.Tensor, nbytes: int, why: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is copied to be sent, in "
+        f"{nbytes:,} bytes of memory of its own (its storage has {tensor.untyped_storage().nbytes():,}): {why}; "
+        "send it before it is expanded, or in parts. It was not sent"
+    )
+
+
 def gathered(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
     """Return a tensor without gaps or overlaps: itself, or a copy.
 
@@ -124,14 +187,7 @@ def gathered(tensor: torch.Tensor, most: int = _ANY) -> torch.Tensor:
         OutOfMemory: there is no memory for the copy.
     """
     check_size(tensor, most)
-    try:
-        return tensor.contiguous()
-    except RuntimeError as error:  # torch has no type for it; whatever else it may be, its own text says
-        raise OutOfMemory(
-            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is gathered to be sent, in "
-            f"{tensor.nbytes:,} bytes of memory of its own (its storage has {tensor.untyped_storage().nbytes():,}): {error}; "
-            "send it before it is expanded, or in parts. It was not sent"
-        ) from None
+    return tensor if tensor.is_contiguous() else copied(tensor, tensor.contiguous)
 
 
 def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import Serializer, any_size, check_size, dense_order
+from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
@@ -116,6 +116,7 @@ class Narrowing:
         return nbytes, octets.numpy().data if self._made_in_place else payload
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        check_memory(tensor, self.wire_dtype.itemsize)
         narrow = self.cast(tensor)
         self.note_error(tensor)
         return narrow.cpu()
@@ -214,6 +215,7 @@ class _Cast(LazyPayload):
         return narrow, first, first + len(narrow)
 
     def frame(self) -> memoryview:
+        check_memory(self._row, self._narrowing.wire_dtype.itemsize)
         try:
             narrow = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch has no type for it

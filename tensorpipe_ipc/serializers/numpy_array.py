@@ -6,6 +6,7 @@ or 2.0, no Python objects, and a head that is compared with the meta instead of 
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.serializers.base import any_size, describe, expect, gathered, plain
+from tensorpipe_ipc.serializers.base import any_size, copied, describe, expect, gathered, plain
 from tensorpipe_ipc.wire.dtypes import WIDEST
 from tensorpipe_ipc.wire.metas import TensorMeta
 
@@ -50,9 +51,7 @@ class NumpyArray:
             raise UnsupportedLeaf(
                 f"NumPy has no {tensor.dtype}: use serializer='raw', or send .view(torch.uint8) or .float() of it"
             )
-        file = io.BytesIO()
-        np.lib.format.write_array(file, tensor.numpy(), version=None, allow_pickle=False)
-        return meta, file.getvalue()  # which is not copied
+        return meta, copied(tensor, functools.partial(_file_of, tensor.numpy()))
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
         """Return a tensor on the payload's memory; on a copy of it, where that may not be written to, or its items lie crooked.
@@ -71,6 +70,12 @@ class NumpyArray:
             items = memoryview(bytearray(items))
         array = np.ndarray(shape, dtype, items, order="F" if fortran else "C")
         return expect(torch.from_numpy(array), meta)
+
+
+def _file_of(array: np.ndarray[Any, Any]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version=None, allow_pickle=False)
+    return file.getvalue()  # which is not copied
 
 
 def _head(payload: memoryview) -> tuple[str, bool, tuple[int, ...], int]:

@@ -19,7 +19,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals
-from tensorpipe_ipc.serializers.base import any_size, check_size, describe, expect, plain
+from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 
 __all__ = ["TorchSave"]
@@ -50,7 +50,9 @@ class TorchSave:
             tensor = plain(tensor, most)
             check_size(tensor, most)
             # A view would drag its whole storage into the file.
-            tensor = tensor if tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() else tensor.clone()
+            if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
+                tensor = copied(tensor, tensor.clone)
+            check_memory(tensor)
             return describe(tensor), _save(tensor)
         return OPAQUE, _save(tensor.detach().cpu())
 

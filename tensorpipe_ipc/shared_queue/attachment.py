@@ -14,8 +14,8 @@ from multiprocessing import context
 from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.arena import Arena, Taker
-from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import Operation
 from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment

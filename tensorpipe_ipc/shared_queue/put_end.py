@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     FORWARDED,
@@ -35,7 +36,6 @@ from tensorpipe_ipc.memory.arena import (
     Taker,
     size_class_of,
 )
-from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.memory.segment import OVER

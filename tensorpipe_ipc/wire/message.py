@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch.storage import UntypedStorage
 
-from tensorpipe_ipc.errors import SharedMemoryError, UnsupportedLeaf
+from tensorpipe_ipc.errors import OutOfMemory, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.wire.flatten import Flat, flatten, leaf_path
 from tensorpipe_ipc.wire.header import MAX_BODY, MAX_HEADER, Kind, pack
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
@@ -56,19 +56,37 @@ class EncodedMessage(NamedTuple):
     nbytes: int  # of all payloads
     keep: Any
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of its frames, or a few more."""
+        return self.nbytes + len(self.schema) + len(self.values) + ALIGN * (len(self.payloads) + 1)
+
     def frames(self, sequence: int) -> list[Any]:
         """Return the message's frames, as bytes-like objects that keep the memory they are views of."""
         first, large = self.parts(sequence)
         return [first, *map(self._kept, large)]
 
     def parts(self, sequence: int) -> tuple[bytes, list[Any]]:
-        """Return the first frame, and the payloads that have a frame each: bytes-like, or ``LazyPayload``."""
-        header = pack(Kind.DATA, sequence, self.schema, self.values)
-        if len(self.payloads) == 1:
-            return (header, self.payloads) if self.nbytes >= BULK else (header + bytes(self.payloads[0]), [])
-        small = [payload for payload in self.payloads if 0 < len(payload) < BULK]
-        large = [payload for payload in self.payloads if len(payload) >= BULK]
-        return _packed(header, small) if small else header, large
+        """Return the first frame, and the payloads that have a frame each: bytes-like, or ``LazyPayload``.
+
+        Raises:
+            OutOfMemory: there is none for the frame.
+        """
+        try:
+            header = pack(Kind.DATA, sequence, self.schema, self.values)
+            if len(self.payloads) == 1:
+                return (header, self.payloads) if self.nbytes >= BULK else (header + bytes(self.payloads[0]), [])
+            small = [payload for payload in self.payloads if 0 < len(payload) < BULK]
+            large = [payload for payload in self.payloads if len(payload) >= BULK]
+            return _packed(header, small) if small else header, large
+        except MemoryError:
+            raise self.no_memory("there is no memory for it") from None
+
+    def no_memory(self, why: str) -> OutOfMemory:
+        """Return the error that says so."""
+        return OutOfMemory(
+            f"a message of {self.size:,} bytes is copied to be sent, and {why}; send it in parts. It was not sent"
+        )
 
     def _kept(self, payload: Any) -> Any:
         """Return a large payload that keeps the memory it is a view of, wherever it goes: ZeroMQ may read it after put was

@@ -13,12 +13,14 @@ before ZeroMQ has let go of what was said before.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import zmq
 
+from tensorpipe_ipc.errors import OutOfMemory
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
@@ -172,6 +174,7 @@ class FrameSocket:
 
         Raises:
             Unreachable: as ``send``.
+            OutOfMemory: ZeroMQ has no memory for it. A part of it may have been sent.
         """
         self._is_silent = False
         socket = self._socket_to(peer)
@@ -195,6 +198,11 @@ class FrameSocket:
                 else:
                     send(frame, flags)
         except zmq.ZMQError as error:
+            if error.errno == errno.ENOMEM:
+                total = sum(map(len, frames))
+                raise OutOfMemory(
+                    f"ZeroMQ has no memory for a message of {total:,} bytes; send it in parts. It was not sent"
+                ) from None
             self._cut_off = None
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise Unreachable from None

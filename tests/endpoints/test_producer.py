@@ -18,6 +18,7 @@ from inside import is_in_use
 from programs import ended, started
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc import headroom
 
 pytestmark = pytest.mark.limit(20)
 MARGIN = 1.0  # seconds beyond a timeout and its documented 50 ms, on a machine that does other things too
@@ -422,3 +423,57 @@ def test_a_consumer_that_closes_after_the_last_message_has_taken_it(producer_bin
         consumer.close()
         producer.flush(PATIENCE)
         assert producer.statistics().lost == 0
+
+
+@pytest.mark.parametrize("endpoint", ["gathering", "tcp://127.0.0.1:*"])
+@pytest.mark.parametrize("serializer", ["raw", "numpy", "torch_save"])
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16])
+def test_what_there_is_no_memory_to_gather_is_refused_before_it_is(
+    endpoint: str, serializer: str, wire_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would kill. Of a list no more is gathered than there is memory for; what needs no copy is not refused."""
+    resident = _resident()
+    monkeypatch.setattr(headroom, "_available", lambda: (64 << 20) - (_resident() - resident))
+    with tp.Producer(
+        endpoint, bind=True, shared_memory="off", linger=0, serializer=serializer, wire_dtype=wire_dtype
+    ) as producer:
+        large, number = torch.ones(1).expand(1 << 26), torch.ones(1, dtype=torch.complex64)
+        for tree in (
+            large,
+            {"x": large},
+            [torch.ones(1).expand(1 << 23) for _ in range(20)],
+            number.conj().expand(1 << 25),
+        ):
+            with pytest.raises(tp.OutOfMemory, match=r"[\d,]{10,} bytes .* bytes of memory are left.* It was not sent"):
+                producer.put(tree, 0)
+        resident = _resident()
+        with pytest.raises(tp.Full):
+            producer.put(torch.ones(1 << 12, 100)[:, ::2], 0)
+        if (serializer, wire_dtype) == ("raw", None):
+            with pytest.raises(tp.Full):
+                producer.put(torch.zeros(1 << 26), 0)
+
+
+@pytest.mark.parametrize("endpoint", ["copying", "tcp://127.0.0.1:*"])
+def test_what_there_is_no_memory_to_copy_is_refused_before_it_is(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames are a copy. The next message comes, and nothing is lost."""
+    with (
+        tp.Consumer(endpoint, shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 64 << 20)
+            with pytest.raises(tp.OutOfMemory, match=r"134,\d{3},\d{3} bytes .* 67,108,864 bytes .*It was not sent"):
+                producer.put(torch.zeros(1 << 25), PATIENCE)
+        meet(producer, consumer)
+        producer.flush(PATIENCE)
+        assert (producer.statistics().messages, consumer.statistics().lost) == (2, 0)
+
+
+def _resident() -> int:
+    """Return the bytes of memory that this process has."""
+    with open("/proc/self/statm", encoding="ascii") as line:
+        return int(line.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -569,12 +569,37 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         producer.flush(PATIENCE)
         producer.put(large, PATIENCE)
         with pytest.raises(
-            tp.Full, match=r"1,048,577 bytes are kept until they are taken, and the limit is 1,048,576: "
+            tp.Full, match=r"1,048,\d{3} bytes are kept until they are taken, and the limit is 1,048,576: "
         ):
             producer.put(large, 0.2)
         assert torch.equal(consumer.get(PATIENCE), large)
         producer.put(large, PATIENCE)
         assert torch.equal(consumer.get(PATIENCE), large)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param("a" * (PIECE // 2), id="text"),
+        pytest.param([*range(1 << 20, (1 << 20) + 100_000)], id="numbers"),
+        pytest.param({f"key {number}": torch.ones(1) for number in range(5000)}, id="keys, shapes and small tensors"),
+    ],
+)
+def test_what_is_no_payload_is_kept_and_counts(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text beyond the limit was kept without end."""
+    monkeypatch.setattr(resend_buffer, "KEPT_AT_MOST", PIECE)
+    with tp.Consumer(LOOPBACK) as consumer, tp.Producer(consumer.endpoint, linger=0, shared_memory="off") as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        put = 0
+        with contextlib.suppress(tp.Full):
+            while put < 5:
+                producer.put(tree, 0.2)
+                put += 1
+        assert put < 3
+        for _ in range(put):
+            consumer.get(PATIENCE)
 
 
 def test_the_room_of_what_is_kept() -> None:
@@ -584,6 +609,67 @@ def test_the_room_of_what_is_kept() -> None:
     kept.nbytes = 1
     assert kept.has_room(resend_buffer.KEPT_AT_MOST - 1)
     assert not kept.has_room(resend_buffer.KEPT_AT_MOST)
+
+
+def _keep(keeper: ResendBuffer, *sizes: int) -> list[SentMessage]:
+    """Keep messages, each of which is a tensor of so many bytes."""
+    found = []
+    for nbytes in sizes:
+        found.append(SentMessage(len(found)))
+        message = encode(torch.ones(nbytes, dtype=torch.uint8), serializer_named("raw"))
+        assert list(keeper.keep(found[-1], message, PIECE))
+    return found
+
+
+def _alive(made: list[weakref.ref[Any]]) -> int:
+    return sum(len(block) for each in made if (block := each()) is not None)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """The memory that messages were kept in."""
+    blocks, fresh = list[weakref.ref[Any]](), resend_buffer._fresh
+
+    def noted(size: int) -> Any:
+        block = fresh(size)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(resend_buffer, "_fresh", noted)
+    return blocks
+
+
+def test_what_is_kept_has_memory_of_about_its_size(made: list[weakref.ref[Any]]) -> None:
+    """Less than 64 KiB more, or than a megabyte where it is larger. What was taken is used again."""
+    for nbytes, most in ((70_000, 1 << 16), (300_000, 1 << 16), (PIECE, 0), (PIECE + 1, PIECE)):
+        keeper = ResendBuffer()
+        for _ in range(3):
+            for kept in _keep(keeper, *[nbytes] * 4):
+                keeper.let_go(kept)
+        assert 4 * nbytes <= _alive(made) <= 4 * (nbytes + most)
+
+
+def test_what_is_idle_is_bounded_whatever_its_sizes(
+    made: list[weakref.ref[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it goes before a message is refused for want of memory."""
+    monkeypatch.setattr(resend_buffer, "KEPT_AT_MOST", 4 * PIECE)
+    keeper = ResendBuffer()
+    for nbytes in range(1 << 16, PIECE + 1, 1 << 16):
+        for kept in _keep(keeper, *[nbytes] * (4 * PIECE // nbytes)):
+            keeper.let_go(kept)
+        del kept
+        assert _alive(made) <= 4 * PIECE
+    with monkeypatch.context() as limited:
+        limited.setattr(resend_buffer, "addresses_left", lambda: 0 if _alive(made) else 1 << 40)
+        (kept,) = _keep(keeper, 70_000)
+    monkeypatch.setattr(resend_buffer, "addresses_left", lambda: 0)
+    before = keeper.nbytes
+    with pytest.raises(OutOfMemory, match=r"of 70,\d{3} bytes .* 0 bytes are left .*ulimit -v.* It was not sent"):
+        _keep(keeper, 70_000)
+    assert keeper.nbytes == before
+    keeper.let_go(kept)
+    assert _keep(keeper, 70_000)
 
 
 def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:

@@ -35,9 +35,9 @@ from wholeness import strides
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier
 from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
-from tensorpipe_ipc.memory.headroom import headroom
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.shared_queue.survey import survey
 

@@ -18,8 +18,8 @@ from guard import others
 from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
+from tensorpipe_ipc import headroom
 from tensorpipe_ipc.errors import Full, SharedMemoryError
-from tensorpipe_ipc.memory import headroom
 from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.queues.tensor_queue import Queue
 

@@ -13,7 +13,7 @@ import torch
 
 from tensorpipe_ipc.cli.doctor.finding import Finding, State
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.memory.headroom import headroom
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.segment import MINIMUM_SIZE, Segment
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
