@@ -333,7 +333,6 @@ def test_a_messages_way_is_as_the_page_draws_it(tmp_path: Path) -> None:
         tensorpipe_ipc.Consumer(address, shared_memory="off") as consumer,
         tensorpipe_ipc.Producer(address, shared_memory="off") as producer,
     ):
-        ways: list[list[Chain]] = []
         with ThreadPoolExecutor(1) as other:  # the ends meet, and each schema is known
             for _ in range(2):
                 putting = other.submit(producer.put, message, 60)
@@ -341,13 +340,14 @@ def test_a_messages_way_is_as_the_page_draws_it(tmp_path: Path) -> None:
                 putting.result()
                 queue.put(message)
                 queue.get()
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: queue.put(message),
             lambda: queue.get(),
             lambda: producer.put(message, 60),
             lambda: consumer.get(60),
-        ):
-            ways.append(_chains(call))
+        ]
+        rounds = [[_chains(call) for call in calls] for _ in range(8)]
+        ways = [min(tries, key=len) for tries in zip(*rounds, strict=True)]  # where nothing else was due
     trees = _drawn()
     assert len(trees) == len(ways)
     for tree, way in zip(trees, ways, strict=True):
