@@ -305,13 +305,13 @@ class Conversation:
 
         Those who are gone are not: what is sent to them never leaves, and closing would wait for it as long as it may linger.
         """
-        was_unheard = self._is_unheard_of()
+        was_unheard = self._is_unheard_of(ending)
         if was_unheard:
             self.greeting.hang_up_on_left()
             self.socket.try_now(_CONNECTS)
         if not self.keeps and any(peer.by_file for peer in self.peers.values()):
             self.socket.is_connected(_CONNECTS)
-        if (self.peers or not self.keeps or was_unheard) and self.greeting.is_owed():
+        if (self.peers or was_unheard) and self.greeting.is_owed():
             self.greeting.say_if_due()
         there = [peer for peer in self.peers.values() if not peer.sight.is_gone()]
         told = [self._part_from(peer, ending) for peer in there]
@@ -320,11 +320,24 @@ class Conversation:
         self._end_presence(ending)
         return any(told)
 
-    def _is_unheard_of(self) -> bool:
-        """Return whether no binder that may be there has heard of a connector. It says HELLO before its goodbye: somebody may
-        wait for just this end, or be the next binder, of which this end has not heard either.
+    def _is_unheard_of(self, ending: Ending) -> bool:
+        """Return whether a producer is to say HELLO before its goodbye, as whoever has the address now may wait for it.
+
+        A consumer is waited for by nobody. Nor is a producer that ended well by another binder than its own.
         """
-        return not (self.socket.binds or self.peers or self.refusal is not None or self.greeting.awaits_welcome())
+        has_met = bool(self.peers) or self.peers.last_left is not None
+        if self.socket.binds or self.role != "producer" or (has_met and not ending.failure):
+            return False
+        if any(not peer.away_at and not peer.sight.is_gone() for peer in self.peers.values()):
+            return False
+        was_refused = self.refusal is not None and self.socket.reaches(self.greeting.routing)
+        return not was_refused and not self.greeting.awaits_welcome()
+
+    def part_from_the_gone(self) -> None:
+        """Have peers leave that are seen to be gone, whoever still holds their connections open."""
+        for peer in list(self.peers.values()):
+            if peer.sight.is_gone():
+                self.peers.leaves(peer, How.LOST)
 
     def _part_from(self, peer: Peer, ending: Ending) -> bool:
         """Say goodbye to a peer. A connector may have said HELLO by a new connection, and not been answered: perhaps there the

@@ -190,8 +190,12 @@ class Participant:
         deadline = time.monotonic() + _CLAIMANTS
         if self.role == "producer":
             self._hear_until(deadline, lambda: True)
-        if not self.socket.binds:  # whether its binder died meanwhile: then the next one is to know of this end
+        if (
+            self.role == "producer" and not self.socket.binds
+        ):  # the next binder is to know of this end, if its own is dead
             self.look_around(at_once=True)
+            conversation.part_from_the_gone()
+            self._handle_events()
         conversation.withdraw()
         self._hear_until(deadline, lambda: conversation.standby.any_claimed)
         return conversation.say_goodbye(self.ending)

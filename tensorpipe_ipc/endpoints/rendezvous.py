@@ -73,6 +73,13 @@ class _CheckedGets(GetEnd):
             raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
         return room
 
+    def give_up(self) -> None:
+        """See GetEnd. A ticket that was set aside may name anything: with the queue its message goes, too."""
+        queue = self._queue
+        self.lost += len(queue.aside)
+        queue.aside.clear()
+        queue.unfinished.clear()
+
     def places(self, word: int) -> tuple[int, int, int, int]:
         """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.
 

@@ -74,7 +74,8 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     owners = _sole_owners(ours, held.anchor)
     if owners is None:
         return None
-    return Handover(held, functools.partial(_empty, owners), functools.partial(_are_sole_still, ours))
+    places = [leaf.data_ptr() for leaf in ours]
+    return Handover(held, functools.partial(_empty, owners), functools.partial(_are_sole_still, ours, places))
 
 
 def _can_be_emptied(flat: Flat, ours: list[torch.Tensor]) -> bool:
@@ -93,9 +94,12 @@ def _empty(owners: Iterable[torch.Tensor]) -> None:
         owner.set_()  # type: ignore[call-overload, unused-ignore]
 
 
-def _are_sole_still(leaves: list[torch.Tensor], array: weakref.ref[Any]) -> bool:
-    """Return whether the leaves are still the sole owners. The handover itself refers to the array and the bases by now."""
-    return _sole_owners(leaves, array, callers=1) is not None
+def _are_sole_still(leaves: list[torch.Tensor], places: list[int], array: weakref.ref[Any]) -> bool:
+    """Return whether the leaves are still the sole owners, and lie where they did: another thread may have exchanged memory.
+
+    The handover itself refers to the array and the bases by now.
+    """
+    return [leaf.data_ptr() for leaf in leaves] == places and _sole_owners(leaves, array, callers=1) is not None
 
 
 def _sole_owners(

@@ -327,8 +327,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 decode_into(batch)
 
         On leaving the ``with`` block the tensors are put, as by ``put(..., move=True)``, and are empty afterwards. If an alias
-        of them is left, they are copied instead. After an exception they are not put, and their memory is free once the
-        tensors are gone.
+        of them is left, or they have under 32 KiB, they are copied instead. After an exception they are not put, and their
+        memory is free once the tensors are gone.
         If there is no room, and no object in the queue whose taking could make room, the tensors lie in the process's own
         memory, and are copied when they are put.
         If there is no room within ``timeout``, Full is raised. The caller keeps the tensors and their contents, and may put

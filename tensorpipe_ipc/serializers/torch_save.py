@@ -75,7 +75,10 @@ class TorchSave:
             raise ProtocolError(
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
             ) from None
-        return expect(loaded, meta)
+        tensor = expect(loaded, meta)
+        if vars(tensor):  # the sender's own stay behind; NumPy reads memory where one (``__array_interface__``) says
+            raise ProtocolError(f"a torch.save file of a tensor with attributes {sorted(vars(tensor))}")
+        return tensor
 
 
 class _Memory(io.RawIOBase):

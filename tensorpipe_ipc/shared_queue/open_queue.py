@@ -97,6 +97,7 @@ class OpenQueue:
         octets: that memory, as one view.
         number, record, tickets, credits: the queue, and its pipes; no credits where there is no bound.
         handle: what attachment.queues has, as long as the queue is open here.
+        is_open: whether it is. In a cycle that is collected, attachment.queues has forgotten it before it is closed.
         process: this one. It differs after a fork within a put or a get.
         operations: all that this process has for the queue.
         unfinished: what exceptions ended: an entry has the function that finishes it and empties the entry, and what it needs.
@@ -119,6 +120,7 @@ class OpenQueue:
         self.number, self.tickets, self.credits, self.presence_lock = number, tickets, credits, presence_lock
         self.record = QueueRecord(self.arena, number)
         self.handle = attachment.queues[number] = QueueHandle(self.record, tickets, credits)
+        self.is_open = True
         self.leases.gives_back = False
         self.rows.after_fork(self._renew)
         self._forget()
@@ -196,7 +198,8 @@ class OpenQueue:
 
     def close(self) -> None:
         """This process has the queue no more. What waits is for others to get, if there are any."""
-        del self.attachment.queues[self.number]
+        self.is_open = False
+        self.attachment.queues.pop(self.number, None)
         self.tickets.close()
         if self.credits is not None:
             self.credits.close()

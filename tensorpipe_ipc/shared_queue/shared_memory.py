@@ -118,7 +118,8 @@ class SharedMemoryQueue:
 
     def close(self) -> None:
         """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
-        if self.attachment.queues.get(self.number) is self._queue.handle:
+        queue = self._queue
+        if queue.is_open and self.attachment.queues.get(self.number, queue.handle) is queue.handle:
             self.gets.give_up()
             self._queue.close()
 

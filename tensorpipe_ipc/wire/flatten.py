@@ -21,7 +21,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.errors import UnsupportedLeaf
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
-from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, Op, is_too_nested
+from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
 __all__ = ["Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
 
@@ -151,8 +151,14 @@ def _walk_ordered(node: OrderedDict[Any, Any], flat: Flat, depth: int) -> None:
     flat.nodes.append(None)  # what shares its attributes is pickle's to keep
     flat.spec.append(_OP[Op.ORDERED])
     _walk_dict(node, flat, depth + 1)
+    own = vars(node)
+    if own.keys() - {METADATA}:
+        raise UnsupportedLeaf(
+            f"an OrderedDict with attributes {sorted(map(str, own))}: of those only a state_dict's {METADATA} is sent; "
+            "delete the others, or send vars() of it beside it"
+        )
     try:
-        _walk(dict(vars(node)) or None, flat, depth + 1)  # of a state_dict: its _metadata
+        _walk(dict(own) or None, flat, depth + 1)
     except UnsupportedLeaf as error:
         raise error.within(".__dict__") from None
 

@@ -24,7 +24,7 @@ from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH, Dtype
 from tensorpipe_ipc.wire.layout import overlaps
-from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, Op, Registered, is_too_nested
+from tensorpipe_ipc.wire.spec import BY_NAME, MAX_DEPTH, MAX_NODES, METADATA, Op, Registered, is_too_nested
 
 __all__ = ["Plan", "array_of"]
 
@@ -349,8 +349,8 @@ def _ordered_reader(items: Build, attributes: Build) -> Build:
         made = OrderedDict(items(leaves, values))
         own = attributes(leaves, values)
         if own is not None:
-            if type(own) is not dict or any(type(key) is not str or hasattr(OrderedDict, key) for key in own):
-                raise ValueError("attributes of an ordered dict that would hide its own")
+            if type(own) is not dict or own.keys() != {METADATA}:
+                raise ProtocolError(f"attributes of an ordered dict that are not its {METADATA}")
             vars(made).update(own)
         return made
 

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_DEPTH",
     "MAX_NODES",
     "MAX_TEXT",
+    "METADATA",
     "Op",
     "Registered",
     "is_too_nested",
@@ -42,6 +43,8 @@ __all__ = [
 MAX_DEPTH = 64  # containers within containers: deep enough for people, and far from Python's recursion limit
 MAX_NODES = 1 << 17  # a tree of more single nodes wants to be a tensor; it also bounds what a hostile spec can ask for
 MAX_TEXT = 0xFFFF  # bytes of a key or name
+# Of an ordered dict. No other crosses: NumPy reads memory where an attribute (``__array_interface__``) says, ctypes likewise.
+METADATA = "_metadata"
 
 _NESTING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])  # with which msgpack begins a map or an array
 _PLAIN = bytes(set(range(256)) - set(_NESTING))

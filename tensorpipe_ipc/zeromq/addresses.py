@@ -164,6 +164,9 @@ def check_socket_file(path: str) -> bool:
 
 
 def _make(folder: str) -> None:
+    if os.path.lexists(folder):
+        return
+    _check_chain(os.path.dirname(folder), 0)  # first: who can put a link in its place has its target's mode changed
     with contextlib.suppress(FileExistsError):  # somebody else was as quick; it is looked at next
         os.mkdir(folder, 0o700)
         os.chmod(folder, 0o700)  # whatever the umask took from it

@@ -1909,6 +1909,62 @@ def test_the_next_consumer_is_told_of_a_producer_that_left_without_a_call(
                 consumer.get(PATIENCE)
 
 
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_a_producer_that_ended_well_by_one_consumer_is_none_of_the_next(endpoint: str, free_port: int) -> None:
+    """All that it put was taken: the next stream waits for producers of its own."""
+    if endpoint.endswith(":0"):
+        endpoint = endpoint[:-1] + str(free_port)
+    with Child() as child, Child() as own:
+        with tp.Consumer(endpoint) as first:
+            child.call(children.open_producer, endpoint)
+            child.begin(children.put, 0)
+            assert first.get(PATIENCE) == 0
+            child.result()
+            child.call(children.flush)
+        with tp.Consumer(endpoint, producers=1) as consumer:
+            child.call(children.close)
+            own.call(children.open_producer, endpoint)
+            own.begin(children.put, 1)
+            assert consumer.get(PATIENCE) == 1
+            own.result()
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
+def test_the_next_consumer_is_told_of_a_producer_that_the_last_one_refused(endpoint: str, free_port: int) -> None:
+    """The one that refused it is gone, and it fails without another call."""
+    if endpoint.endswith(":0"):
+        endpoint = endpoint[:-1] + str(free_port)
+    with Child() as child:
+        with tp.Consumer(endpoint) as first:
+            child.call(children.open_producer, endpoint, serializer="torch_save")
+            child.begin(children.put, 0)
+            while not child.has_result():
+                with contextlib.suppress(tp.Empty):
+                    first.get(0.01)
+            with pytest.raises(tp.Refused):
+                child.result()
+        with tp.Consumer(endpoint, accept=("raw", "torch_save")) as consumer:
+            child.call(children.leave_by, "no such file")
+            with pytest.raises(tp.StreamFailed, match="no such file"):
+                consumer.get(PATIENCE)
+
+
+@pytest.mark.usefixtures("transport")
+@EVERYWHERE
+def test_a_consumer_that_leaves_without_a_call_takes_nothing_with_it(endpoint: str) -> None:
+    """The producer waits for a consumer, and the first to come does not stay."""
+    with tp.Producer(endpoint, bind=True) as producer:
+        putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(20)])
+        for _ in range(5):
+            with contextlib.suppress(ValueError), tp.Consumer(producer.endpoint, bind=False):
+                raise ValueError("no model")
+        with tp.Consumer(producer.endpoint, bind=False) as consumer:
+            assert [consumer.get(PATIENCE) for _ in range(20)] == [*range(20)]
+            putting()
+
+
 def test_closes_where_nobody_listens_cost_no_wait(free_port: int) -> None:
     """One try tells that there is no binder: the closes of many ends add up to less than a try may take."""
     producers = [tp.Producer(f"tcp://127.0.0.1:{free_port}", linger=0) for _ in range(20)]

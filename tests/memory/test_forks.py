@@ -573,6 +573,27 @@ def test_nothing_grows_with_the_queues_that_were_ever_made(ctx: Any) -> None:
     assert make(200) - before < 100
 
 
+def test_nothing_grows_with_queues_that_go_in_cycles(ctx: Any) -> None:
+    """The collector clears weak references before it finalizes: the operations are given back all the same."""
+
+    def fail() -> None:
+        there = ctx.Queue()
+        there.put(1)
+        there.get()
+        try:
+            raise ValueError
+        except ValueError as error:
+            failure = error  # noqa: F841 - a frame, its exception and that one's traceback refer to each other
+
+    for number in range(1000):
+        fail()
+        if number % 20 == 0:
+            gc.collect()
+    there = ctx.Queue()
+    there.put("one more")
+    assert there.get() == "one more"
+
+
 WHILE_A_GET_ENDS = """
 import os, threading
 began, forks, has_got = threading.Event(), threading.Event(), threading.Event()

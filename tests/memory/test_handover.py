@@ -150,6 +150,34 @@ def test_a_put_that_waits_for_room_keeps_the_memory_that_it_sends(ctx: Any, tree
     assert other.get(timeout=LIMIT).unique().tolist() == [42.0]
 
 
+def _swap_data(one: torch.Tensor, other: torch.Tensor) -> None:
+    one.data, other.data = other.data, one.data
+
+
+def _swap_by_set(one: torch.Tensor, other: torch.Tensor) -> None:
+    kept = one.detach()
+    one.set_(other)
+    other.set_(kept)
+
+
+@pytest.mark.parametrize("swap", [_swap_data, torch.utils.swap_tensors, _swap_by_set])
+def test_a_move_that_waits_takes_no_memory_that_another_tensor_has_by_then(ctx: Any, swap: Any) -> None:
+    """Another thread exchanges the memory of two, as double buffering does: both keep what is theirs."""
+    there, sent, other = ctx.Queue(1), filled(ctx), ctx.empty((100, SIZE // 100)).fill_(4)
+    there.put("full")
+    thread = threading.Thread(target=there.put, args=(sent,), kwargs={"timeout": LIMIT, "move": True})
+    thread.start()
+    wait_until_asleep(thread)
+    swap(sent, other)
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    got = there.get(timeout=LIMIT)
+    before = got.unique().tolist()
+    other.fill_(9)
+    assert got.unique().tolist() == before
+    assert other.unique().tolist() == [9.0]
+
+
 def wait_until_asleep(thread: Any) -> None:
     """Until a thread waits in the kernel."""
     deadline = time.monotonic() + LIMIT

@@ -100,6 +100,15 @@ def test_refuses_what_is_no_tensor_or_another() -> None:
             TORCH_SAVE.decode(meta, memoryview(payload))
 
 
+def test_refuses_a_tensor_with_attributes() -> None:
+    """NumPy reads memory where an attribute says."""
+    tensor, file = torch.ones(3), io.BytesIO()
+    tensor.__array_interface__ = {"version": 3, "shape": (3,), "typestr": "|u1", "data": (1234, False)}
+    torch.save(tensor, file)
+    with pytest.raises(ProtocolError, match="with attributes"):
+        TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue()))
+
+
 def test_a_file_that_is_cut_anywhere_is_refused() -> None:
     """No length of a damaged file lets another exception out."""
     meta, payload = TORCH_SAVE.encode(torch.ones(3))

@@ -308,6 +308,16 @@ def test_a_runtime_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_p
         Producer("frames")  # nor is anything sent to what will be put there
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_no_runtime_folder_is_made_in_a_folder_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That user could put a link in its place, and would have no folder of his own there."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(Refused, match="uid 65534"):
+        Consumer("frames")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_socket_of_ours(tmp_path: Path) -> None:
     """A symbolic link and a file are refused as what they are; where there is nothing, there is no socket."""
     (tmp_path / "file").touch()
