@@ -31,8 +31,10 @@ _CACHE = ("inactive_file", "active_file", "slab_reclaimable")
 
 def headroom() -> int:
     """Return how many bytes may still be used: the least that the machine, or any cgroup of this process, has left."""
-    room = min(_available(), _committable())
-    for limit, usage in _files(os.getpid()):
+    room, files = min(_available(), _committable()), tuple[tuple[str, str], ...]()
+    with contextlib.suppress(OSError):  # no descriptor is left: it is looked again the next time
+        files = _files(os.getpid())
+    for limit, usage in files:
         with contextlib.suppress(OSError, ValueError):  # the value "max", or a file that this kernel lacks
             most = _number(limit)
             if most < _UNLIMITED and (left := most - _number(usage)) < room:
@@ -79,7 +81,10 @@ def _files(_process: int) -> tuple[tuple[str, str], ...]:
 
 def _limits() -> Iterator[tuple[str, str]]:
     """Yield the names of the files with limit and usage, for this process's cgroup and each one above it."""
-    with contextlib.suppress(OSError), open(f"{PROC}/self/cgroup", encoding="utf-8") as lines:
+    with (
+        contextlib.suppress(FileNotFoundError, PermissionError),
+        open(f"{PROC}/self/cgroup", encoding="utf-8") as lines,
+    ):
         for line in lines:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controllers == "":

@@ -7,7 +7,7 @@ import functools
 import mmap
 import os
 
-__all__ = ["MAP_NORESERVE", "libc", "map_over", "punch_hole"]
+__all__ = ["MAP_NORESERVE", "libc", "map_over", "private_memory", "punch_hole"]
 
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
@@ -23,6 +23,18 @@ def libc() -> ctypes.CDLL:
 def punch_hole(descriptor: int, start: int, stop: int) -> bool:
     """Give back the memory of a file's bytes in [start, stop), which then read as zeros. Return whether that was done."""
     return int(libc().fallocate(descriptor, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(stop - start))) == 0
+
+
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Return zeroed memory with a mapping of its own. malloc would keep the addresses of what is let go.
+
+    Raises:
+        MemoryError: there is none.
+    """
+    try:
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(error.strerror) from None
 
 
 def map_over(address: int, nbytes: int, descriptor: int, offset: int, flags: int) -> None:

@@ -20,7 +20,7 @@ from tensorpipe_ipc.endpoints.end import End
 from tensorpipe_ipc.endpoints.peer import lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, Sender
-from tensorpipe_ipc.errors import Busy, Closed, Full
+from tensorpipe_ipc.errors import Busy, Closed, Full, OutOfMemory
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.memory.handover import handover_of, placed
 from tensorpipe_ipc.memory.leases import Handover
@@ -340,8 +340,18 @@ class Producer(End):
         return sender.any_queue()
 
     def _copied(self, tree: Any) -> EncodedMessage:
-        """Return a tree as it goes where its tensors are not handed over."""
-        return encode(tree, staged(self._narrowing or self._serializer))
+        """Return a tree as it goes where its tensors are not handed over.
+
+        Where there is no memory to gather it in, idle memory is given back first.
+        """
+        encoder = staged(self._narrowing or self._serializer)
+        try:
+            return encode(tree, encoder)
+        except OutOfMemory:
+            queue = self._sender.any_queue()
+            if queue is None or not queue.attachment.trim():
+                raise
+        return encode(tree, encoder)
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
         sender = self._sender

@@ -63,6 +63,9 @@ class BufferPool:
         if base is None:
             left = addresses_left()
             if left is not None and 2 * nbytes + _SPARE > left:
+                self._idle.clear()  # it must not be why
+                left = addresses_left()
+            if left is not None and 2 * nbytes + _SPARE > left:
                 raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
             return None
         self._count(nbytes)

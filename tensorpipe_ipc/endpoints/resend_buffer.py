@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tensorpipe_ipc.headroom import addresses_left, headroom
+from tensorpipe_ipc.libc import private_memory
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
@@ -95,10 +96,18 @@ class ResendBuffer:
             OutOfMemory: there is no memory for it.
         """
         nbytes = message.size
-        if nbytes >= _LOOKED_AT:
-            left = headroom() + self._idle + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept
-            if nbytes > left:
-                raise message.no_memory(f"{left:,} bytes of memory are left")
+        if nbytes < _LOOKED_AT or nbytes <= headroom():
+            return
+        self.drop_idle()  # it must not be why
+        left = headroom() + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept
+        if nbytes > left:
+            raise message.no_memory(f"{left:,} bytes of memory are left")
+
+    def drop_idle(self) -> None:
+        """Give back what is kept ready for further messages."""
+        self._free.clear()
+        self._resting.clear()
+        self._idle = 0
 
     def why_full(self) -> str:
         """Return why there is no room."""
@@ -142,9 +151,8 @@ class ResendBuffer:
         if kept.blocks:
             self._resting.append(kept)
             self._idle += len(kept.blocks) * len(kept.blocks[0])
-            if self._idle > KEPT_AT_MOST:  # what was free is of other sizes
-                self._free.clear()
-                self._idle = sum(len(each.blocks) * len(each.blocks[0]) for each in self._resting)
+            if self._idle > KEPT_AT_MOST:  # of other sizes, or nothing is put that needs it
+                self.drop_idle()
 
     def _blocks(self, total: int) -> list[Any]:
         """Return memory for so many bytes."""
@@ -158,10 +166,8 @@ class ResendBuffer:
             return self._free[size].pop()
         try:
             return _fresh(size)
-        except MemoryError:  # what is idle must not be why
-            self._free.clear()
-            self._resting.clear()
-            self._idle = 0
+        except MemoryError:
+            self.drop_idle()
             return _fresh(size)
 
     def _free_rested(self, size: int) -> None:
@@ -208,7 +214,7 @@ def _fresh(size: int) -> Any:
     left = addresses_left()
     if left is not None and left < size + _SPARE:
         raise MemoryError(f"{left:,} bytes are left of this process's limit (ulimit -v)")
-    return np.empty(size, np.uint8)
+    return np.frombuffer(private_memory(size), np.uint8)
 
 
 def _total(large: list[_Source]) -> int:

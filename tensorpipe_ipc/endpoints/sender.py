@@ -282,6 +282,7 @@ class Sender(Participant):
     def _let_go(self) -> None:
         """See Participant."""
         self._framed = self.in_flight
+        self._resend_buffer.drop_idle()
         for peer in list(self._sharing.values()):
             self._unshare(peer)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc.cuda import on_device
-from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
+from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
 from tensorpipe_ipc.memory.loan import Loan
@@ -36,6 +36,7 @@ from tensorpipe_ipc.wire.layout import Block
 __all__ = ["JoinableQueue", "Queue"]
 
 MOST_SPIN = 0.001
+_AT_ONCE = 1 << 24  # bytes that put_many encodes at a time: some may be gathered, and all wait for room together
 
 
 class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it uses none of its state
@@ -116,7 +117,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             timeout: seconds to wait; None: for ever.
             move: give the tensors away, by reference if possible. It is possible if the large tensors lie in one block of
                 this queue's memory that this process holds: from ``ctx.empty``, or got from a queue of the same context.
-                They fill half of it at least. Of a message with tensors under 16 KiB on average, they go by no reference.
+                They fill half of it at least (views that overlap count each for itself). Of a message with tensors under 16 KiB on average, they go by no reference.
                 No view, array, storage or DLPack capsule of the block may be left besides the tensors in ``obj``, and no
                 child forked since. Afterwards these tensors are *empty*, of shape (0,). If it is not possible, the object
                 is copied, and stays unchanged.
@@ -141,7 +142,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 if self._queue.put_held(*held, seconds):
                     return
                 seconds = seconds and max(0, seconds - (time.monotonic() - began))
-        payload, metadata = codec.encode(obj, apart)
+        payload, metadata = self._encoded(obj, apart)
         try:
             self._queue.put(payload, metadata, seconds)
         except BaseException as error:
@@ -192,11 +193,14 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         except BaseException as error:
             for payload, _ in waiting:
                 self._codec.take_back(payload, error)
+            waiting.clear()  # the error's traceback refers to this
             # Any other error comes from a signal's handler: objects may have been put that are not counted yet.
             if error is at_fault or isinstance(error, TensorPipeError):
                 with contextlib.suppress(AttributeError):  # an object's own exception may have __slots__
                     error.put = done  # type: ignore[attr-defined]
             raise
+        finally:
+            del at_fault  # which refers to this frame
 
     def _encode_some(self, remaining: Iterator[Any], waiting: list[tuple[Payload, bytes]], is_made: bool) -> bool:
         """Encode the next objects that one system call can put. Return whether more may remain.
@@ -204,15 +208,26 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         Args:
             is_made: the iterable may reuse an object's memory for the next object: copy each before requesting the next.
         """
+        nbytes = 0
         for obj in remaining:
             apart = None if type(obj) is torch.Tensor else self._codec.take_apart(obj)
-            payload, metadata = self._codec.encode(obj, apart)
+            payload, metadata = self._encoded(obj, apart)
+            nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
             copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
             waiting.append((Copy(payload) if copies else payload, metadata))
-            if len(waiting) == BATCH or not (is_apart or copies):
+            if len(waiting) == BATCH or nbytes > _AT_ONCE or not (is_apart or copies):
                 return True
         return False
+
+    def _encoded(self, obj: Any, apart: Apart | None) -> tuple[Payload, bytes]:
+        """Encode an object. Where there is no memory to gather it in, idle memory is given back first."""
+        try:
+            return self._codec.encode(obj, apart)
+        except OutOfMemory:
+            if not self.trim():
+                raise
+        return self._codec.encode(obj, apart)
 
     def get(
         self,

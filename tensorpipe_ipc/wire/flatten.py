@@ -19,7 +19,8 @@ import torch
 from torch.nn.parameter import Parameter, UninitializedParameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from tensorpipe_ipc.errors import UnsupportedLeaf
+from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
+from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
@@ -194,6 +195,7 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
 
 
 _KEYS: dict[str, bytes] = {}
+_LOOKED_AT = 1 << 22  # bytes of a copy for which it is looked whether there is memory: a look takes 60 us
 _KEYS_LIMIT = 1 << 14  # a stream has few keys; one of ever new keys starts over instead of growing
 
 
@@ -322,10 +324,22 @@ def _ndarray(node: np.ndarray[Any, Any], flat: Flat) -> None:
 def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor on the array's own memory, or on a copy where torch has no such view of it."""
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        array = array.copy()  # ascontiguousarray() leaves a single item its odd stride
+        array = _copied(array)
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_ReadOnly(array)))  # torch warns of an array that says it is read-only
+
+
+def _copied(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    nbytes = array.size * array.itemsize
+    what = f"an array of shape {list(array.shape)} and strides {list(array.strides)} is copied to be sent, in {nbytes:,} bytes"
+    if nbytes >= _LOOKED_AT and nbytes > (left := headroom()):
+        raise OutOfMemory(f"{what}, and {left:,} bytes of memory are left; send it in parts. It was not sent")
+    try:
+        copy: np.ndarray[Any, Any] = array.copy()  # ascontiguousarray() leaves a single item its odd stride
+    except MemoryError as error:
+        raise OutOfMemory(f"{what}: {error}; send it in parts. It was not sent") from None
+    return copy
 
 
 class _ReadOnly:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import children
+import numpy as np
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
@@ -441,10 +442,14 @@ def test_what_there_is_no_memory_to_gather_is_refused_before_it_is(
         for tree in (
             large,
             {"x": large},
+            np.ones(1 << 27, np.uint8)[::-1],
+            np.broadcast_to(np.ones(3, np.uint8)[::-1], (1 << 40, 3)),
             [torch.ones(1).expand(1 << 23) for _ in range(20)],
             number.conj().expand(1 << 25),
         ):
-            with pytest.raises(tp.OutOfMemory, match=r"[\d,]{10,} bytes .* bytes of memory are left.* It was not sent"):
+            with pytest.raises(
+                tp.OutOfMemory, match=r"[\d,]{10,} bytes\b.* bytes of memory are left.* It was not sent"
+            ):
                 producer.put(tree, 0)
         resident = _resident()
         with pytest.raises(tp.Full):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import multiprocessing
 import os
 import queue
@@ -35,6 +36,22 @@ def temporary(count: int, size: int) -> Iterator[Any]:
     """Objects that nobody else keeps: tensors, and what has to be pickled."""
     for i in range(count):
         yield torch.full((size,), i) if i % 2 else {i: torch.full((size,), i), "set": {i}}
+
+
+def test_a_put_many_that_failed_keeps_nothing() -> None:
+    """The error's traceback refers to the call's frame: that is no cycle, which only the collector would free."""
+    there, tensor = Queue(), torch.ones(100_000)
+    kept = weakref.ref(tensor.untyped_storage())
+    gc.disable()
+    try:
+        with contextlib.suppress(Exception):
+            there.put_many([tensor[::2], lambda: None])
+        del tensor
+        assert there.get().sum() == 50_000
+        assert kept() is None
+        assert there.statistics().leases == 0
+    finally:
+        gc.enable()
 
 
 def number(obj: Any) -> int:
