@@ -117,7 +117,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             timeout: seconds to wait; None: for ever.
             move: give the tensors away, by reference if possible. It is possible if the large tensors lie in one block of
                 this queue's memory that this process holds: from ``ctx.empty``, or got from a queue of the same context.
-                They fill half of it at least (views that overlap count each for itself). Of a message with tensors under 16 KiB on average, they go by no reference.
+                They fill half of it at least; views that overlap count each for itself. Of a message with tensors under
+                16 KiB on average, they go by no reference.
                 No view, array, storage or DLPack capsule of the block may be left besides the tensors in ``obj``, and no
                 child forked since. Afterwards these tensors are *empty*, of shape (0,). If it is not possible, the object
                 is copied, and stays unchanged.
