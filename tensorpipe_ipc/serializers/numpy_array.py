@@ -18,7 +18,7 @@ import torch
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.serializers.base import any_size, copied, describe, expect, gathered, plain
 from tensorpipe_ipc.wire.dtypes import WIDEST
-from tensorpipe_ipc.wire.metas import TensorMeta
+from tensorpipe_ipc.wire.metas import NUMPY_DIMS, TensorMeta
 
 __all__ = ["NumpyArray"]
 
@@ -50,6 +50,10 @@ class NumpyArray:
         if meta.numpy_dtype is None:
             raise UnsupportedLeaf(
                 f"NumPy has no {tensor.dtype}: use serializer='raw', or send .view(torch.uint8) or .float() of it"
+            )
+        if tensor.dim() > NUMPY_DIMS:
+            raise UnsupportedLeaf(
+                f"NumPy here has {NUMPY_DIMS} dimensions at most, not {tensor.dim()}: use serializer='raw'"
             )
         return meta, copied(tensor, functools.partial(_file_of, tensor.numpy()))
 

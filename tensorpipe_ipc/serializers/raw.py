@@ -10,7 +10,7 @@ import torch
 
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.serializers.base import any_size, describe, plain
-from tensorpipe_ipc.wire.metas import METAS, TensorMeta
+from tensorpipe_ipc.wire.metas import METAS, NUMPY_DIMS, TensorMeta
 
 __all__ = ["Raw"]
 
@@ -70,7 +70,7 @@ class Raw:
         if payload.readonly:
             payload = memoryview(bytearray(payload))
         shape = meta.shape if meta.order is None else [meta.shape[dim] for dim in meta.order]
-        if meta.numpy_dtype is not None:  # half the time of frombuffer + view
+        if meta.numpy_dtype is not None and len(shape) <= NUMPY_DIMS:  # half the time of frombuffer + view
             tensor = torch.from_numpy(np.ndarray(shape, meta.numpy_dtype, payload))
         else:
             # Through NumPy, which refers to what the payload is a view of: each tensor counts as one reference to that.

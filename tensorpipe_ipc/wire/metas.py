@@ -31,6 +31,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
@@ -40,6 +41,7 @@ __all__ = [
     "MAX_DIMS",
     "MAX_NBYTES",
     "METAS",
+    "NUMPY_DIMS",
     "OPAQUE",
     "LeafMeta",
     "TensorMeta",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 MAX_DIMS = 64  # that of most of torch's own functions, though it makes tensors of more
+NUMPY_DIMS = 32 if np.lib.NumpyVersion(np.__version__) < "2.0.0" else 64
 MAX_NBYTES = 1 << 48  # 256 TiB: more than any machine maps, and far from overflowing a signed 64-bit product
 
 Window = Callable[[int], Any]
@@ -108,7 +111,8 @@ class TensorMeta:
         self.shape = shape
         self.order = order
         self.nbytes = math.prod(shape) * row.itemsize if row else 0
-        self.direct = self.numpy_dtype is not None and order is None and self.nbytes > 0
+        is_shown = self.numpy_dtype is not None and len(shape) <= NUMPY_DIMS
+        self.direct = is_shown and order is None and self.nbytes > 0
         self.window: Window = self._first_window
         self.alone = "", b""
         layout = _OPAQUE if row is None else _PLAIN if order is None else _ORDERED
