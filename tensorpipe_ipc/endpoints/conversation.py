@@ -325,7 +325,10 @@ class Conversation:
 
         A consumer is waited for by nobody. Nor is a producer that ended well by another binder than its own.
         """
-        has_met = bool(self.peers) or self.peers.last_left is not None
+        met = [*self.peers.values(), self.peers.last_left]
+        has_met = any(
+            peer is not None and not peer.by_file for peer in met
+        )  # of one that was met by its file none heard
         if self.socket.binds or self.role != "producer" or (has_met and not ending.failure):
             return False
         if any(not peer.away_at and not peer.sight.is_gone() for peer in self.peers.values()):

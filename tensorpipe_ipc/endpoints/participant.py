@@ -15,6 +15,7 @@ __all__ = ["Participant"]
 STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
+_WAITING = 0.5  # seconds that a closing producer hears consumers that wait for it, which take some milliseconds each
 
 
 class Participant:
@@ -187,17 +188,14 @@ class Participant:
         leaves meet the next one, but for those that have claimed a queue.
         """
         conversation = self.conversation
-        deadline = time.monotonic() + _CLAIMANTS
         if self.role == "producer":
-            self._hear_until(deadline, lambda: True)
-        if (
-            self.role == "producer" and not self.socket.binds
-        ):  # the next binder is to know of this end, if its own is dead
-            self.look_around(at_once=True)
-            conversation.part_from_the_gone()
-            self._handle_events()
+            self._hear_until(time.monotonic() + _WAITING, lambda: True)
+            if not self.socket.binds:  # the next binder is to know of this end, if its own is dead
+                self.look_around(at_once=True)
+                conversation.part_from_the_gone()
+                self._handle_events()
         conversation.withdraw()
-        self._hear_until(deadline, lambda: conversation.standby.any_claimed)
+        self._hear_until(time.monotonic() + _CLAIMANTS, lambda: conversation.standby.any_claimed)
         return conversation.say_goodbye(self.ending)
 
     def _hear_until(self, deadline: float, is_needed: Callable[[], bool]) -> None:

@@ -1988,6 +1988,47 @@ def test_a_consumer_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint
     consumer.close()
 
 
+def test_a_producer_that_is_killed_while_it_waits_for_an_answer_counts_as_lost(transport: str) -> None:
+    """The consumer computes meanwhile, and has queues ready for two. The third has said HELLO, and waits for one."""
+    with tp.Consumer("busy", producers=3) as consumer, Child() as one, Child() as other, Child() as third:
+        for child in (one, other):
+            child.call(children.open_producer, "busy")
+            child.begin(children.put, 1)
+            if transport == "shared memory":
+                child.result()
+            else:
+                child.wait_until_blocked()
+        third.call(children.open_producer, "busy")
+        with pytest.raises(tp.Full):
+            third.call(children.put, 1, timeout=0.5)
+        third.kill()
+        assert [consumer.get(PATIENCE) for _ in range(2)] == [1, 1]
+        for child in (one, other):
+            if transport != "shared memory":
+                child.result()
+            child.call(children.close)
+        with pytest.raises(tp.PeerLost, match=f"pid {third.pid} on .* vanished"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().vanished == 1
+
+
+def test_all_of_many_consumers_that_wait_for_a_busy_producer_are_told_how_it_ended() -> None:
+    """It takes the producer a millisecond to hear of each."""
+    with (
+        contextlib.suppress(ValueError),
+        contextlib.ExitStack() as stack,
+        tp.Producer("busy", bind=True) as producer,
+    ):
+        consumers = [stack.enter_context(tp.Consumer("busy", bind=False)) for _ in range(40)]
+        getting = [in_thread(functools.partial(consumer.get, PATIENCE)) for consumer in consumers]
+        wait_until(lambda: all(side_of(consumer).conversation.greeting.said_at for consumer in consumers))
+        with contextlib.suppress(ValueError), producer:
+            raise ValueError("no such file")
+        for get in getting:
+            with pytest.raises(tp.StreamFailed, match="no such file"):
+                get()
+
+
 def test_each_of_many_streams_that_failed_is_told_so() -> None:
     """More of them ended while the consumer computed than one error names producers."""
     count = 20
