@@ -325,11 +325,9 @@ class Conversation:
 
         A consumer is waited for by nobody. Nor is a producer that ended well by another binder than its own.
         """
-        met = [*self.peers.values(), self.peers.last_left]
-        has_met = any(
-            peer is not None and not peer.by_file for peer in met
-        )  # of one that was met by its file none heard
-        if self.socket.binds or self.role != "producer" or (has_met and not ending.failure):
+        # Of an end that met its binder by the file only, that binder has not heard.
+        met = [peer for peer in (*self.peers.values(), self.peers.last_left) if peer is not None and not peer.by_file]
+        if self.socket.binds or self.role != "producer" or (met and not ending.failure):
             return False
         if any(not peer.away_at and not peer.sight.is_gone() for peer in self.peers.values()):
             return False

@@ -185,14 +185,13 @@ class Receiver(Participant):
         ):  # messages that have not come by now never will
             self._never_come(peer, peer.last_position - peer.taken)
             peer.taken = peer.last_position
+        # A HELLO that names a queue not offered here was meant for the binder before this one. Who is there comes again.
         terms = peer.hello.shared_memory
-        has_another = (
-            self.socket.binds and terms is not None and bool(terms.attached)
-        )  # queue: of the binder before this one
-        if peer.left is How.LOST and not peer.settled and (has_another or not peer.sight.is_gone()):
+        meant_another = self.socket.binds and terms is not None and bool(terms.attached)
+        if peer.left is How.LOST and not peer.settled and (meant_another or not peer.sight.is_gone()):
             self.conversation.events.popleft()
             self.conversation.publish()
-            return  # its HELLO was meant for that one; or it is there: they meet again
+            return
         # One that sent nothing pushes out none that did.
         is_news = peer.taken > peer.hello.sequence or len(self._known) < REMEMBERED
         if peer.left is How.LOST and peer.resends and peer.hello.end and is_news:

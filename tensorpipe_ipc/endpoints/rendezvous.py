@@ -74,11 +74,14 @@ class _CheckedGets(GetEnd):
         return room
 
     def give_up(self) -> None:
-        """See GetEnd. A ticket that was set aside may name anything: with the queue its message goes, too."""
+        """See GetEnd. A ticket that was set aside may name no block: then all that is left goes with the queue."""
         queue = self._queue
-        self.lost += len(queue.aside)
-        queue.aside.clear()
-        queue.unfinished.clear()
+        try:
+            super().give_up()
+        except IndexError:
+            self.lost += len(queue.aside)
+            queue.aside.clear()
+            queue.unfinished.clear()
 
     def places(self, word: int) -> tuple[int, int, int, int]:
         """See GetEnd. The other end may write here at any moment: each word is read once, and what was read is looked at.

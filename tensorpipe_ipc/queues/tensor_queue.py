@@ -143,7 +143,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 if self._queue.put_held(*held, seconds):
                     return
                 seconds = seconds and max(0, seconds - (time.monotonic() - began))
-        payload, metadata = self._encoded(obj, apart)
+        try:
+            payload, metadata = codec.encode(obj, apart)
+        except OutOfMemory as error:
+            payload, metadata = self._encoded_again(obj, apart, error)
         try:
             self._queue.put(payload, metadata, seconds)
         except BaseException as error:
@@ -212,7 +215,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         nbytes = 0
         for obj in remaining:
             apart = None if type(obj) is torch.Tensor else self._codec.take_apart(obj)
-            payload, metadata = self._encoded(obj, apart)
+            try:
+                payload, metadata = self._codec.encode(obj, apart)
+            except OutOfMemory as error:
+                payload, metadata = self._encoded_again(obj, apart, error)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
             copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
@@ -221,13 +227,14 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 return True
         return False
 
-    def _encoded(self, obj: Any, apart: Apart | None) -> tuple[Payload, bytes]:
-        """Encode an object. Where there is no memory to gather it in, idle memory is given back first."""
-        try:
-            return self._codec.encode(obj, apart)
-        except OutOfMemory:
-            if not self.trim():
-                raise
+    def _encoded_again(self, obj: Any, apart: Apart | None, refused: OutOfMemory) -> tuple[Payload, bytes]:
+        """Encode an object that there was no memory to gather in, once idle memory is given back.
+
+        Raises:
+            OutOfMemory: there was none idle, or it is not enough.
+        """
+        if not self.trim():
+            raise refused
         return self._codec.encode(obj, apart)
 
     def get(

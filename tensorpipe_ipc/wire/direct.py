@@ -17,15 +17,16 @@ _WORTHWHILE = 16 << 10  # bytes a tensor, on average
 
 
 def mark(tensor: torch.Tensor) -> None:
-    """Mark the storage of a strided tensor that was just made on memory. It takes 0.2 us."""
-    tensor.untyped_storage().is_direct = True  # type: ignore[attr-defined]
+    """Mark the storage of a tensor that was just made on memory, if it has one. It takes 0.2 us."""
+    if tensor.layout is torch.strided:
+        tensor.untyped_storage().is_direct = True  # type: ignore[attr-defined]
 
 
 def mark_all(tensors: list[torch.Tensor], nbytes: int) -> None:
     """Mark those of a message of ``nbytes``; of small ones none: a copy costs less than the marks."""
     if nbytes >= max(LEASE_FROM, _WORTHWHILE * len(tensors)):
         for tensor in tensors:
-            tensor.untyped_storage().is_direct = True  # type: ignore[attr-defined]
+            mark(tensor)
 
 
 def is_marked(storage: torch.UntypedStorage) -> bool:

@@ -332,14 +332,20 @@ def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _copied(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     nbytes = array.size * array.itemsize
-    what = f"an array of shape {list(array.shape)} and strides {list(array.strides)} is copied to be sent, in {nbytes:,} bytes"
     if nbytes >= _LOOKED_AT and nbytes > (left := headroom()):
-        raise OutOfMemory(f"{what}, and {left:,} bytes of memory are left; send it in parts. It was not sent")
+        raise _no_memory(array, f"{left:,} bytes of memory are left")
     try:
         copy: np.ndarray[Any, Any] = array.copy()  # ascontiguousarray() leaves a single item its odd stride
     except MemoryError as error:
-        raise OutOfMemory(f"{what}: {error}; send it in parts. It was not sent") from None
+        raise _no_memory(array, str(error)) from None
     return copy
+
+
+def _no_memory(array: np.ndarray[Any, Any], why: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"an array of shape {list(array.shape)} and strides {list(array.strides)} is copied to be sent, in "
+        f"{array.size * array.itemsize:,} bytes: {why}; send it in parts. It was not sent"
+    )
 
 
 class _ReadOnly:
