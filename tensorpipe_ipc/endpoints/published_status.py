@@ -102,15 +102,19 @@ class StatusPage:
 
 def published_statuses() -> Iterator[PublishedStatus]:
     """Return those of all processes that this one may look at."""
-    seen = set()
+    read = dict[tuple[int, int], PublishedStatus | None]()  # each file once: who has it open may have it a thousand times
+    told = set[tuple[int, int]]()
     for pid, link, path in open_files():
         if path.removesuffix(" (deleted)").endswith(SUFFIX):
             with contextlib.suppress(OSError):
                 status = os.stat(link)
-                found = _read(link) if stat.S_ISREG(status.st_mode) else None
+                file = status.st_dev, status.st_ino
+                if file not in read:
+                    read[file] = _read(link) if stat.S_ISREG(status.st_mode) else None
+                found = read[file]
                 # Its peers have the file open, too, and perhaps others of the same process.
-                if found is not None and _is_of(pid, found.identity) and (status.st_dev, status.st_ino) not in seen:
-                    seen.add((status.st_dev, status.st_ino))
+                if found is not None and file not in told and _is_of(pid, found.identity):
+                    told.add(file)
                     yield found
 
 

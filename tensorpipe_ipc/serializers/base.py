@@ -222,7 +222,12 @@ def expect(tensor: Any, meta: TensorMeta) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise ProtocolError(f"the payload holds a {type(tensor).__name__}, not a tensor")
-    if meta.dtype is not None and (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
+    if meta.dtype is None:
+        return tensor
+    if tensor.is_nested or tensor.layout is not torch.strided:  # a nested one has no shape to ask for
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ProtocolError(f"the payload holds a tensor that is {kind}, the header says {meta!r}")
+    if (tensor.dtype, tensor.shape) != (meta.dtype, meta.shape):
         raise ProtocolError(
             f"the payload holds {tensor.dtype} {list(tensor.shape)}, the header says {meta.dtype} {list(meta.shape)}"
         )

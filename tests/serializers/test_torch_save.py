@@ -100,6 +100,15 @@ def test_refuses_what_is_no_tensor_or_another() -> None:
             TORCH_SAVE.decode(meta, memoryview(payload))
 
 
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_refuses_a_tensor_of_another_layout(kind: str) -> None:
+    """Where the header says a plain tensor, a file of a nested or sparse one is refused."""
+    tensor = torch.nested.nested_tensor([torch.ones(2)]) if kind == "nested" else torch.ones(2).to_sparse()
+    _, payload = TORCH_SAVE.encode(tensor)
+    with pytest.raises(ProtocolError, match=f"{kind}.*the header says"):
+        TORCH_SAVE.decode(meta_of(torch.float32, (2,)), memoryview(payload))
+
+
 def test_refuses_a_tensor_with_attributes() -> None:
     """NumPy reads memory where an attribute says."""
     tensor, file = torch.ones(3), io.BytesIO()
