@@ -186,6 +186,7 @@ class Conversation:
         presence: this end's own; None within one process.
         peers: those who are there, by routing id.
         peer_timeout: seconds until a peer out of sight is given up.
+        opened_at: when it bound or began to connect.
         has_parted: whether this end is not open yet, or has begun to close: it says nothing.
         refusal: what its binder refused this connector with; None if it did not.
         rejected: incoming messages that were dropped because they broke a rule.
@@ -222,6 +223,7 @@ class Conversation:
         self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
         self.looks = 0
         self._looked = 0.0  # when
+        self.opened_at = 0.0
         self._asked = 0.0  # when a binder last asked who is still connected
         self._tears = 0  # of the socket, that were dealt with
         self.socket: FrameSocket = (Binder if bind else Connector)(
@@ -254,6 +256,7 @@ class Conversation:
         """
         try:
             self._open_socket()
+            self.opened_at = time.monotonic()
             absence.note(id(self), self.endpoint, self.role, binds=self.socket.binds)
             if self.presence is not None:
                 self.presence.open()

@@ -16,6 +16,8 @@ STALE = 0.01  # seconds; a producer in full swing looks for credits after it has
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
 _WAITING = 0.5  # seconds that a closing producer hears consumers that wait for it, which take some milliseconds each
+_NOT_FOUND_YET = 0.25  # seconds from its bind that a producer that fails hears: who waits tries each 0.2 s
+_STEP = 0.01  # seconds of waiting for what may come
 
 
 class Participant:
@@ -187,19 +189,25 @@ class Participant:
         Consumers may have waited since before this end's program was busy. Producers that have said HELLO to a consumer which
         leaves meet the next one, but for those that have claimed a queue.
         """
-        conversation = self.conversation
+        conversation, socket = self.conversation, self.socket
         if self.role == "producer":
-            self._hear_until(time.monotonic() + _WAITING, lambda: True)
+            if socket.binds and self.ending.failure:
+                self._hear_until(conversation.opened_at + _NOT_FOUND_YET, lambda: True)
+            self._hear_until(
+                time.monotonic() + _WAITING, lambda: self._has_something() or socket.has_just_let_somebody_in()
+            )
             if not self.socket.binds:  # the next binder is to know of this end, if its own is dead
                 self.look_around(at_once=True)
                 conversation.part_from_the_gone()
                 self._handle_events()
         conversation.withdraw()
-        self._hear_until(time.monotonic() + _CLAIMANTS, lambda: conversation.standby.any_claimed)
+        self._hear_until(
+            time.monotonic() + _CLAIMANTS, lambda: conversation.standby.any_claimed and self._has_something()
+        )
         return conversation.say_goodbye(self.ending)
 
     def _hear_until(self, deadline: float, is_needed: Callable[[], bool]) -> None:
-        while is_needed() and self._has_something() and time.monotonic() < deadline:
-            if self.pump(0) is not None:  # nobody takes it any more
+        while is_needed() and (left := deadline - time.monotonic()) > 0:
+            if self.pump(min(left, _STEP)) is not None:  # nobody takes it any more
                 self.conversation.events.popleft()
                 self.conversation.heard()

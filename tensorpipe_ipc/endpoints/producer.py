@@ -228,6 +228,10 @@ class Producer(End):
                         raise
                 self._guard.check()
                 self._sender.look_around()
+        try:
+            return make_tensors(specs)
+        except OutOfMemory:
+            self._give_back_idle()
         return make_tensors(specs)
 
     def put_nowait(self, tree: Any) -> None:
@@ -327,7 +331,11 @@ class Producer(End):
             queue = self._sender.any_queue()
         if queue is None:
             return None
-        flat = flatten(tree)
+        try:
+            flat = flatten(tree)
+        except OutOfMemory:
+            self._give_back_idle()
+            flat = flatten(tree)
         return handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
 
     def _place(self, deadline: float | None) -> PairQueue | None:
@@ -348,10 +356,15 @@ class Producer(End):
         try:
             return encode(tree, encoder)
         except OutOfMemory:
-            queue = self._sender.any_queue()
-            if queue is None or not queue.attachment.trim():
-                raise
+            self._give_back_idle()
         return encode(tree, encoder)
+
+    def _give_back_idle(self) -> None:
+        """Give back idle memory before a refusal. If there is none, raise the refusal that is being handled."""
+        with self._guard:
+            nbytes = self._sender.give_back_idle()
+        if not nbytes:
+            raise  # it has no name: a frame that refers to its own error keeps the tree
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
         sender = self._sender

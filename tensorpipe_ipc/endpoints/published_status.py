@@ -102,7 +102,8 @@ class StatusPage:
 
 def published_statuses() -> Iterator[PublishedStatus]:
     """Return those of all processes that this one may look at."""
-    read = dict[tuple[int, int], PublishedStatus | None]()  # each file once: who has it open may have it a thousand times
+    # Each file once: who has it open may have it a thousand times.
+    read = dict[tuple[int, int], PublishedStatus | None]()
     told = set[tuple[int, int]]()
     for pid, link, path in open_files():
         if path.removesuffix(" (deleted)").endswith(SUFFIX):

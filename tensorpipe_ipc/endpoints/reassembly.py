@@ -19,6 +19,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,13 @@ class BufferPool:
             OutOfMemory: there is no such amount of memory.
         """
         self._count(nbytes)
+        with suppress(MemoryError, ValueError, OverflowError):
+            return _region_on(_fresh(nbytes), nbytes, self)
+        self._idle.clear()  # it must not be why
         try:
-            base = (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
+            return _region_on(_fresh(nbytes), nbytes, self)
         except (MemoryError, ValueError, OverflowError) as error:
             raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
-        return _region_on(base, nbytes, self)
 
     def take_back(self, base: Any) -> None:
         """Keep memory that nothing refers to any more, for the next message."""
@@ -244,6 +247,10 @@ def _refused(nbytes: int, why: str) -> str:
         f"a message with payloads of {nbytes:,} bytes, which takes twice as much while it comes: {why}; "
         "raise the limit, or send less at once. It was dropped"
     )
+
+
+def _fresh(nbytes: int) -> Any:
+    return (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
 
 
 def _size(nbytes: int) -> int:

@@ -103,11 +103,13 @@ class ResendBuffer:
         if nbytes > left:
             raise message.no_memory(f"{left:,} bytes of memory are left")
 
-    def drop_idle(self) -> None:
-        """Give back what is kept ready for further messages."""
+    def drop_idle(self) -> int:
+        """Give back what is kept ready for further messages. Return the number of bytes."""
+        nbytes, self._idle = self._idle, 0
         self._free.clear()
-        self._resting.clear()
-        self._idle = 0
+        while self._resting:
+            self._resting.popleft().blocks = []  # a peer that may not have read it has it on its list
+        return nbytes
 
     def why_full(self) -> str:
         """Return why there is no room."""

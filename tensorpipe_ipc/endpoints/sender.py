@@ -488,6 +488,11 @@ class Sender(Participant):
         """Return a queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
         return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
 
+    def give_back_idle(self) -> int:
+        """Give back the memory that lies ready for further messages. Return the number of bytes."""
+        queue = self.any_queue()
+        return self._resend_buffer.drop_idle() + (queue.attachment.trim() if queue is not None else 0)
+
     def most(self) -> int:
         """Return the bytes that a message may have: a capacity, where all consumers share memory. Any thread may ask."""
         queues = [peer.queue for peer in list(self.peers.values())]

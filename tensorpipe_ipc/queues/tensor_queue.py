@@ -136,7 +136,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
         offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
-            apart = (*codec.take_apart(obj)[:2], None)  # references to storages would count as aliases
+            apart = (*self._taken_apart(obj)[:2], None)  # references to storages would count as aliases
             held = codec.handed_over(obj, apart, offered=offered)
             if held is not None:
                 began = time.monotonic()
@@ -145,8 +145,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 seconds = seconds and max(0, seconds - (time.monotonic() - began))
         try:
             payload, metadata = codec.encode(obj, apart)
-        except OutOfMemory as error:
-            payload, metadata = self._encoded_again(obj, apart, error)
+        except OutOfMemory:
+            payload, metadata = self._encoded_again(obj, apart)
         try:
             self._queue.put(payload, metadata, seconds)
         except BaseException as error:
@@ -214,11 +214,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         nbytes = 0
         for obj in remaining:
-            apart = None if type(obj) is torch.Tensor else self._codec.take_apart(obj)
+            apart = None if type(obj) is torch.Tensor else self._taken_apart(obj)
             try:
                 payload, metadata = self._codec.encode(obj, apart)
-            except OutOfMemory as error:
-                payload, metadata = self._encoded_again(obj, apart, error)
+            except OutOfMemory:
+                payload, metadata = self._encoded_again(obj, apart)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
             copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
@@ -227,15 +227,27 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 return True
         return False
 
-    def _encoded_again(self, obj: Any, apart: Apart | None, refused: OutOfMemory) -> tuple[Payload, bytes]:
+    def _taken_apart(self, obj: Any) -> Apart:
+        """Take an object apart; where there is no memory for what is copied then, once idle memory is given back."""
+        try:
+            return self._codec.take_apart(obj)
+        except OutOfMemory:
+            self._give_back_idle()
+        return self._codec.take_apart(obj)
+
+    def _encoded_again(self, obj: Any, apart: Apart | None) -> tuple[Payload, bytes]:
         """Encode an object that there was no memory to gather in, once idle memory is given back.
 
         Raises:
             OutOfMemory: there was none idle, or it is not enough.
         """
-        if not self.trim():
-            raise refused
+        self._give_back_idle()
         return self._codec.encode(obj, apart)
+
+    def _give_back_idle(self) -> None:
+        """Give back idle memory before a refusal. If there is none, raise the refusal that is being handled."""
+        if not self.trim():
+            raise  # it has no name: a frame that refers to its own error keeps the object
 
     def get(
         self,

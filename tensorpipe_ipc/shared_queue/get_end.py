@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
+from tensorpipe_ipc.headroom import see_room_to_take
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     FORWARDED,
@@ -447,6 +448,7 @@ class GetEnd:
 
         Raises:
             SharedMemoryError: LEASE was asked for, and there is none.
+            OutOfMemory: there is no memory for a copy.
         """
         if decode is _drop:  # what nobody reads is not copied
             return None
@@ -462,7 +464,10 @@ class GetEnd:
                 f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease, and "
                 f"all memory in use is to be {self.arena.capacity} bytes at most. Let go of tensors, or get a copy",
             )
-        return decode(metadata, self.leases.octets[start : start + nbytes].copy() if array is None else array)
+        if array is None:
+            see_room_to_take(nbytes, self.attachment.trim)
+            array = self.leases.octets[start : start + nbytes].copy()
+        return decode(metadata, array)
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes, must=must)

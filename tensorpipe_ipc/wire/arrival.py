@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.headroom import see_room_to_take
 from tensorpipe_ipc.wire.metas import LeafMeta
 from tensorpipe_ipc.wire.restoring import restore
 from tensorpipe_ipc.wire.spec import Op
@@ -50,7 +51,13 @@ def restored_span(span: torch.Tensor, of: LeafMeta) -> torch.Tensor:
 
 
 def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the items in another dtype, in memory of their own and in the same order there."""
+    """Return the items in another dtype, in memory of their own and in the same order there.
+
+    Raises:
+        OutOfMemory: there is none for them.
+    """
+    if tensor.is_cpu:
+        see_room_to_take(tensor.numel() * dtype.itemsize)
     wide = torch.empty_like(tensor, dtype=dtype)
     restore(wide, tensor)
     return wide

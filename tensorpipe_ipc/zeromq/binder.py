@@ -48,6 +48,7 @@ _LET_GO = 1.0  # seconds that closing waits for a port, at most
 _EVENT = struct.Struct("=HI")  # of a monitor: which, and a number that goes with it
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _BACKLOG = 1024  # so that a burst of strangers does not crowd out a friend, who would wait a second
+_FIRST_WORD = 0.1  # seconds from the gate's answer until a connector, inside a call, has said HELLO
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
 _HUNG_UP = 4096  # connections that may have said more before they were hung up on
 _numbers = itertools.count()
@@ -197,6 +198,10 @@ class Binder(FrameSocket):
             with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
                 return (process_behind(self._reader.frames[-1].get(zmq.SRCFD), self.address) or (0, 0))[0]
         return 0
+
+    def has_just_let_somebody_in(self) -> bool:
+        """See FrameSocket."""
+        return self._gate is not None and time.monotonic() - self._gate.let_in_at < _FIRST_WORD
 
     def has_incoming(self) -> bool:
         """See FrameSocket."""

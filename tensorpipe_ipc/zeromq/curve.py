@@ -8,6 +8,7 @@ of its own. Who knocks while the binder is busy elsewhere waits, for up to 3 s, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,6 +79,7 @@ class Gate:
     Attributes:
         socket: where libzmq asks.
         is_behind: whether somebody knocked who was not answered yet, and whom no descriptor tells of.
+        let_in_at: when somebody was last let in.
     """
 
     def __init__(self, context: zmq.Context[Any], security: Curve, told: Callable[[Exception], None]) -> None:
@@ -90,6 +92,7 @@ class Gate:
         self._allowed = frozenset(map(z85.decode, security.client_keys()))
         self._told = told
         self.is_behind = False
+        self.let_in_at = -math.inf
         self._is_cut_off = False  # whether an exception left an answer begun, and not ended
         self.socket: zmq.Socket[bytes] = open_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -139,7 +142,9 @@ class Gate:
             self._is_cut_off = True
             self.socket.send_multipart([routing, b"", version, number, *(_YES if knows else _NO)], _DO_NOT_WAIT)
         self._is_cut_off = False
-        if not knows:
+        if knows:
+            self.let_in_at = time.monotonic()
+        else:
             self._told(Refused(f"{address.decode(errors='replace')[:64]} came with a key that is not on the list"))
 
     def close(self) -> None:

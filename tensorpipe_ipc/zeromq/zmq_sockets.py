@@ -309,6 +309,10 @@ class FrameSocket:
         """Return the process that the last message came from, to a binder over ipc; 0 where it is not known."""
         return 0
 
+    def has_just_let_somebody_in(self) -> bool:
+        """Return whether somebody with a good key has just come, whose first word is on its way."""
+        return False
+
     def has_incoming(self) -> bool:
         """Return whether ``receive`` would find something now."""
         raise NotImplementedError

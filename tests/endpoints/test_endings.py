@@ -1988,6 +1988,43 @@ def test_a_consumer_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint
     consumer.close()
 
 
+@pytest.mark.parametrize("endpoint", ["busy", "tcp://127.0.0.1:*"])
+def test_a_consumer_with_keys_that_waits_for_a_busy_producer_is_told_how_it_ended(endpoint: str, keys: Path) -> None:
+    """It has knocked, and is let in when the producer closes, which has made no call before."""
+    with contextlib.ExitStack() as stack:
+        with (
+            contextlib.suppress(ValueError),
+            tp.Producer(endpoint, bind=True, security=secured.binders(keys)) as producer,
+        ):
+            consumer = tp.Consumer(producer.endpoint, bind=False, security=secured.connectors(keys))
+            stack.enter_context(consumer)
+            getting = in_thread(lambda: consumer.get(PATIENCE))
+            assert select.select([side_of(producer).socket._gate], [], [], PATIENCE)[0]  # it knocks
+            time.sleep(
+                max(0.0, side_of(producer).conversation.opened_at + 0.3 - time.monotonic())
+            )  # it was busy for long
+            raise ValueError("no such file")
+        with pytest.raises(tp.StreamFailed, match="no such file"):
+            getting()
+
+
+@EVERYWHERE
+def test_consumers_that_wait_are_told_of_a_producer_that_fails_as_soon_as_it_has_bound(
+    endpoint: str, free_port: int
+) -> None:
+    """They try again some times a second."""
+    endpoint = endpoint.replace(":0", f":{free_port}")
+    with contextlib.ExitStack() as stack:
+        consumers = [stack.enter_context(tp.Consumer(endpoint, bind=False)) for _ in range(2)]
+        getting = [in_thread(functools.partial(consumer.get, PATIENCE)) for consumer in consumers]
+        wait_until(lambda: all(is_in_use(consumer) for consumer in consumers))
+        with contextlib.suppress(ValueError), tp.Producer(endpoint, bind=True, linger=0):
+            raise ValueError("no such file")
+        for get in getting:
+            with pytest.raises(tp.StreamFailed, match="no such file"):
+                get()
+
+
 def test_a_producer_that_is_killed_while_it_waits_for_an_answer_counts_as_lost(transport: str) -> None:
     """The consumer computes meanwhile, and has queues ready for two. The third has said HELLO, and waits for one."""
     with tp.Consumer("busy", producers=3) as consumer, Child() as one, Child() as other, Child() as third:

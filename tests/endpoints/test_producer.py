@@ -478,6 +478,40 @@ def test_what_there_is_no_memory_to_copy_is_refused_before_it_is(
         assert (producer.statistics().messages, consumer.statistics().lost) == (2, 0)
 
 
+@pytest.mark.parametrize("kind", ["expanded", "flipped"])
+def test_idle_memory_over_tcp_is_given_back_before_a_refusal(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory to gather in as long as the producer holds that of messages which were taken."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        taking = in_thread(lambda: [consumer.get(PATIENCE).nbytes for _ in range(2)])
+        for _ in range(2):
+            producer.put(np.ones(48 << 20, np.uint8), PATIENCE)
+        assert taking() == [48 << 20] * 2
+        producer.flush(PATIENCE)
+        limit = _resident() + (16 << 20)
+        monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
+        tree = torch.ones(1).expand(6 << 20) if kind == "expanded" else np.ones(24 << 20, np.uint8)[::-1]
+        taking = in_thread(lambda: consumer.get(PATIENCE).nbytes)
+        producer.put(tree, PATIENCE)
+        assert taking() == 24 << 20
+
+
+def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in a full cgroup would end the consumer. The message lies in shared memory, and is taken once there is room."""
+    with tp.Consumer("copying", copy=True) as consumer, tp.Producer("copying", linger=0) as producer:
+        meet(producer, consumer)
+        producer.put(torch.ones(6 << 20), PATIENCE)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 1 << 20)
+            with pytest.raises(tp.OutOfMemory, match="taken, in 25,165,824 bytes: 1,048,576 bytes of memory are left"):
+                consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE).numel() == 6 << 20
+        assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
+
+
 def _resident() -> int:
     """Return the bytes of memory that this process has."""
     with open("/proc/self/statm", encoding="ascii") as line:

@@ -1,0 +1,105 @@
+"""A Queue where memory is short: what would be killed is refused, nothing is lost, and what is idle is never why."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tensorpipe_ipc as tp
+from tensorpipe_ipc import headroom
+from tensorpipe_ipc.queues.tensor_queue import Queue
+
+MIB = 1 << 20
+LIMIT = 10  # seconds
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | Callable[[], int]], None]:
+    """Say how many bytes of memory the machine leaves from now on."""
+
+    def leave(left: int | Callable[[], int]) -> None:
+        monkeypatch.setattr(headroom, "_available", left if callable(left) else lambda: left)
+
+    return leave
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Python's collector of cycles is off."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _refused(there: Queue) -> dict[str, Callable[[Any], None]]:
+    return {
+        "put": lambda obj: there.put(obj, timeout=LIMIT),
+        "put_many": lambda obj: there.put_many([obj], timeout=LIMIT),
+        "move": lambda obj: there.put(obj, timeout=LIMIT, move=True),
+    }
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(many: bool, leave: Any) -> None:
+    """A copy in a full cgroup would end the process. What needs no copy is got all the same."""
+    there = Queue()
+    there.put(torch.ones(24 * MIB, dtype=torch.uint8))
+    get = (
+        (lambda copy: there.get_many(1, LIMIT, copy=copy)[0])
+        if many
+        else (lambda copy: there.get(True, LIMIT, copy=copy))
+    )
+    leave(MIB)
+    with pytest.raises(tp.OutOfMemory, match=r"taken, in 25,165,824 bytes: 1,048,576 bytes of memory are left"):
+        get(True)
+    assert there.qsize() == 1
+    got = get(False)
+    assert (int(got.sum()), there.statistics().lost, there.statistics().undecodable) == (24 * MIB, 0, 0)
+
+
+def test_floats_that_there_is_no_memory_to_restore_stay_for_the_next_get(leave: Any) -> None:
+    """They crossed narrow, and take twice as much in their own dtype."""
+    there = Queue(wire_dtype=torch.float16)
+    there.put(torch.ones(8 * MIB))
+    leave(MIB)
+    with pytest.raises(tp.OutOfMemory, match=r"33,554,432 bytes"):
+        there.get(True, LIMIT)
+    assert there.get(True, LIMIT, restore=False).dtype == torch.float16
+
+
+@pytest.mark.parametrize("how", ["put", "put_many", "move"])
+@pytest.mark.parametrize("kind", ["expanded", "flipped", "in a dict"])
+@pytest.mark.usefixtures("no_collector")
+def test_what_is_refused_is_kept_by_nobody(how: str, kind: str, leave: Any) -> None:
+    """The error refers to the call's frames: that is no cycle, which only the collector would free."""
+    obj: Any = np.ones(24 * MIB, np.uint8)[::-1] if kind == "flipped" else torch.ones(1).expand(6 * MIB)
+    kept = weakref.ref(obj)
+    obj = {"x": obj} if kind == "in a dict" else obj
+    there = Queue()
+    there.put(1)  # its capacity is of what the machine leaves now
+    leave(MIB)
+    with pytest.raises(tp.OutOfMemory):
+        _refused(there)[how](obj)
+    del obj
+    assert kept() is None
+
+
+@pytest.mark.parametrize("how", ["put", "put_many", "move"])
+@pytest.mark.parametrize("kind", ["expanded", "flipped", "in a list"])
+def test_idle_memory_is_given_back_before_a_refusal(how: str, kind: str, leave: Any) -> None:
+    """There is no memory to gather in as long as the queue holds so much ready."""
+    there = Queue()
+    there.put(torch.ones(48 * MIB, dtype=torch.uint8))
+    del (got := [there.get(True, LIMIT)])[:]
+    assert not got
+    leave(lambda: MIB if there.statistics().resident > 40 * MIB else 200 * MIB)
+    obj: Any = torch.ones(1).expand(6 * MIB) if kind == "expanded" else np.ones(24 * MIB, np.uint8)[::-1]
+    _refused(there)[how]([obj] if kind == "in a list" else obj)
+    assert there.statistics().resident < 40 * MIB
+    there.get(True, LIMIT)
