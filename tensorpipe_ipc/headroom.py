@@ -17,15 +17,12 @@ import contextlib
 import functools
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tensorpipe_ipc.errors import OutOfMemory
-
-__all__ = ["addresses_left", "headroom", "see_room_to_take"]
+__all__ = ["addresses_left", "headroom"]
 
 ROOT = "/sys/fs/cgroup"  # where the limits of cgroups are read
 PROC = "/proc"  # where the memory of the machine is read, and the cgroup of this process
-_LOOKED_AT = 1 << 24  # bytes of a copy for which it is looked whether there is memory: a look takes 60 us
 # cgroup version 1 writes "no limit" as a number near 2 ** 63
 _UNLIMITED = 1 << 60
 # Fields of memory.stat. In version 1 only the fields with the prefix "total_" include the subtree.
@@ -43,25 +40,6 @@ def headroom() -> int:
             if most < _UNLIMITED and (left := most - _number(usage)) < room:
                 room = min(room, left + _cache(os.path.dirname(usage)))
     return max(0, room)
-
-
-def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None) -> None:
-    """See that there is memory for a copy of what is taken, before it is made: a full cgroup kills.
-
-    Args:
-        give_back: gives back idle memory, which must not be why there is none.
-
-    Raises:
-        OutOfMemory: there is not.
-    """
-    if nbytes < _LOOKED_AT or nbytes <= headroom():
-        return
-    give_back()
-    if nbytes > (left := headroom()):
-        raise OutOfMemory(
-            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory, or "
-            "take it with copy=False"
-        )
 
 
 def addresses_left() -> int | None:

@@ -18,6 +18,7 @@ import torch
 
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
+from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
 from tensorpipe_ipc.memory.loan import Loan
@@ -180,6 +181,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 try:
                     has_more = self._encode_some(remaining, waiting, is_made)
                 except Exception as error:
+                    if is_a_signals(error, error.__traceback__):  # it must not wait for room
+                        raise
                     at_fault = error
                 while waiting:
                     left = None if deadline is None else max(0, deadline - time.monotonic())

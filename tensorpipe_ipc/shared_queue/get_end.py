@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
-from tensorpipe_ipc.headroom import see_room_to_take
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
     FORWARDED,
@@ -39,6 +38,7 @@ from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
+from tensorpipe_ipc.wire.arrival import see_room_to_take
 from tensorpipe_ipc.wire.layout import LEASE_FROM
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]

@@ -425,7 +425,7 @@ class TokenPipe:
     def _content(self) -> bytes | None:
         """Return the pipe's content, and take nothing; None: try later.
 
-        ``tee`` copies it under the pipe's mutex, if the scratch pipe has as many pages.
+        ``tee`` copies it under the pipe's mutex, as far as the scratch pipe has pages.
         """
         try:
             reader, writer = owned_fd.pipe(os.O_NONBLOCK)
@@ -438,9 +438,16 @@ class TokenPipe:
 
     def _copied(self, scratch_read: int, scratch_write: int) -> bytes:
         size = fcntl.fcntl(self.fd, _F_GETPIPE_SZ)
-        if fcntl.fcntl(scratch_write, _F_GETPIPE_SZ) < size:
-            fcntl.fcntl(scratch_write, _F_SETPIPE_SZ, size)  # refused: a part of the pipe proves nothing
-        return os.read(scratch_read, size) if _tee(self.fd, scratch_write, size) else b""
+        is_whole = fcntl.fcntl(scratch_write, _F_GETPIPE_SZ) >= size
+        if not is_whole:
+            with contextlib.suppress(PermissionError):  # the user's budget of pipes is used up
+                fcntl.fcntl(scratch_write, _F_SETPIPE_SZ, size)
+                is_whole = True
+        if not _tee(self.fd, scratch_write, size):
+            return b""
+        if not is_whole and not _has_room(scratch_write):
+            raise BlockingIOError(errno.EAGAIN, "the scratch pipe is full: a part of the pipe proves nothing")
+        return os.read(scratch_read, size)
 
     def _spilled_content(self) -> bytes:
         if not self.spills:
@@ -531,6 +538,12 @@ class _Epolls:
 
 
 _epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary()  # by process
+
+
+def _has_room(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _tee(source: int, target: int, size: int) -> int:

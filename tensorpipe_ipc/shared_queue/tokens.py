@@ -32,14 +32,14 @@ class QueueHandle:
 
 
 class InDoubt(Exception):
-    """A token cannot be judged now: there is no descriptor for a scratch pipe, or this process does not have its queue."""
+    """A token cannot be judged now: there is no scratch pipe, or a smaller one, or this process does not have its queue."""
 
 
 def snapshot(pipe: TokenPipe) -> frozenset[int]:
     """Return the tokens that are in a pipe and its log at this moment.
 
     Raises:
-        InDoubt: there is no descriptor for a scratch pipe.
+        InDoubt: there is no descriptor for a scratch pipe, or it is too small for what waits.
     """
     tokens = pipe.snapshot()
     if tokens is None:

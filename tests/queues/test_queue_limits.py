@@ -265,6 +265,57 @@ def test_100_000_puts_before_anybody_gets_do_not_block_and_come_in_order() -> No
         assert there.empty()
 
 
+_WITHOUT_PIPES = """
+import contextlib, fcntl, os, signal, time
+from queue import Empty
+import torch
+from tensorpipe_ipc import JoinableQueue, Queue
+
+os.setgroups([]); os.setgid(54321); os.setuid(54321)  # root has no such budget
+queue, joined = Queue(1), JoinableQueue()
+joined.put(1)
+joined.get()
+joined.put(2)
+pipes = []
+with contextlib.suppress(PermissionError):
+    while len(pipes) < 400:
+        pipes += os.pipe()
+        fcntl.fcntl(pipes[-1], 1031, 1 << 20)  # F_SETPIPE_SZ
+while fcntl.fcntl(pipes[-1], 1032) > 8192:
+    pipes += os.pipe()
+large = torch.ones(32 << 20)
+for after in range(20):  # milliseconds: at some of them it has a place, and reads the tensor's bytes
+    told, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        if not after:
+            joined.get()
+        os.write(tell, b"x")
+        queue.put(large)
+        signal.pause()
+    os.read(told, 1)
+    time.sleep(after / 1000)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(told), os.close(tell)
+    with contextlib.suppress(Empty):
+        queue.get_nowait()
+queue.put("after", timeout=5)
+print(queue.get(timeout=5))
+joined.task_done()
+joined.join()
+print("joined")
+"""
+
+
+@pytest.mark.limit(40)
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's budget of pipes is used up, which takes root")
+def test_what_a_killed_process_had_comes_back_where_a_users_budget_of_pipes_is_used_up(tmp_path: Path) -> None:
+    """A new pipe is small then, and what waits in a queue's is still to be seen."""
+    done = ran_in_fork("-c", _WITHOUT_PIPES, folder=tmp_path)
+    assert (done.status, done.out) == (0, "after\njoined\n"), done.err
+
+
 # ---- memory that a cgroup leaves ----
 
 

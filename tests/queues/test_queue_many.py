@@ -38,6 +38,30 @@ def temporary(count: int, size: int) -> Iterator[Any]:
         yield torch.full((size,), i) if i % 2 else {i: torch.full((size,), i), "set": {i}}
 
 
+def test_an_exception_of_a_handler_ends_put_many_at_once() -> None:
+    """It does not wait for room for the objects that were read before."""
+
+    class Alarm(Exception):
+        pass
+
+    def alarm(*_: Any) -> None:
+        raise Alarm
+
+    def objects() -> Iterator[int]:
+        yield 1
+        signal.raise_signal(signal.SIGUSR1)
+
+    there = Queue(1)
+    there.put("first")
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(Alarm):
+            there.put_many(objects(), LIMIT)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (there.get(timeout=LIMIT), there.empty()) == ("first", True)
+
+
 def test_a_put_many_that_failed_keeps_nothing() -> None:
     """The error's traceback refers to the call's frame: that is no cycle, which only the collector would free."""
     there, tensor = Queue(), torch.ones(100_000)

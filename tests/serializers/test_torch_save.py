@@ -102,7 +102,7 @@ def test_refuses_what_is_no_tensor_or_another() -> None:
 
 @pytest.mark.parametrize("kind", ["nested", "sparse"])
 def test_refuses_a_tensor_of_another_layout(kind: str) -> None:
-    """Where the header says a plain tensor, a file of a nested or sparse one is refused."""
+    """A file of a nested or sparse tensor is refused where the header says a plain one."""
     tensor = torch.nested.nested_tensor([torch.ones(2)]) if kind == "nested" else torch.ones(2).to_sparse()
     _, payload = TORCH_SAVE.encode(tensor)
     with pytest.raises(ProtocolError, match=f"{kind}.*the header says"):
