@@ -19,6 +19,7 @@ from torch.storage import UntypedStorage
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of, staged
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.memory.handover import Frame, handover_of, placed, values_and_frames
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.queues import pickling
@@ -130,7 +131,9 @@ class Codec:
                     return flat, None, apart
         try:
             return None, pickling.dump(obj), None
-        except Exception:
+        except Exception as error:
+            if passed_a_handler(error.__traceback__):
+                raise
             flat = _flat(obj) if may_be_tree(obj) else None
             if flat is None or flat.has_one_twice() or any(map(is_shared_by_torch, flat.leaves)):
                 raise

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import echoing_process
 import numpy as np
@@ -379,3 +379,36 @@ def test_an_unused_queue_that_is_closed_is_empty() -> None:
         there.close()
         with pytest.raises(OSError, match="is closed"):
             there.empty()
+
+
+class _Alarm(Exception):
+    pass
+
+
+class _Rung(NamedTuple):
+    """It rings an alarm when it is pickled."""
+
+    x: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        signal.raise_signal(signal.SIGUSR1)
+        return _Rung, (self.x,)
+
+
+def _ring(*_: Any) -> None:
+    raise _Alarm
+
+
+def test_an_exception_of_a_handler_while_an_object_is_pickled_ends_put() -> None:
+    """It does not count as the object's own, which might cross as a tree all the same."""
+    tp.register_type(_Rung)
+    there = Queue()
+    there.put(1)
+    assert there.get(timeout=LIMIT) == 1
+    before = signal.signal(signal.SIGUSR1, _ring)
+    try:
+        with pytest.raises(_Alarm):
+            there.put(_Rung(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert there.empty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError, UnknownSerializer, UnsupportedLeaf
 from tensorpipe_ipc.serializers import Serializer, register_serializer, serializer_named, serializer_names
 from tensorpipe_ipc.serializers.base import describe, plain
-from tensorpipe_ipc.serializers.conformance import check_serializer
+from tensorpipe_ipc.serializers.conformance import Checked, check_serializer
 from tensorpipe_ipc.wire.metas import TensorMeta
 
 RAW = serializer_named("raw")
@@ -306,3 +307,41 @@ def test_errors_become_ours_afterwards_too() -> None:
         assert isinstance(raised.value.__cause__, OSError)
     finally:
         BreaksLater.broken = False
+
+
+class _Alarm(Exception):
+    pass
+
+
+def _ring(*_: Any) -> None:
+    raise _Alarm
+
+
+class _Rings(Zlib):
+    name = "rings"
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
+        if self.when == "encode":
+            signal.raise_signal(signal.SIGUSR1)
+        return super().encode(tensor)
+
+    def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().decode(meta, payload)
+
+
+def test_an_exception_of_a_signals_handler_is_not_the_serializers() -> None:
+    """Whatever it interrupts, the caller gets it as it was raised."""
+    before = signal.signal(signal.SIGUSR1, _ring)
+    try:
+        with pytest.raises(_Alarm):
+            Checked(_Rings("encode")).encode(torch.ones(3))
+        serializer = Checked(_Rings("decode"))
+        meta, payload = serializer.encode(torch.ones(3))
+        with pytest.raises(_Alarm):
+            serializer.decode(meta, memoryview(payload))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
