@@ -145,7 +145,7 @@ class SharedMemoryError(TensorPipeError, OSError):
 
 class OutOfMemory(TensorPipeError, MemoryError):
     """A message is larger than this process may have memory for. One that came in frames is dropped, and the next one can be
-    taken; one in shared memory stays for the next get. One that was to be sent is not."""
+    taken; one in shared memory stays for the next get, for eight tries. One that was to be sent is not."""
 
 
 class MeasurementFailed(TensorPipeError, RuntimeError):

@@ -334,6 +334,11 @@ class Consumer(End):
         payloads, nbytes = header.payloads(frames), schema.nbytes
         schema.check(payloads)
         serializer = serializer_named(schema.serializer)
+        try:
+            return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
+        except OutOfMemory:
+            if not self._receiver.give_back_idle():  # it must not be why
+                raise
         return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
@@ -360,6 +365,8 @@ class Consumer(End):
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
+        except OutOfMemory:  # the message stays for the next get
+            raise
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
                 raise

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.headroom import addresses_left
+from tensorpipe_ipc.headroom import addresses_left, headroom
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
 from tensorpipe_ipc.wire.schema import schema_of
@@ -37,6 +37,7 @@ _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about 
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
 _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
+_LOOKED_AT = 1 << 24  # bytes for which it is looked whether there is memory: a look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
@@ -62,12 +63,11 @@ class BufferPool:
             raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
         base = self._ready(_size(nbytes))
         if base is None:
-            left = addresses_left()
-            if left is not None and 2 * nbytes + _SPARE > left:
-                self._idle.clear()  # it must not be why
-                left = addresses_left()
-            if left is not None and 2 * nbytes + _SPARE > left:
-                raise OutOfMemory(_refused(nbytes, f"{left:,} bytes are left of this process's limit (ulimit -v)"))
+            why = _why_no_room(2 * nbytes)
+            if why and self.give_back_idle():  # it must not be why
+                why = _why_no_room(2 * nbytes)
+            if why:
+                raise OutOfMemory(_refused(nbytes, why))
             return None
         self._count(nbytes)
         return _region_on(base, nbytes, self)
@@ -79,13 +79,23 @@ class BufferPool:
             OutOfMemory: there is no such amount of memory.
         """
         self._count(nbytes)
-        with suppress(MemoryError, ValueError, OverflowError):
-            return _region_on(_fresh(nbytes), nbytes, self)
-        self._idle.clear()  # it must not be why
+        if not _why_no_room(nbytes):
+            with suppress(MemoryError, ValueError, OverflowError):
+                return _region_on(_fresh(nbytes), nbytes, self)
+        self.give_back_idle()  # it must not be why
+        why = _why_no_room(nbytes)
+        if why:
+            raise OutOfMemory(_refused(nbytes, why))
         try:
             return _region_on(_fresh(nbytes), nbytes, self)
         except (MemoryError, ValueError, OverflowError) as error:
             raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
+
+    def give_back_idle(self) -> int:
+        """Give back what lies idle. Return the number of bytes."""
+        nbytes = sum(map(len, self._idle.copy()))
+        self._idle.clear()
+        return nbytes
 
     def take_back(self, base: Any) -> None:
         """Keep memory that nothing refers to any more, for the next message."""
@@ -247,6 +257,16 @@ def _refused(nbytes: int, why: str) -> str:
         f"a message with payloads of {nbytes:,} bytes, which takes twice as much while it comes: {why}; "
         "raise the limit, or send less at once. It was dropped"
     )
+
+
+def _why_no_room(nbytes: int) -> str:
+    """Return why there is no room for so many bytes; "" if there is: a full cgroup kills."""
+    addresses = addresses_left()
+    if addresses is not None and nbytes + _SPARE > addresses:
+        return f"{addresses:,} bytes are left of this process's limit (ulimit -v)"
+    if nbytes >= _LOOKED_AT and nbytes > (left := headroom()):
+        return f"{left:,} bytes of memory are left"
+    return ""
 
 
 def _fresh(nbytes: int) -> Any:

@@ -551,6 +551,10 @@ class Receiver(Participant):
         if reassembly is not None and reassembly.sequence == arrived.header.sequence and reassembly.refused:
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
+    def give_back_idle(self) -> int:
+        """Give back the memory that lies ready for further messages in frames. Return the number of bytes."""
+        return self._buffers.give_back_idle()
+
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""
         return "", _FAREWELL if self.say_goodbye() else 0.0

@@ -74,7 +74,7 @@ def handover_of(flat: Flat, leases: Leases, *, offered: bool = False) -> Handove
     owners = _sole_owners(ours, held.anchor)
     if owners is None:
         return None
-    places = [leaf.data_ptr() for leaf in ours]
+    places = list(map(_shown, ours))
     return Handover(held, functools.partial(_empty, owners), functools.partial(_are_sole_still, ours, places))
 
 
@@ -94,12 +94,18 @@ def _empty(owners: Iterable[torch.Tensor]) -> None:
         owner.set_()  # type: ignore[call-overload, unused-ignore]
 
 
-def _are_sole_still(leaves: list[torch.Tensor], places: list[int], array: weakref.ref[Any]) -> bool:
-    """Return whether the leaves are still the sole owners, and lie where they did: another thread may have exchanged memory.
+def _shown(leaf: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a tensor shows: its place, shape, and so on."""
+    flags = leaf.is_conj(), leaf.is_neg(), leaf.requires_grad
+    return leaf.data_ptr(), leaf.dtype, leaf.shape, leaf.stride(), flags
+
+
+def _are_sole_still(leaves: list[torch.Tensor], places: list[tuple[Any, ...]], array: weakref.ref[Any]) -> bool:
+    """Return whether the leaves are still the sole owners, and show what they did: another thread may have changed them.
 
     The handover itself refers to the array and the bases by now.
     """
-    return [leaf.data_ptr() for leaf in leaves] == places and _sole_owners(leaves, array, callers=1) is not None
+    return list(map(_shown, leaves)) == places and _sole_owners(leaves, array, callers=1) is not None
 
 
 def _sole_owners(

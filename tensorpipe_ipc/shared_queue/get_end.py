@@ -14,7 +14,15 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from tensorpipe_ipc.errors import Empty, PeerLost, ProtocolError, SharedMemoryError, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.errors import (
+    Empty,
+    OutOfMemory,
+    PeerLost,
+    ProtocolError,
+    SharedMemoryError,
+    ShutDown,
+    UnsupportedLeaf,
+)
 from tensorpipe_ipc.handlers import is_a_signals, passed_a_handler
 from tensorpipe_ipc.memory.arena import (
     CREDIT,
@@ -467,6 +475,11 @@ class GetEnd:
         if array is None:
             see_room_to_take(nbytes, self.attachment.trim)
             array = self.leases.octets[start : start + nbytes].copy()
+        try:
+            return decode(metadata, array)
+        except OutOfMemory:
+            if not self.attachment.trim():  # what is idle must not be why
+                raise
         return decode(metadata, array)
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:

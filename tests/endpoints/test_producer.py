@@ -512,6 +512,37 @@ def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(monkey
         assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
 
 
+def test_floats_that_there_is_no_memory_to_restore_stay_for_the_next_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They crossed narrow through shared memory, and take twice as much in their own dtype."""
+    with tp.Consumer("restoring") as consumer, tp.Producer("restoring", wire_dtype=torch.float16, linger=0) as producer:
+        meet(producer, consumer)
+        producer.put(torch.ones(6 << 20), PATIENCE)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 1 << 20)
+            with pytest.raises(tp.OutOfMemory, match="taken, in 25,165,824 bytes"):
+                consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE).sum() == 6 << 20
+        assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
+
+
+def test_a_message_over_tcp_that_there_is_no_memory_for_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes twice its size while it comes. The next one comes."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        producer.put(torch.ones(6 << 20), PATIENCE)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 40 << 20)
+            with pytest.raises(
+                tp.OutOfMemory, match="25,165,824 bytes, which takes twice .* 41,943,040 bytes of memory"
+            ):
+                consumer.get(PATIENCE)
+        producer.put("next", PATIENCE)
+        assert consumer.get(PATIENCE) == "next"
+
+
 def _resident() -> int:
     """Return the bytes of memory that this process has."""
     with open("/proc/self/statm", encoding="ascii") as line:

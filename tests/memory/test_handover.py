@@ -150,6 +150,27 @@ def test_a_put_that_waits_for_room_keeps_the_memory_that_it_sends(ctx: Any, tree
     assert other.get(timeout=LIMIT).unique().tolist() == [42.0]
 
 
+def _show_half(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data[: len(tensor) // 2]
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda tensor: tensor.unsqueeze_(0), _show_half])
+def test_a_move_that_waits_sends_what_the_tensor_shows_in_the_end(ctx: Any, change: Any) -> None:
+    """Another thread changes its shape or strides, on the same memory."""
+    there = ctx.Queue(1)
+    sent = ctx.empty((100, SIZE // 100))
+    sent.copy_(torch.arange(sent.numel()).view(sent.shape))
+    there.put("full")
+    thread = threading.Thread(target=there.put, args=(sent,), kwargs={"timeout": LIMIT, "move": True})
+    thread.start()
+    wait_until_asleep(thread)
+    change(sent)
+    shown = sent.clone()
+    assert there.get() == "full"
+    thread.join(LIMIT)
+    assert torch.equal(there.get(timeout=LIMIT), shown)
+
+
 def _swap_data(one: torch.Tensor, other: torch.Tensor) -> None:
     one.data, other.data = other.data, one.data
 
