@@ -175,6 +175,10 @@ class Leases:
             return self._lease_of_copy(start, nbytes)
         return self._anchored(block, start, nbytes, nbytes, charge)
 
+    def lease_anyway(self, block: int, start: int, nbytes: int) -> Octets:
+        """Return the bytes of a large block as ``lease`` does, beyond the budget: there is no memory for a copy of them."""
+        return self._anchored(block, start, nbytes, nbytes, max(nbytes, self.words[(block >> 3) + WRITTEN]))
+
     def needs_block(self, block: int, start: int, nbytes: int) -> bool:
         """Return whether a lease of these bytes takes another block, and the budget allows it."""
         return self._is_small(block, start, nbytes) and self._room >= PAGE

@@ -270,7 +270,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             copy: True: all tensors lie in one private copy of the message, and a part that is kept keeps the whole copy:
                 ``clone()`` the part. False: they lie in shared memory, however small, as a *lease*: the block that they
                 arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on, as long as this process
-                leases at most half of the queue's memory, and no more memory is in use than the capacity. Tensors
+                leases at most half of the queue's memory, and no more memory is in use than the capacity; beyond that,
+                where there is no memory for a copy. Tensors
                 without items, and messages without tensors, have no memory: the three settings agree. A lease smaller
                 than a page costs a page.
                 If a child is forked while leased tensors live, the child's writes to them stay private to it. The child

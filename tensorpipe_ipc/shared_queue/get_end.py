@@ -473,14 +473,24 @@ class GetEnd:
                 f"all memory in use is to be {self.arena.capacity} bytes at most. Let go of tensors, or get a copy",
             )
         if array is None:
-            see_room_to_take(nbytes, self.attachment.trim)
-            array = self.leases.octets[start : start + nbytes].copy()
+            array = self._copy(block, start, nbytes, may_lease=lease_from < COPY)
         try:
             return decode(metadata, array)
         except OutOfMemory:
             if not self.attachment.trim():  # what is idle must not be why
                 raise
         return decode(metadata, array)
+
+    def _copy(self, block: int, start: int, nbytes: int, *, may_lease: bool) -> Octets:
+        """Return a copy of a payload; a lease of it, if it may be, where there is no memory for a copy."""
+        try:
+            see_room_to_take(nbytes, self.attachment.trim)
+        except OutOfMemory:
+            if not may_lease:
+                raise
+            return self.leases.lease_anyway(block, start, nbytes)
+        copy: Octets = self.leases.octets[start : start + nbytes].copy()
+        return copy
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes, must=must)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from inside import set_lease_budget, shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import headroom
@@ -61,6 +62,20 @@ def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(many: 
     assert there.qsize() == 1
     got = get(False)
     assert (int(got.sum()), there.statistics().lost, there.statistics().undecodable) == (24 * MIB, 0, 0)
+
+
+def test_what_there_is_no_memory_to_copy_is_leased_unless_a_copy_was_asked_for(leave: Any) -> None:
+    """A process leases half of the queue's memory at most, but where nothing else is possible."""
+    there = Queue()
+    there.put(1)
+    assert there.get(timeout=LIMIT) == 1
+    set_lease_budget(shared_queue_of(there).leases, MIB)
+    there.put(torch.ones(24 * MIB, dtype=torch.uint8))
+    leave(MIB)
+    got = there.get(timeout=LIMIT)
+    assert (int(got.sum()), there.statistics().bytes_leased) == (24 * MIB, 24 * MIB)
+    del got
+    assert there.statistics().bytes_leased == 0
 
 
 def test_floats_that_there_is_no_memory_to_restore_stay_for_the_next_get(leave: Any) -> None:
