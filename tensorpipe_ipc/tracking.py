@@ -237,7 +237,8 @@ class MemoryTracker:
     @property
     def peak(self) -> MemorySample:
         """The highest of each figure, each at its own moment. Of unique, proportional and shared memory the full samples
-        tell. Resident memory is at least what the kernel kept as any one process's peak."""
+        tell. Resident memory is at least what the kernel kept as any one process's peak, which each tracker that begins
+        on that process sets back: another one's, too."""
         found = {field: max(self._values(field), default=None) for field in MemorySample._fields}
         each = max((watched.peak.rss for watched in self._seen), default=0)
         return MemorySample(**found)._replace(rss=max(each, found["rss"] or 0))  # type: ignore[arg-type]

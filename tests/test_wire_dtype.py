@@ -390,3 +390,14 @@ def test_the_worst_error_stays_and_is_of_no_zero_nan_or_overflow() -> None:
         assert queue.statistics().worst_error == worst
     finally:
         queue.close()
+
+
+@pytest.mark.parametrize("shape", [(3, 1_400_001), (700_001, 6), (4, 2, 200_000)])
+def test_overflows_of_a_large_tensor_with_gaps_are_counted_once(shape: tuple[int, ...]) -> None:
+    """They are looked for in parts."""
+    queue, sent = tp.Queue(wire_dtype=torch.float16), torch.ones(shape)[..., ::2]
+    for place in (0, sent.numel() // 2, sent.numel() - 1):
+        sent[tuple(np.unravel_index(place, sent.shape))] = 1e6
+    queue.put(sent)
+    assert int(torch.isinf(queue.get(timeout=20)).sum()) == 3
+    assert queue.statistics().overflowed == 3

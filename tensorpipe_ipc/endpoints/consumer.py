@@ -180,8 +180,8 @@ class Consumer(End):
                 lay in the GPU memory of one that is gone (``cuda_ipc``).
             UnsupportedLeaf: the message holds a type that is not registered here, or, ``as_numpy``, a tensor of a dtype or a
                 layout that NumPy lacks. It is dropped.
-            OutOfMemory: a message came over tcp that is larger than this process may have (``ulimit -v``), or than ``device``
-                has memory for. It is dropped.
+            OutOfMemory: there is no memory for a message that came in frames, or no address (``ulimit -v``), or ``device`` has
+                none. It is dropped. Or there is none for a copy of one in shared memory: it comes again, up to eight times.
             Refused: the producer's serializer is not accepted (where this end connects), or one of the two requires shared
                 memory, and what is in the way of it.
             SharedMemoryError: copy=False, and this process has as much under lease as it may (half of what shared memory

@@ -137,7 +137,18 @@ class Narrowing:
         return bool(narrow.numel()) and self._largest(narrow) >= self._suspect
 
     def count(self, narrow: torch.Tensor, wide: torch.Tensor) -> None:
-        """Count the items that overflowed."""
+        """Count the items that overflowed. On the CPU in parts, as each takes several copies."""
+        if wide.is_cpu and wide.numel() > PIECE:
+            dim = max(range(wide.dim()), key=lambda each: wide.shape[each])
+            rows = max(1, wide.shape[dim] * PIECE // wide.numel())
+            for narrow_part, wide_part in zip(
+                torch.split(narrow, rows, dim), torch.split(wide, rows, dim), strict=True
+            ):
+                self._count(narrow_part, wide_part)
+        else:
+            self._count(narrow, wide)
+
+    def _count(self, narrow: torch.Tensor, wide: torch.Tensor) -> None:
         finite = torch.isfinite(narrow.to(wide.dtype))
         self.overflowed += int((torch.isfinite(wide) & ~finite | (wide.abs() > self._edge) & finite).sum())
 

@@ -49,8 +49,8 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     give_back()
     if nbytes > (left := headroom()):
         raise OutOfMemory(
-            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory, or "
-            "take it with copy=False"
+            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
+            "A lease (copy=False), or floats as they crossed (restore=False), take none"
         )
 
 

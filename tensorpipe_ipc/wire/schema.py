@@ -26,7 +26,15 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
+from tensorpipe_ipc.wire.arrival import (
+    AS_SENT,
+    TENSORS,
+    DecodeOptions,
+    is_restored,
+    restored_span,
+    see_room_to_take,
+    widened,
+)
 from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, layout, places_of
@@ -412,12 +420,18 @@ def _announced(data: memoryview) -> int:
 def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     size = len(payload)
     if own >= 0 and (size < BULK or _address(payload) % meta.alignment):
+        if size >= BULK:
+            see_room_to_take(size)
         payload = memoryview(bytearray(payload))
         own = 0  # it is the tensor's own already
     tensor = serializer.decode(meta, payload)
     if own == ALIAS and serializer.zero_copy:
         mark(tensor)
-    return tensor.clone() if size <= own and serializer.zero_copy else tensor
+    if size > own or not serializer.zero_copy:
+        return tensor
+    if size >= BULK:
+        see_room_to_take(size)
+    return tensor.clone()
 
 
 def _address(payload: memoryview) -> int:
