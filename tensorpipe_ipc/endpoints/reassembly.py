@@ -19,7 +19,6 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -79,17 +78,12 @@ class BufferPool:
             OutOfMemory: there is no such amount of memory.
         """
         self._count(nbytes)
-        if not _why_no_room(nbytes):
-            with suppress(MemoryError, ValueError, OverflowError):
-                return _region_on(_fresh(nbytes), nbytes, self)
-        self.give_back_idle()  # it must not be why
-        why = _why_no_room(nbytes)
-        if why:
-            raise OutOfMemory(_refused(nbytes, why))
         try:
             return _region_on(_fresh(nbytes), nbytes, self)
-        except (MemoryError, ValueError, OverflowError) as error:
-            raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
+        except OutOfMemory:
+            if not self.give_back_idle():  # it must not be why
+                raise
+        return _region_on(_fresh(nbytes), nbytes, self)
 
     def give_back_idle(self) -> int:
         """Give back what lies idle. Return the number of bytes."""
@@ -270,7 +264,13 @@ def _why_no_room(nbytes: int) -> str:
 
 
 def _fresh(nbytes: int) -> Any:
-    return (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
+    why = _why_no_room(nbytes)
+    if why:
+        raise OutOfMemory(_refused(nbytes, why))
+    try:
+        return (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
+    except (MemoryError, ValueError, OverflowError) as error:
+        raise OutOfMemory(_refused(nbytes, f"there is no memory: {error}")) from None
 
 
 def _size(nbytes: int) -> int:

@@ -378,13 +378,13 @@ def test_another_thread_looks_at_ends_that_are_busy(shared_memory: Any) -> None:
     try:
         with tp.Consumer("looked-at", shared_memory=shared_memory, producers=None) as consumer:
             ends.append(consumer)
-            for _ in range(12):
+            for _ in range(6):
                 with tp.Producer("looked-at", shared_memory=shared_memory) as producer:
                     ends.append(producer)
-                    putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in range(50)])
-                    assert [consumer.get(PATIENCE) for _ in range(50)] == list(range(50))
+                    putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in range(10)])
+                    assert [consumer.get(PATIENCE) for _ in range(10)] == list(range(10))
                     putting()
-                assert producer.statistics().messages == 50
+                assert producer.statistics().messages == 10
     finally:
         is_over = True
     assert looking() > 10

@@ -738,9 +738,13 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool, monkeypatch:
     assert (kept() is None) == is_asked_for  # else it waits in its frame
 
 
-def test_what_this_machine_does_not_have_is_refused() -> None:
-    """A message may announce at most all memory of this machine."""
+def test_what_this_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message may announce at most all memory of this machine, and half of what is left of it."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(reassembly, "headroom", lambda: 2 * most - 1)
+    with pytest.raises(OutOfMemory, match=rf"{most:,} bytes, .*: {2 * most - 1:,} bytes of memory are left"):
+        BufferPool().ready(most)
+    monkeypatch.setattr(reassembly, "headroom", lambda: 2 * most)
     assert BufferPool().ready(most) is None
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
         BufferPool().ready(most + 1)
