@@ -372,19 +372,20 @@ def test_another_thread_looks_at_ends_that_are_busy(shared_memory: Any) -> None:
         while not is_over:
             for end in [*ends]:
                 looks += len(f"{end!r} {end.statistics()}") > 0
+                time.sleep(0.0001)  # else each of the others' calls waits 5 ms for the interpreter's lock
         return looks
 
     looking = in_thread(look)
     try:
         with tp.Consumer("looked-at", shared_memory=shared_memory, producers=None) as consumer:
             ends.append(consumer)
-            for _ in range(6):
+            for _ in range(12):
                 with tp.Producer("looked-at", shared_memory=shared_memory) as producer:
                     ends.append(producer)
-                    putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in range(10)])
-                    assert [consumer.get(PATIENCE) for _ in range(10)] == list(range(10))
+                    putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in range(50)])
+                    assert [consumer.get(PATIENCE) for _ in range(50)] == list(range(50))
                     putting()
-                assert producer.statistics().messages == 10
+                assert producer.statistics().messages == 50
     finally:
         is_over = True
     assert looking() > 10
