@@ -34,6 +34,7 @@ from tensorpipe_ipc.shared_queue.shared_memory import lease_from
 from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.wire.room import made_with_room
 from tensorpipe_ipc.wire.schema import ALIAS, schema_of
 
 __all__ = ["Consumer", "ConsumerStatistics"]
@@ -334,12 +335,8 @@ class Consumer(End):
         payloads, nbytes = header.payloads(frames), schema.nbytes
         schema.check(payloads)
         serializer = serializer_named(schema.serializer)
-        try:
-            return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
-        except OutOfMemory:
-            if not self._receiver.give_back_idle():  # it must not be why
-                raise
-        return schema.tree(header.values, payloads, serializer, self._own, self._arrival), nbytes
+        parts = header.values, payloads, serializer, self._own, self._arrival
+        return made_with_room(self._receiver.give_back_idle, schema.tree, *parts), nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """Return a message in a block: its tree and bytes, or the error that it is."""

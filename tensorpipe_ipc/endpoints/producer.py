@@ -20,7 +20,7 @@ from tensorpipe_ipc.endpoints.end import End
 from tensorpipe_ipc.endpoints.peer import lost_or_failed
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.sender import Held, NotHandedOver, Sender
-from tensorpipe_ipc.errors import Busy, Closed, Full, OutOfMemory
+from tensorpipe_ipc.errors import Busy, Closed, Full
 from tensorpipe_ipc.limits import check_count, check_seconds, deadline_of, remaining
 from tensorpipe_ipc.memory.handover import handover_of, placed
 from tensorpipe_ipc.memory.leases import Handover
@@ -34,6 +34,7 @@ from tensorpipe_ipc.wire.flatten import flatten
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, metadata_of
 from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import EncodedMessage, encode
+from tensorpipe_ipc.wire.room import made_with_room
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
 __all__ = ["Producer", "ProducerStatistics"]
@@ -228,11 +229,7 @@ class Producer(End):
                         raise
                 self._guard.check()
                 self._sender.look_around()
-        try:
-            return make_tensors(specs)
-        except OutOfMemory:
-            self._give_back_idle()
-        return make_tensors(specs)
+        return made_with_room(self._give_back_idle, make_tensors, specs)
 
     def put_nowait(self, tree: Any) -> None:
         """``put(tree, timeout=0)``."""
@@ -331,11 +328,7 @@ class Producer(End):
             queue = self._sender.any_queue()
         if queue is None:
             return None
-        try:
-            flat = flatten(tree)
-        except OutOfMemory:
-            self._give_back_idle()
-            flat = flatten(tree)
+        flat = made_with_room(self._give_back_idle, flatten, tree)
         return handover_of(flat, queue.leases) if sum(leaf.nbytes for leaf in flat.leaves) >= LEASE_FROM else None
 
     def _place(self, deadline: float | None) -> PairQueue | None:
@@ -348,23 +341,12 @@ class Producer(End):
         return sender.any_queue()
 
     def _copied(self, tree: Any) -> EncodedMessage:
-        """Return a tree as it goes where its tensors are not handed over.
+        """Return a tree as it goes where its tensors are not handed over."""
+        return made_with_room(self._give_back_idle, encode, tree, staged(self._narrowing or self._serializer))
 
-        Where there is no memory to gather it in, idle memory is given back first.
-        """
-        encoder = staged(self._narrowing or self._serializer)
-        try:
-            return encode(tree, encoder)
-        except OutOfMemory:
-            self._give_back_idle()
-        return encode(tree, encoder)
-
-    def _give_back_idle(self) -> None:
-        """Give back idle memory before a refusal. If there is none, raise the refusal that is being handled."""
+    def _give_back_idle(self) -> int:
         with self._guard:
-            nbytes = self._sender.give_back_idle()
-        if not nbytes:
-            raise  # it has no name: a frame that refers to its own error keeps the tree
+            return self._sender.give_back_idle()
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
         sender = self._sender

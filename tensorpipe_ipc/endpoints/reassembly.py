@@ -27,6 +27,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.headroom import addresses_left, headroom
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.room import COPIED, made_with_room
 from tensorpipe_ipc.wire.schema import schema_of
 
 __all__ = ["Reassembly", "BufferPool"]
@@ -36,7 +37,6 @@ _UNIT = 1 << 15  # bytes; sizes are rounded up to it, so that messages of about 
 _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
 _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
-_LOOKED_AT = 1 << 24  # bytes for which it is looked whether there is memory: a look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 
 
@@ -62,11 +62,7 @@ class BufferPool:
             raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
         base = self._ready(_size(nbytes))
         if base is None:
-            why = _why_no_room(2 * nbytes)
-            if why and self.give_back_idle():  # it must not be why
-                why = _why_no_room(2 * nbytes)
-            if why:
-                raise OutOfMemory(_refused(nbytes, why))
+            made_with_room(self.give_back_idle, _see_room_for, nbytes, 2)
             return None
         self._count(nbytes)
         return _region_on(base, nbytes, self)
@@ -78,12 +74,7 @@ class BufferPool:
             OutOfMemory: there is no such amount of memory.
         """
         self._count(nbytes)
-        try:
-            return _region_on(_fresh(nbytes), nbytes, self)
-        except OutOfMemory:
-            if not self.give_back_idle():  # it must not be why
-                raise
-        return _region_on(_fresh(nbytes), nbytes, self)
+        return _region_on(made_with_room(self.give_back_idle, _fresh, nbytes), nbytes, self)
 
     def give_back_idle(self) -> int:
         """Give back what lies idle. Return the number of bytes."""
@@ -253,20 +244,17 @@ def _refused(nbytes: int, why: str) -> str:
     )
 
 
-def _why_no_room(nbytes: int) -> str:
-    """Return why there is no room for so many bytes; "" if there is: a full cgroup kills."""
-    addresses = addresses_left()
-    if addresses is not None and nbytes + _SPARE > addresses:
-        return f"{addresses:,} bytes are left of this process's limit (ulimit -v)"
-    if nbytes >= _LOOKED_AT and nbytes > (left := headroom()):
-        return f"{left:,} bytes of memory are left"
-    return ""
+def _see_room_for(nbytes: int, times: int) -> None:
+    """See that there is room for so many bytes, so many times."""
+    room, addresses = times * nbytes, addresses_left()
+    if addresses is not None and room + _SPARE > addresses:
+        raise OutOfMemory(_refused(nbytes, f"{addresses:,} bytes are left of this process's limit (ulimit -v)"))
+    if room >= COPIED and room > (left := headroom()):
+        raise OutOfMemory(_refused(nbytes, f"{left:,} bytes of memory are left"))
 
 
 def _fresh(nbytes: int) -> Any:
-    why = _why_no_room(nbytes)
-    if why:
-        raise OutOfMemory(_refused(nbytes, why))
+    _see_room_for(nbytes, 1)
     try:
         return (ctypes.c_char * _size(nbytes)).from_buffer(np.empty(_size(nbytes), np.uint8).data)
     except (MemoryError, ValueError, OverflowError) as error:

@@ -27,13 +27,13 @@ from tensorpipe_ipc.libc import private_memory
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
+from tensorpipe_ipc.wire.room import COPIED
 
 __all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
 
 PIECE = 1 << 20  # bytes, a multiple of ALIGN; and of a block of memory
 PIECE_AFAR = PIECE // 4  # to another host
 KEPT_AT_MOST = 1 << 28  # bytes of messages towards all consumers together; one message may always be kept
-_LOOKED_AT = 1 << 24  # bytes of a message for which it is looked whether there is memory: a look takes 60 us
 _SPARE = 1 << 23  # bytes of addresses that are left to the rest of the process: libzmq ends it when it gets none
 
 
@@ -96,7 +96,7 @@ class ResendBuffer:
             OutOfMemory: there is no memory for it.
         """
         nbytes = message.size
-        if nbytes < _LOOKED_AT or nbytes <= headroom():
+        if nbytes < COPIED or nbytes <= headroom():
             return
         self.drop_idle()  # it must not be why
         left = headroom() + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc.cuda import on_device
-from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
+from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
@@ -33,6 +33,7 @@ from tensorpipe_ipc.shared_queue.queue_statistics import QueueStatistics, statis
 from tensorpipe_ipc.shared_queue.shared_memory import LEASE_FROM, Copy, SharedMemoryQueue, lease_from
 from tensorpipe_ipc.wire.in_block import PICKLED
 from tensorpipe_ipc.wire.layout import Block
+from tensorpipe_ipc.wire.room import made_with_room
 
 __all__ = ["JoinableQueue", "Queue"]
 
@@ -137,17 +138,15 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
         offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
-            apart = (*self._taken_apart(obj)[:2], None)  # references to storages would count as aliases
+            flat, pickled, _ = made_with_room(self.trim, codec.take_apart, obj)
+            apart = flat, pickled, None  # references to storages would count as aliases
             held = codec.handed_over(obj, apart, offered=offered)
             if held is not None:
                 began = time.monotonic()
                 if self._queue.put_held(*held, seconds):
                     return
                 seconds = seconds and max(0, seconds - (time.monotonic() - began))
-        try:
-            payload, metadata = codec.encode(obj, apart)
-        except OutOfMemory:
-            payload, metadata = self._encoded_again(obj, apart)
+        payload, metadata = made_with_room(self.trim, codec.encode, obj, apart)
         try:
             self._queue.put(payload, metadata, seconds)
         except BaseException as error:
@@ -217,11 +216,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         nbytes = 0
         for obj in remaining:
-            apart = None if type(obj) is torch.Tensor else self._taken_apart(obj)
-            try:
-                payload, metadata = self._codec.encode(obj, apart)
-            except OutOfMemory:
-                payload, metadata = self._encoded_again(obj, apart)
+            apart = None if type(obj) is torch.Tensor else made_with_room(self.trim, self._codec.take_apart, obj)
+            payload, metadata = made_with_room(self.trim, self._codec.encode, obj, apart)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
             copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
@@ -229,28 +225,6 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             if len(waiting) == BATCH or nbytes > _AT_ONCE or not (is_apart or copies):
                 return True
         return False
-
-    def _taken_apart(self, obj: Any) -> Apart:
-        """Take an object apart; where there is no memory for what is copied then, once idle memory is given back."""
-        try:
-            return self._codec.take_apart(obj)
-        except OutOfMemory:
-            self._give_back_idle()
-        return self._codec.take_apart(obj)
-
-    def _encoded_again(self, obj: Any, apart: Apart | None) -> tuple[Payload, bytes]:
-        """Encode an object that there was no memory to gather in, once idle memory is given back.
-
-        Raises:
-            OutOfMemory: there was none idle, or it is not enough.
-        """
-        self._give_back_idle()
-        return self._codec.encode(obj, apart)
-
-    def _give_back_idle(self) -> None:
-        """Give back idle memory before a refusal. If there is none, raise the refusal that is being handled."""
-        if not self.trim():
-            raise  # it has no name: a frame that refers to its own error keeps the object
 
     def get(
         self,
@@ -270,10 +244,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             copy: True: all tensors lie in one private copy of the message, and a part that is kept keeps the whole copy:
                 ``clone()`` the part. False: they lie in shared memory, however small, as a *lease*: the block that they
                 arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on, as long as this process
-                leases at most half of the queue's memory, and no more memory is in use than the capacity; beyond that,
-                where there is no memory for a copy. Tensors
-                without items, and messages without tensors, have no memory: the three settings agree. A lease smaller
-                than a page costs a page.
+                leases at most half of the queue's memory, and no more memory is in use than the capacity; and where there
+                is no memory for a copy. Tensors without items, and messages without tensors, have no memory: the three
+                settings agree. A lease smaller than a page costs a page.
                 If a child is forked while leased tensors live, the child's writes to them stay private to it. The child
                 may see *this* process's later writes, in pages that the child has not written itself. A child that
                 needs the old contents clones the tensors.

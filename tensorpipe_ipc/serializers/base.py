@@ -19,6 +19,7 @@ from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
+from tensorpipe_ipc.wire.room import GATHERED
 
 __all__ = [
     "Serializer",
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 _ANY = 1 << 62  # bytes: more than any tensor has
-_ALLOWANCE = 1 << 22  # bytes that are copied between two looks at the machine's headroom (about 60 us each)
 _Copy = TypeVar("_Copy")
 _unlooked = 0  # bytes that were copied since the last one
 
@@ -150,7 +150,7 @@ def check_memory(tensor: torch.Tensor, itemsize: int = 0) -> None:
     global _unlooked  # another thread's addition may be lost: then it is looked a little later
     nbytes = tensor.numel() * (itemsize or tensor.itemsize)
     _unlooked += nbytes
-    if _unlooked >= _ALLOWANCE:
+    if _unlooked >= GATHERED:
         if nbytes > (left := headroom()):
             raise _no_memory(tensor, nbytes, f"{left:,} bytes of memory are left")
         _unlooked = 0

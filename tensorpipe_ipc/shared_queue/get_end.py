@@ -46,8 +46,8 @@ from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
-from tensorpipe_ipc.wire.arrival import see_room_to_take
 from tensorpipe_ipc.wire.layout import LEASE_FROM
+from tensorpipe_ipc.wire.room import made_with_room, see_room_to_take
 
 __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_from"]
 
@@ -474,12 +474,7 @@ class GetEnd:
             )
         if array is None:
             array = self._copy(block, start, nbytes, may_lease=lease_from < COPY)
-        try:
-            return decode(metadata, array)
-        except OutOfMemory:
-            if not self.attachment.trim():  # what is idle must not be why
-                raise
-        return decode(metadata, array)
+        return made_with_room(self.attachment.trim, decode, metadata, array)
 
     def _copy(self, block: int, start: int, nbytes: int, *, may_lease: bool) -> Octets:
         """Return a copy of a payload; a lease of it, if it may be, where there is no memory for a copy."""

@@ -7,15 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
-from tensorpipe_ipc.headroom import headroom
+from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire.metas import LeafMeta
 from tensorpipe_ipc.wire.restoring import restore
+from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import Op
 
-__all__ = ["AS_SENT", "TENSORS", "DecodeOptions", "is_restored", "restored_span", "see_room_to_take", "widened"]
+__all__ = ["AS_SENT", "TENSORS", "DecodeOptions", "is_restored", "restored_span", "widened"]
 
-_LOOKED_AT = 1 << 24  # bytes of a copy for which it is looked whether there is memory: a look takes 60 us
 TENSORS = (Op.TENSOR, Op.TENSOR_GRAD, Op.PARAMETER, Op.FROZEN)  # kinds of leaves that may move to a device
 
 
@@ -33,25 +32,6 @@ class DecodeOptions(NamedTuple):
 
 
 AS_SENT = DecodeOptions()
-
-
-def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None) -> None:
-    """See that there is memory for a copy of what is taken, before it is made: a full cgroup kills.
-
-    Args:
-        give_back: gives back idle memory, which must not be why there is none.
-
-    Raises:
-        OutOfMemory: there is not.
-    """
-    if nbytes < _LOOKED_AT or nbytes <= headroom():
-        return
-    give_back()
-    if nbytes > (left := headroom()):
-        raise OutOfMemory(
-            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
-            "A lease (copy=False), or floats as they crossed (restore=False), take none"
-        )
 
 
 def is_restored(leaf: LeafMeta, kind: int, arrival: DecodeOptions) -> bool:

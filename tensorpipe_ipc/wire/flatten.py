@@ -22,6 +22,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
+from tensorpipe_ipc.wire.room import GATHERED
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
 __all__ = ["Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
@@ -195,7 +196,6 @@ def _walk_other(node: Any, flat: Flat, depth: int) -> None:
 
 
 _KEYS: dict[str, bytes] = {}
-_LOOKED_AT = 1 << 22  # bytes of a copy for which it is looked whether there is memory: a look takes 60 us
 _KEYS_LIMIT = 1 << 14  # a stream has few keys; one of ever new keys starts over instead of growing
 
 
@@ -332,7 +332,7 @@ def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _copied(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     nbytes = array.size * array.itemsize
-    if nbytes >= _LOOKED_AT and nbytes > (left := headroom()):
+    if nbytes >= GATHERED and nbytes > (left := headroom()):
         raise _no_memory(array, f"{left:,} bytes of memory are left")
     try:
         copy: np.ndarray[Any, Any] = array.copy()  # ascontiguousarray() leaves a single item its odd stride

@@ -26,20 +26,13 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.wire.arrival import (
-    AS_SENT,
-    TENSORS,
-    DecodeOptions,
-    is_restored,
-    restored_span,
-    see_room_to_take,
-    widened,
-)
+from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
 from tensorpipe_ipc.wire.layout import BULK, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
+from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 
 __all__ = ["ALIAS", "Decoder", "Schema", "schema_of"]

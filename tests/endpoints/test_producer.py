@@ -500,27 +500,20 @@ def test_idle_memory_over_tcp_is_given_back_before_a_refusal(kind: str, monkeypa
         assert taking() == 24 << 20
 
 
-def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy in a full cgroup would end the consumer. The message lies in shared memory, and is taken once there is room."""
-    with tp.Consumer("copying", copy=True) as consumer, tp.Producer("copying", linger=0) as producer:
+@pytest.mark.parametrize(("copy", "wire_dtype"), [(True, None), ("auto", torch.float16)], ids=["copied", "restored"])
+def test_what_there_is_no_memory_to_take_stays_for_the_next_get(
+    copy: Any, wire_dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a full cgroup it would end the consumer. The message lies in shared memory, and is taken once there is room."""
+    with (
+        tp.Consumer("taking", copy=copy) as consumer,
+        tp.Producer("taking", wire_dtype=wire_dtype, linger=0) as producer,
+    ):
         meet(producer, consumer)
         producer.put(torch.ones(6 << 20), PATIENCE)
         with monkeypatch.context() as short:
             short.setattr(headroom, "_available", lambda: 1 << 20)
             with pytest.raises(tp.OutOfMemory, match="taken, in 25,165,824 bytes: 1,048,576 bytes of memory are left"):
-                consumer.get(PATIENCE)
-        assert consumer.get(PATIENCE).numel() == 6 << 20
-        assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
-
-
-def test_floats_that_there_is_no_memory_to_restore_stay_for_the_next_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They crossed narrow through shared memory, and take twice as much in their own dtype."""
-    with tp.Consumer("restoring") as consumer, tp.Producer("restoring", wire_dtype=torch.float16, linger=0) as producer:
-        meet(producer, consumer)
-        producer.put(torch.ones(6 << 20), PATIENCE)
-        with monkeypatch.context() as short:
-            short.setattr(headroom, "_available", lambda: 1 << 20)
-            with pytest.raises(tp.OutOfMemory, match="taken, in 25,165,824 bytes"):
                 consumer.get(PATIENCE)
         assert consumer.get(PATIENCE).sum() == 6 << 20
         assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
