@@ -138,8 +138,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         seconds, codec, apart = _seconds(block, timeout), self._codec, None
         offered = self.takes_offers and not move and bool(self._queue.leases.offered) and is_sole_reference(obj)
         if move or offered:
-            flat, pickled, _ = made_with_room(self.trim, codec.take_apart, obj)
-            apart = flat, pickled, None  # references to storages would count as aliases
+            # References to storages would count as aliases.
+            apart = (*made_with_room(self.trim, codec.take_apart, obj)[:2], None)
             held = codec.handed_over(obj, apart, offered=offered)
             if held is not None:
                 began = time.monotonic()
