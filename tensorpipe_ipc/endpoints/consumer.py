@@ -284,7 +284,12 @@ class Consumer(End):
             if receiver.shares_memory:
                 peer = receiver.next_ready(patience)
                 if peer is not None:
-                    taken = receiver.take(peer, self._decode_block, self._lease_from)
+                    try:
+                        taken = receiver.take(peer, self._decode_block, self._lease_from)
+                    except OutOfMemory:
+                        if not receiver.give_back_idle():  # of frames: it must not be why
+                            raise
+                        continue  # the message comes again
                     if taken.__class__ is tuple:
                         receiver.in_hand = False  # it is get's; there is no call in between
                         return taken

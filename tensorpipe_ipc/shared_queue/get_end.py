@@ -481,7 +481,7 @@ class GetEnd:
         try:
             see_room_to_take(nbytes, self.attachment.trim)
         except OutOfMemory:
-            if not may_lease:
+            if not may_lease or self.arena.is_overfull():  # an arena grows beyond its capacity for one message only
                 raise
             return self.leases.lease_anyway(block, start, nbytes)
         copy: Octets = self.leases.octets[start : start + nbytes].copy()

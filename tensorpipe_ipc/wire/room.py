@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.headroom import headroom
+from tensorpipe_ipc.headroom import addresses_left, headroom
 
 __all__ = ["COPIED", "GATHERED", "made_with_room", "see_room_to_take"]
 
 # Bytes of a copy for which it is looked whether there is memory. A look takes 60 us.
 COPIED = 1 << 24
 GATHERED = 1 << 22  # of tensors that put gathers, taken together
+_SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
 _Made = TypeVar("_Made")
 
 
@@ -28,14 +29,19 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     Raises:
         OutOfMemory: there is not.
     """
-    if nbytes < COPIED or nbytes <= headroom():
+    if nbytes < COPIED or nbytes <= _left():
         return
     give_back()
-    if nbytes > (left := headroom()):
+    if nbytes > (left := _left()):
         raise OutOfMemory(
             f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
             "A lease (copy=False), or floats as they crossed (restore=False), take none"
         )
+
+
+def _left() -> int:
+    addresses = addresses_left()
+    return headroom() if addresses is None else max(0, min(headroom(), addresses - _SPARE))
 
 
 def made_with_room(give_back: Callable[[], int], make: Callable[..., _Made], *arguments: Any) -> _Made:

@@ -48,7 +48,9 @@ _LET_GO = 1.0  # seconds that closing waits for a port, at most
 _EVENT = struct.Struct("=HI")  # of a monitor: which, and a number that goes with it
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _BACKLOG = 1024  # so that a burst of strangers does not crowd out a friend, who would wait a second
-_FIRST_WORD = 0.1  # seconds from the gate's answer until a connector, inside a call, has said HELLO
+# Seconds from the gate's answer until a connector, inside a call, has said HELLO. One whose knock was too old by then knocks
+# again 0.2 s later.
+_FIRST_WORD = 0.35
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
 _HUNG_UP = 4096  # connections that may have said more before they were hung up on
 _numbers = itertools.count()

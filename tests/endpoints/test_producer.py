@@ -519,6 +519,26 @@ def test_what_there_is_no_memory_to_take_stays_for_the_next_get(
         assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
 
 
+def test_idle_memory_of_frames_is_given_back_before_a_message_in_shared_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One consumer may have producers of both kinds."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", copy=True) as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as far,
+        tp.Producer(consumer.endpoint, linger=0) as near,
+    ):
+        meet(near, consumer)
+        putting = in_thread(lambda: far.put(np.ones(48 << 20, np.uint8), PATIENCE))
+        nbytes = consumer.get(PATIENCE).nbytes  # an assertion would keep the array
+        assert nbytes == 48 << 20
+        putting()
+        near.put(torch.ones(6 << 20), PATIENCE)
+        limit = _resident() + (16 << 20)
+        monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
+        assert consumer.get(PATIENCE).nbytes == 24 << 20
+
+
 def test_a_message_over_tcp_that_there_is_no_memory_for_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes twice its size while it comes. The next one comes."""
     with (

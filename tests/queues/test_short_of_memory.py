@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from inside import set_lease_budget, shared_queue_of
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import headroom
+from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
 MIB = 1 << 20
@@ -76,6 +78,42 @@ def test_what_there_is_no_memory_to_copy_is_leased_unless_a_copy_was_asked_for(l
     assert (int(got.sum()), there.statistics().bytes_leased) == (24 * MIB, 24 * MIB)
     del got
     assert there.statistics().bytes_leased == 0
+
+
+def test_leases_for_want_of_memory_keep_an_arena_within_its_capacity(leave: Any) -> None:
+    """One message may be placed beyond it in an empty queue, and no further one while what was got is kept."""
+    there = Queue()
+    there.put(1)
+    shared_queue_of(there).arena.words[CAPACITY] = 64 * MIB
+    set_lease_budget(shared_queue_of(there).leases, MIB)
+    kept = [there.get(timeout=LIMIT)]
+
+    def put_and_keep() -> None:
+        leave(1 << 40)
+        there.put(torch.ones(24 * MIB, dtype=torch.uint8), timeout=0)
+        leave(MIB)
+        kept.append(there.get(timeout=0))
+
+    put_and_keep()
+    put_and_keep()
+    with contextlib.suppress(tp.OutOfMemory):
+        put_and_keep()
+    with pytest.raises((tp.OutOfMemory, tp.Full)):
+        put_and_keep()
+    assert there.statistics().resident <= (64 + 24 + 1) * MIB
+    del kept[1:]
+    assert there.get(timeout=LIMIT).nbytes == 24 * MIB
+
+
+def test_a_message_that_there_are_no_addresses_to_copy_to_is_leased_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``ulimit -v`` NumPy's own error would come."""
+    there = Queue()
+    there.put(torch.ones(24 * MIB, dtype=torch.uint8))
+    monkeypatch.setattr("tensorpipe_ipc.wire.room.addresses_left", lambda: 40 * MIB)
+    with pytest.raises(tp.OutOfMemory, match=r"25,165,824 bytes: 8,388,608 bytes of memory are left"):
+        there.get(True, LIMIT, copy=True)
+    set_lease_budget(shared_queue_of(there).leases, MIB)
+    assert there.get(True, LIMIT).nbytes == 24 * MIB
 
 
 def test_floats_that_there_is_no_memory_to_restore_stay_for_the_next_get(leave: Any) -> None:
