@@ -189,6 +189,13 @@ class Participant:
         Consumers may have waited since before this end's program was busy. Producers that have said HELLO to a consumer which
         leaves meet the next one, but for those that have claimed a queue.
         """
+        try:
+            self._hear_who_waits()
+        finally:  # an exception of a signal's handler costs those who were not heard, and no other
+            told = self.conversation.say_goodbye(self.ending)
+        return told
+
+    def _hear_who_waits(self) -> None:
         conversation, socket = self.conversation, self.socket
         if self.role == "producer":
             if socket.binds and self.ending.failure:
@@ -196,7 +203,7 @@ class Participant:
             self._hear_until(
                 time.monotonic() + _WAITING, lambda: self._has_something() or socket.has_just_let_somebody_in()
             )
-            if not self.socket.binds:  # the next binder is to know of this end, if its own is dead
+            if not socket.binds:  # the next binder is to know of this end, if its own is dead
                 self.look_around(at_once=True)
                 conversation.part_from_the_gone()
                 self._handle_events()
@@ -204,7 +211,6 @@ class Participant:
         self._hear_until(
             time.monotonic() + _CLAIMANTS, lambda: conversation.standby.any_claimed and self._has_something()
         )
-        return conversation.say_goodbye(self.ending)
 
     def _hear_until(self, deadline: float, is_needed: Callable[[], bool]) -> None:
         while is_needed() and (left := deadline - time.monotonic()) > 0:

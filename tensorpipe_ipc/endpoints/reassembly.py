@@ -19,6 +19,7 @@ import ctypes
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,12 @@ _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
 class BufferPool:
     """Memory for messages that come in pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, trim: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            trim: gives back idle memory that others have, and returns the number of bytes.
+        """
+        self._trim = trim
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
         self._is_closed = False
         self._received = 0  # bytes, ever
@@ -80,7 +86,7 @@ class BufferPool:
         """Give back what lies idle. Return the number of bytes."""
         nbytes = sum(map(len, self._idle.copy()))
         self._idle.clear()
-        return nbytes
+        return nbytes + self._trim()
 
     def take_back(self, base: Any) -> None:
         """Keep memory that nothing refers to any more, for the next message."""

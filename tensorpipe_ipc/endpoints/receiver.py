@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -68,7 +69,8 @@ class Receiver(Participant):
         self.met_any = False
         self.asked: ProducerPeer
         self.duplicates = 0
-        self._buffers = BufferPool()
+        this = weakref.proxy(self)
+        self._buffers = BufferPool(lambda: int(this.trim()))
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
         # By end: what was last taken from those who vanished, and may come back, in which stream that was, and what never came.
@@ -552,8 +554,13 @@ class Receiver(Participant):
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
     def give_back_idle(self) -> int:
-        """Give back the memory that lies ready for further messages in frames. Return the number of bytes."""
+        """Give back the memory that lies ready for further messages. Return the number of bytes."""
         return self._buffers.give_back_idle()
+
+    def trim(self) -> int:
+        """Give back the idle memory of each arena that producers share with this end. Return the number of bytes."""
+        arenas = {id(peer.queue.arena): peer.queue for peer in self._sharing.values() if peer.queue is not None}
+        return sum(queue.attachment.trim() for queue in arenas.values())
 
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""

@@ -16,6 +16,9 @@ __all__ = ["COPIED", "GATHERED", "made_with_room", "see_room_to_take"]
 # Bytes of a copy for which it is looked whether there is memory. A look takes 60 us.
 COPIED = 1 << 24
 GATHERED = 1 << 22  # of tensors that put gathers, taken together
+_unlooked = (
+    0  # bytes that get copied since the last look; another thread's addition may be lost: then it is a little later
+)
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
 _Made = TypeVar("_Made")
 
@@ -29,14 +32,23 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     Raises:
         OutOfMemory: there is not.
     """
-    if nbytes < COPIED or nbytes <= _left():
+    global _unlooked
+    _unlooked += nbytes
+    if _unlooked < COPIED:
         return
-    give_back()
-    if nbytes > (left := _left()):
-        raise OutOfMemory(
-            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
-            "A lease (copy=False), or floats as they crossed (restore=False), take none"
-        )
+    needed = nbytes + (COPIED if nbytes < COPIED else 0)  # until the next look
+    if needed > _left():
+        give_back()
+        if needed > (left := _left()):
+            raise _no_room(nbytes, left)
+    _unlooked = 0
+
+
+def _no_room(nbytes: int, left: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
+        "A lease (copy=False), or floats as they crossed (restore=False), take none"
+    )
 
 
 def _left() -> int:

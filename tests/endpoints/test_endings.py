@@ -2025,6 +2025,32 @@ def test_consumers_that_wait_are_told_of_a_producer_that_fails_as_soon_as_it_has
                 get()
 
 
+def test_a_handlers_exception_while_a_closing_producer_hears_costs_no_goodbye() -> None:
+    """Those that it knows are told how it ended, and not that it vanished."""
+
+    class Alarm(Exception):
+        pass
+
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    producer = tp.Producer("hears", bind=True, linger=0)
+    try:
+        with tp.Consumer("hears", bind=False, shared_memory="off") as consumer:
+            _met(producer, consumer)
+            side_of(producer).conversation.opened_at = time.monotonic()  # it hears for a quarter second from here
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Alarm), producer:
+                raise ValueError("no such file")
+            with pytest.raises(tp.StreamFailed, match="no such file"):
+                consumer.get(PATIENCE)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        producer.close()
+
+
 def test_a_producer_that_is_killed_while_it_waits_for_an_answer_counts_as_lost(transport: str) -> None:
     """The consumer computes meanwhile, and has queues ready for two. The third has said HELLO, and waits for one."""
     with tp.Consumer("busy", producers=3) as consumer, Child() as one, Child() as other, Child() as third:

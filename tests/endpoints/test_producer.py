@@ -519,8 +519,9 @@ def test_what_there_is_no_memory_to_take_stays_for_the_next_get(
         assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
 
 
-def test_idle_memory_of_frames_is_given_back_before_a_message_in_shared_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("idle", ["frames", "shared memory"])
+def test_idle_memory_of_one_way_is_given_back_before_a_message_by_the_other_is_refused(
+    idle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One consumer may have producers of both kinds."""
     with (
@@ -529,11 +530,13 @@ def test_idle_memory_of_frames_is_given_back_before_a_message_in_shared_memory_i
         tp.Producer(consumer.endpoint, linger=0) as near,
     ):
         meet(near, consumer)
-        putting = in_thread(lambda: far.put(np.ones(48 << 20, np.uint8), PATIENCE))
+        meet(far, consumer)
+        before, after = (far, near) if idle == "frames" else (near, far)
+        putting = in_thread(lambda: before.put(np.ones(96 << 20, np.uint8), PATIENCE))
         nbytes = consumer.get(PATIENCE).nbytes  # an assertion would keep the array
-        assert nbytes == 48 << 20
+        assert nbytes == 96 << 20
         putting()
-        near.put(torch.ones(6 << 20), PATIENCE)
+        after.put(np.ones(24 << 20, np.uint8), PATIENCE)
         limit = _resident() + (16 << 20)
         monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
         assert consumer.get(PATIENCE).nbytes == 24 << 20

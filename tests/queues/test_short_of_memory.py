@@ -80,6 +80,20 @@ def test_what_there_is_no_memory_to_copy_is_leased_unless_a_copy_was_asked_for(l
     assert there.statistics().bytes_leased == 0
 
 
+def test_many_messages_that_are_copied_are_looked_at_together(leave: Any) -> None:
+    """Each is small, and they are kept: once in 16 MiB the memory that is left is looked at."""
+    there, copied = Queue(), [0]
+    there.put(1)
+    assert there.get(timeout=LIMIT) == 1
+    leave(lambda: 100 * MIB - copied[0])
+    for _ in range(12):
+        there.put(torch.ones(8 * MIB, dtype=torch.uint8))
+    with contextlib.suppress(tp.OutOfMemory):
+        while not there.empty():
+            copied[0] += there.get(True, LIMIT, copy=True).nbytes
+    assert 64 * MIB <= copied[0] <= 92 * MIB
+
+
 def test_leases_for_want_of_memory_keep_an_arena_within_its_capacity(leave: Any) -> None:
     """One message may be placed beyond it in an empty queue, and no further one while what was got is kept."""
     there = Queue()
