@@ -2026,7 +2026,7 @@ def test_consumers_that_wait_are_told_of_a_producer_that_fails_as_soon_as_it_has
 
 
 def test_a_handlers_exception_while_a_closing_producer_hears_costs_no_goodbye() -> None:
-    """Those that it knows are told how it ended, and not that it vanished."""
+    """Those that it knows are told how it ended, also where no file tells of it."""
 
     class Alarm(Exception):
         pass
@@ -2035,9 +2035,9 @@ def test_a_handlers_exception_while_a_closing_producer_hears_costs_no_goodbye() 
         raise Alarm
 
     before = signal.signal(signal.SIGALRM, ring)
-    producer = tp.Producer("hears", bind=True, linger=0)
+    producer = tp.Producer("inproc://hears", bind=True, linger=0)
     try:
-        with tp.Consumer("hears", bind=False, shared_memory="off") as consumer:
+        with tp.Consumer("inproc://hears", bind=False) as consumer:
             _met(producer, consumer)
             side_of(producer).conversation.opened_at = time.monotonic()  # it hears for a quarter second from here
             signal.setitimer(signal.ITIMER_REAL, 0.05)
