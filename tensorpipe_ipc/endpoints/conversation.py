@@ -908,7 +908,8 @@ class Conversation:
 
     def trim(self) -> int:
         """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
-        attachments = {id(peer.queue.attachment): peer.queue.attachment for peer in self.peers.values() if peer.queue}
+        queues = [*(peer.queue for peer in self.peers.values() if peer.queue), *self.standby.queues()]
+        attachments = {id(queue.attachment): queue.attachment for queue in queues}
         return sum(attachment.trim() for attachment in attachments.values())
 
 

@@ -69,8 +69,8 @@ class Receiver(Participant):
         self.met_any = False
         self.asked: ProducerPeer
         self.duplicates = 0
-        this = weakref.proxy(self)
-        self._buffers = BufferPool(lambda: int(this.trim()))
+        conversation = weakref.proxy(self.conversation)
+        self._buffers = BufferPool(lambda: int(conversation.trim()))
         # The last that any peer was told. One that was given up is told a higher one when it is back, and so sends again.
         self._round = 1 - opening.bind
         # By end: what was last taken from those who vanished, and may come back, in which stream that was, and what never came.
@@ -157,6 +157,7 @@ class Receiver(Participant):
                 self.unwell = unwell
             del known[end]
             self.ended -= stream >= self._stream and self.ended > 0  # as the end of which it was counted
+            self.left[How.LOST] -= 1
         self.conversation.events.popleft()  # with no call since the first of these figures
         self._share(peer)
 
@@ -556,11 +557,6 @@ class Receiver(Participant):
     def give_back_idle(self) -> int:
         """Give back the memory that lies ready for further messages. Return the number of bytes."""
         return self._buffers.give_back_idle()
-
-    def trim(self) -> int:
-        """Give back the idle memory of each arena that producers share with this end. Return the number of bytes."""
-        arenas = {id(peer.queue.arena): peer.queue for peer in self._sharing.values() if peer.queue is not None}
-        return sum(queue.attachment.trim() for queue in arenas.values())
 
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""

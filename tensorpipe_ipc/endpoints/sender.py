@@ -17,7 +17,7 @@ from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
-from tensorpipe_ipc.errors import Full, ProtocolError, ShutDown
+from tensorpipe_ipc.errors import Full, OutOfMemory, ProtocolError, SharedMemoryError, ShutDown
 from tensorpipe_ipc.limits import deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
@@ -362,7 +362,12 @@ class Sender(Participant):
             return self._put(peer, peer.queue, message, timeout, held)
         if held is not None:
             raise NotHandedOver
-        self._resend_buffer.check(message)
+        try:
+            self._resend_buffer.check(message)
+        except OutOfMemory:
+            if not self.give_back_idle():  # it must not be why
+                raise
+            self._resend_buffer.check(message)
         if self.keeps:
             return self._send_kept(peer, message, timeout)
         frames = message.frames(peer.sent + 1)  # first, as there may be no memory for it
@@ -468,8 +473,9 @@ class Sender(Participant):
                 queue.put(*self.in_one_block(queue, message), min(timeout, SLICE))
             elif held[0].leases is not queue.leases or not queue.put_held(*held, min(timeout, SLICE)):
                 raise NotHandedOver
-        except Full:
-            if timeout < SLICE:
+        except (Full, SharedMemoryError) as error:
+            idle = self._resend_buffer.drop_idle()  # it must not be why
+            if not idle and (timeout < SLICE or isinstance(error, SharedMemoryError)):
                 raise
             self.drain()
             self.look_around()
@@ -490,8 +496,7 @@ class Sender(Participant):
 
     def give_back_idle(self) -> int:
         """Give back the memory that lies ready for further messages. Return the number of bytes."""
-        queue = self.any_queue()
-        return self._resend_buffer.drop_idle() + (queue.attachment.trim() if queue is not None else 0)
+        return self._resend_buffer.drop_idle() + self.conversation.trim()
 
     def most(self) -> int:
         """Return the bytes that a message may have: a capacity, where all consumers share memory. Any thread may ask."""

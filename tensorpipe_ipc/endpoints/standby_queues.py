@@ -83,6 +83,10 @@ class StandbyQueues:
                 self.trouble = f"the binder's rendezvous file cannot be written: {failed.strerror}"
                 self.withdraw()
 
+    def queues(self) -> list[PairQueue]:
+        """Return those that no peer has yet."""
+        return list(self._queues)
+
     def _free(self) -> list[PairQueue]:
         return [queue for queue in self._queues if not queue.claimant]
 

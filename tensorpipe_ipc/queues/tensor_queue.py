@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from tensorpipe_ipc.cuda import on_device
-from tensorpipe_ipc.errors import Closed, SharedMemoryError, TensorPipeError
+from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
@@ -146,7 +146,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 if self._queue.put_held(*held, seconds):
                     return
                 seconds = seconds and max(0, seconds - (time.monotonic() - began))
-        payload, metadata = made_with_room(self.trim, codec.encode, obj, apart)
+        payload, metadata = self._encoded(obj, apart)
         try:
             self._queue.put(payload, metadata, seconds)
         except BaseException as error:
@@ -217,7 +217,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         nbytes = 0
         for obj in remaining:
             apart = None if type(obj) is torch.Tensor else made_with_room(self.trim, self._codec.take_apart, obj)
-            payload, metadata = made_with_room(self.trim, self._codec.encode, obj, apart)
+            payload, metadata = self._encoded(obj, apart)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
             copies = not is_apart and payload.nbytes < LEASE_FROM and type(payload) is Block
@@ -225,6 +225,15 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             if len(waiting) == BATCH or nbytes > _AT_ONCE or not (is_apart or copies):
                 return True
         return False
+
+    def _encoded(self, obj: Any, apart: Apart | None) -> tuple[Payload, bytes]:
+        """Encode an object. As ``made_with_room`` does, but with no way through another file: each put comes by here."""
+        try:
+            return self._codec.encode(obj, apart)
+        except OutOfMemory:
+            if not self.trim():
+                raise
+        return self._codec.encode(obj, apart)
 
     def get(
         self,

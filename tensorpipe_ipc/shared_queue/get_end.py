@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import (
     Empty,
-    OutOfMemory,
     PeerLost,
     ProtocolError,
     SharedMemoryError,
@@ -480,12 +479,12 @@ class GetEnd:
         """Return a copy of a payload; a lease of it, if it may be, where there is no memory for a copy."""
         try:
             see_room_to_take(nbytes, self.attachment.trim)
-        except OutOfMemory:
+            copy: Octets = self.leases.octets[start : start + nbytes].copy()
+            return copy
+        except MemoryError:
             if not may_lease or self.arena.is_overfull():  # an arena grows beyond its capacity for one message only
                 raise
-            return self.leases.lease_anyway(block, start, nbytes)
-        copy: Octets = self.leases.octets[start : start + nbytes].copy()
-        return copy
+        return self.leases.lease_anyway(block, start, nbytes)
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes, must=must)

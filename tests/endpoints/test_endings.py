@@ -2026,7 +2026,7 @@ def test_consumers_that_wait_are_told_of_a_producer_that_fails_as_soon_as_it_has
 
 
 def test_a_handlers_exception_while_a_closing_producer_hears_costs_no_goodbye() -> None:
-    """Those that it knows are told how it ended, also where no file tells of it."""
+    """A consumer that it knows is told how it ended, also where no file tells of it."""
 
     class Alarm(Exception):
         pass

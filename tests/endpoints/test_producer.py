@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -517,6 +518,29 @@ def test_what_there_is_no_memory_to_take_stays_for_the_next_get(
                 consumer.get(PATIENCE)
         assert consumer.get(PATIENCE).sum() == 6 << 20
         assert (consumer.statistics().lost, consumer.statistics().rejected) == (0, 0)
+
+
+def test_idle_memory_over_tcp_is_given_back_before_a_message_in_shared_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A producer may have had a consumer of the other kind before."""
+    limit = 1 << 60
+
+    def put(nbytes: int) -> None:
+        producer.put(np.ones(nbytes, np.uint8), PATIENCE)
+        producer.flush(PATIENCE)
+
+    monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
+    with tp.Producer("tcp://127.0.0.1:*", bind=True, linger=0) as producer:
+        for way, nbytes in (("off", 96 << 20), ("auto", 24 << 20)):
+            with tp.Consumer(producer.endpoint, bind=False, shared_memory=way) as consumer:
+                for size in (1, nbytes):
+                    putting = in_thread(functools.partial(put, size))
+                    got = consumer.get(PATIENCE).nbytes  # an assertion would keep the array
+                    assert got == size
+                    putting()
+            wait_until(lambda: not producer.statistics().peers)
+            limit = _resident() + (32 << 20)
 
 
 @pytest.mark.parametrize("idle", ["frames", "shared memory"])
