@@ -367,7 +367,7 @@ class Consumer(End):
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
-        except MemoryError:  # the message stays for the next get
+        except OutOfMemory:  # the message stays for the next get
             raise
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
@@ -393,7 +393,7 @@ class Consumer(End):
 
         Whatever reading it raised, its peer is to blame, and the next message is as good as any.
         """
-        if isinstance(error, (_NO_DEVICE_MEMORY, MemoryError)) and not isinstance(error, OutOfMemory):
+        if isinstance(error, _NO_DEVICE_MEMORY) and not isinstance(error, OutOfMemory):
             error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
         if isinstance(error, OutOfMemory):
             self._receiver.conversation.reject(error, peer)
