@@ -15,7 +15,7 @@ import torch
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
 from tensorpipe_ipc.cuda import staging
-from tensorpipe_ipc.endpoints import rendezvous
+from tensorpipe_ipc.endpoints import admission, conversation, rendezvous
 from tensorpipe_ipc.endpoints.events import Event
 from tensorpipe_ipc.endpoints.presence import Presence
 from tensorpipe_ipc.endpoints.receiver import Receiver
@@ -77,6 +77,7 @@ __all__ = [
     "standby_attachment_of",
     "strangers_of",
     "take_all_extents",
+    "take_in_at_most",
     "take_long_to_hear",
     "take_spilled",
     "take_turn",
@@ -265,7 +266,13 @@ def tear_what_comes(monkeypatch: pytest.MonkeyPatch, end: Any, error: type[BaseE
 
 def strangers_of(end: Any) -> Any:
     """Return an end's accounts of those who are no peers."""
-    return conversation_of(end)._strangers
+    return conversation_of(end).strangers
+
+
+def take_in_at_most(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ends of this process take in no more than so many peers each."""
+    for module in (admission, conversation):
+        monkeypatch.setattr(module, "MOST_PEERS", count)
 
 
 def have_no_time_for_strangers(end: Any, seconds: float) -> None:

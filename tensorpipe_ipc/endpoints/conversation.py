@@ -38,9 +38,9 @@ the two go on with the messages that are put from then on, and the consumer coun
 **How an end ended** stands in its GOODBYE, and also in its own file, with its position for each peer. So messages that were on
 their way when a connection broke are counted exactly, and a goodbye is known although it never left.
 
-Two ends on one host replace DATA and CREDIT by a queue in shared memory, and say all else as before. ``greeting``,
-``negotiation`` and ``rendezvous`` tell how they come to it. Messages that wait in a queue outlive the conversation. While a
-line that was cut is made anew, both ends go on with the queue.
+``admission`` decides which ends become peers. Two ends on one host replace DATA and CREDIT by a queue in shared memory, and
+say all else as before. ``greeting``, ``negotiation`` and ``rendezvous`` tell how they come to it. Messages that wait in a queue
+outlive the conversation. While a line that was cut is made anew, both ends go on with the queue.
 
 There is no thread. ``hear`` reads one message, and appends what it says to ``events``. The end (``sender``, ``receiver``) deals
 with the events, and then says that it has ``heard`` the message. Until then the message is in hand: where an exception cuts
@@ -62,11 +62,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from tensorpipe_ipc.endpoints import absence, rendezvous, rendezvous_file
+from tensorpipe_ipc.endpoints import absence, rendezvous_file
 from tensorpipe_ipc.endpoints.absence import COMPLAINT, Absence
+from tensorpipe_ipc.endpoints.admission import Admission
 from tensorpipe_ipc.endpoints.events import Arrived, Credited, Event, GivenUp, Greeted, PieceArrived, Torn
-from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting, is_late_answer, is_old_answer
-from tensorpipe_ipc.endpoints.negotiation import Negotiation, misfit
+from tensorpipe_ipc.endpoints.greeting import REPEAT, Greeting, is_late_answer
+from tensorpipe_ipc.endpoints.negotiation import Negotiation
 from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.peers import MOST_PEERS, Peers
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight
@@ -84,7 +85,6 @@ from tensorpipe_ipc.wire.header import (
     Hello,
     Kind,
     Refusal,
-    SharedMemoryTerms,
     cut,
     ending_of,
     pack_control,
@@ -189,6 +189,8 @@ class Conversation:
         opened_at: when it bound or began to connect.
         has_parted: whether this end is not open yet, or has begun to close: it says nothing.
         refusal: what its binder refused this connector with; None if it did not.
+        is_leaving: whether it takes in nobody any more but connectors that have claimed a queue of it.
+        strangers: its accounts of those that are no peers.
         rejected: incoming messages that were dropped because they broke a rule.
         last_rejection: which rule; "" as long as none was.
         hears_again: whether the message in hand is to be read again.
@@ -217,9 +219,9 @@ class Conversation:
         self.last_rejection = ""
         self._in_hand: _InHand | None = None
         self.hears_again = False
-        self._is_leaving = False
+        self.is_leaving = False
         self._early: list[tuple[bytes, Header, list[Any]]] = []  # messages of a binder whose WELCOME was torn
-        self._strangers = Strangers(opening.window)
+        self.strangers = Strangers(opening.window)
         self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
         self.looks = 0
         self._looked = 0.0  # when
@@ -235,13 +237,14 @@ class Conversation:
             self.socket,
             self.presence,
             self.negotiation,
-            self._strangers,
+            self.strangers,
             self.events,
             keeps=self.keeps,
             patience=opening.peer_timeout,
         )
         self.standby = StandbyQueues()
         self.greeting = Greeting(weakref.proxy(self), self.socket)
+        self._admission = Admission(weakref.proxy(self))
         self._absence = Absence(self.role, self.socket)
         self._status = StatusPage(self.presence)
 
@@ -300,7 +303,7 @@ class Conversation:
 
     def withdraw(self) -> None:
         """Before closing, offer no queue any more. The connectors that have claimed one are still to be heard."""
-        self._is_leaving = True
+        self.is_leaving = True
         self.standby.withdraw()
 
     def say_goodbye(self, ending: Ending) -> bool:
@@ -384,10 +387,10 @@ class Conversation:
         """Say HELLO or WELCOME to a peer once more, with news of where this end stands."""
         self.say(peer.routing, pack_control(Kind.WELCOME if self.socket.binds else Kind.HELLO, self.owner.hello(peer)))
 
-    def _answer(self, routing: bytes, frame: bytes) -> None:
+    def answer(self, routing: bytes, frame: bytes) -> None:
         """Say something to an end that is no peer, unless it was answered just now."""
-        if not self._strangers.was_answered(routing):
-            self._strangers.note_answered(routing)
+        if not self.strangers.was_answered(routing):
+            self.strangers.note_answered(routing)
             self.say(routing, frame)
 
     # -- what comes in
@@ -460,13 +463,9 @@ class Conversation:
         self.socket.waste()
         self.reject(error, peer)
 
-    def _hear_again(self) -> None:
-        """Have the message in hand be read again, when the owner knows which peer has left by it."""
-        self.hears_again = True
-
     def _may_speak(self, routing: bytes, peer: Peer | None, frames: list[Any]) -> bool:
         """Return whether a message is heard that came to a port which strangers reach. If not, it may be hung up on."""
-        strangers = self._strangers
+        strangers = self.strangers
         if strangers.is_over(routing):
             if strangers.says_too_much(routing, len(frames[-1])):
                 self.reject(IDLES)
@@ -475,7 +474,7 @@ class Conversation:
         if peer is not None:
             return True
         is_again = strangers.was_answered(routing)
-        if not is_again and not (strangers.are_a_crowd() and not self._is_hello_in_sight(frames)):
+        if not is_again and not (strangers.are_a_crowd() and not self._admission.is_hello_in_sight(frames)):
             return True
         if is_again:  # why, the first one has told
             self.rejected += 1
@@ -486,7 +485,7 @@ class Conversation:
 
     def _judge(self, message: _InHand) -> None:
         """Count what a message has brought, and hang up on those that take more of this end's time than they may."""
-        routing, strangers = message.routing, self._strangers
+        routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
         if peer is None:
@@ -498,18 +497,6 @@ class Conversation:
             self.socket.hang_up()
         if message.began and not (routing in self.peers and self.peers[routing].is_seen()):
             strangers.took(time.thread_time() - message.began)
-
-    def _is_hello_in_sight(self, frames: list[Any]) -> bool:
-        """Return whether this is the HELLO of an end of this user, for whom there is always time.
-
-        One that is seen no more, as it has closed, has claimed a queue: its token, too, no stranger knows.
-        """
-        with contextlib.suppress(ProtocolError):
-            header = unpack(frames[0])
-            if header.kind == Kind.HELLO:
-                hello = unpack_control(header, Hello)
-                return self._has_claimed(hello) or self._is_in_sight(hello)
-        return False
 
     def _is_early(self, routing: bytes, frames: list[Any]) -> bool:
         """Return whether what came by a connector's connection is to wait until that of the one before is read out.
@@ -555,7 +542,11 @@ class Conversation:
                 peer.heard, peer.unread_from = time.monotonic(), 0
                 self._hear_peer(peer, header, frames)
         elif kind == Kind.HELLO:
-            self._hear_hello(routing, header)
+            if self.socket.binds:
+                self._admission.hear_hello(routing, unpack_control(header, Hello))
+            else:  # a binder that does not know us asks who we are
+                self.greeting.say_again()
+                self.greeting.say_if_due()
         elif self.socket.binds:
             raise ProtocolError(f"a {Kind.NAMES[kind]} from a connector; only a binder says that")
         elif kind == Kind.WELCOME:
@@ -589,13 +580,13 @@ class Conversation:
         What is left of a connection that a new one has replaced comes in this way, too. So does what is left of one whose end
         has ended: the end's file may tell that before its GOODBYE has come.
         """
-        if self._strangers.is_over(routing) or self.greeting.left_by(routing):
+        if self.strangers.is_over(routing) or self.greeting.left_by(routing):
             return
         if not self.socket.binds and self._misses_welcome(routing, header, frames):
             return
         self.reject(ProtocolError(f"{Kind.NAMES[header.kind]} from an end that has not said HELLO"))
         if self.socket.binds:
-            self._answer(routing, pack_control(Kind.HELLO, self.owner.hello(None)))
+            self.answer(routing, pack_control(Kind.HELLO, self.owner.hello(None)))
 
     def _misses_welcome(self, routing: bytes, header: Header, frames: list[Any]) -> bool:
         """Return whether an exception tore the WELCOME of a connector's binder, which goes on with messages.
@@ -630,19 +621,19 @@ class Conversation:
     def _answer_misfit(self, routing: bytes, error: VersionMismatch) -> None:
         """Tell an end of another version so."""
         if self.socket.binds:
-            self._answer(routing, pack_refusal(f"this binder refuses: {error}"))
+            self.answer(routing, pack_refusal(f"this binder refuses: {error}"))
         elif not self.peers:
             self.refusal = error
 
     def _hear_welcome(self, routing: bytes, hello: Hello) -> None:
         if not self.peers.has_left(hello) and not is_late_answer(self.peers.binder(), hello):
             if self.peers.find_again(routing, hello):
-                self._hear_again()
+                self.hears_again = True  # once the owner knows which peer has left
                 return
             self._give_up_early(routing)
             early = [(header, frames) for _, header, frames in self._early]
             begins_at = min(hello.sequence, early[0][0].sequence - 1) if early else hello.sequence
-            peer = self._admit(routing, msgspec.structs.replace(hello, sequence=begins_at))
+            peer = self._admission.admit(routing, msgspec.structs.replace(hello, sequence=begins_at))
             if peer is not None:
                 self.events.extend(Arrived(peer, header, frames) for header, frames in early)
                 self._early = []
@@ -654,136 +645,6 @@ class Conversation:
         for peer in [each for each in self.peers.values() if each.by_file]:  # this end met it by its file
             self.peers.leaves(peer, How.REFUSED_US)
         self.publish()
-
-    def _hear_hello(self, routing: bytes, header: Header) -> None:
-        if not self.socket.binds:  # a binder that does not know us asks who we are
-            self.greeting.say_again()
-            self.greeting.say_if_due()
-            return
-        hello = unpack_control(header, Hello)
-        if self.peers.has_left(hello) or self.peers.is_said_before(routing, hello):
-            self._strangers.end(routing)
-            return
-        if self._is_leaving and not self._has_claimed(hello):
-            return  # there is no queue for it any more: it meets the next binder
-        ours = self.owner.hello(None)
-        reason = misfit(ours, hello) or self.negotiation.violated_requirement(hello, rendezvous.objection(ours, hello))
-        if not reason and self.peers.find_again(routing, hello):
-            self._hear_again()
-            return
-        if routing not in self.peers and not reason:
-            reason = self._no_place_for(hello)
-        peer = None
-        if not reason:
-            peer = self._admit(routing, hello)
-            if peer is None:
-                return
-            peer.process = self.socket.process_behind()
-            reason = self.negotiation.violated_requirement(hello, peer.why_not)
-        if reason:
-            self._refuse(routing, hello, reason)
-        else:
-            self.events.append(Greeted(peer, hello.sequence))
-
-    def _refuse(self, routing: bytes, hello: Hello, reason: str) -> None:
-        self.reject(Refused(reason))
-        if routing in self.peers:
-            self.peers.leaves(self.peers[routing], How.REFUSED)
-        if hello.shared_memory is not None and self.standby.take(hello.shared_memory.attached) is not None:
-            self.publish()  # it had claimed one
-        self._answer(routing, pack_refusal(reason))
-
-    # -- who joins
-
-    def _no_place_for(self, hello: Hello) -> str:
-        """Say why a newcomer cannot come in; "" if it can."""
-        taken = {peer.hello.end for peer in self.peers.values()} | {self.end}
-        if hello.end and hello.end in taken:
-            return "it says that it is an end which is attached already, or this one"
-        if len(self.peers) >= MOST_PEERS and not self._make_room(hello):
-            return f"{MOST_PEERS} peers are attached to {self.endpoint} already, and it takes no more"
-        return ""
-
-    def _make_room(self, hello: Hello) -> bool:
-        """Strike off a peer out of sight, for a newcomer. Return whether there was one.
-
-        One whose connection has ended, and for whom nothing is kept, makes room for anybody. So connections that last for a
-        moment do not shut others out for as long as one waits for who may come back. Where there is none, any gives way to an
-        end that is in sight: whoever is not this user can hold all places, and keeps none of this user's ends out. So does one
-        that is seen to be gone: anybody can say this folder's mark, and a token that nobody has.
-        """
-        out = [peer for peer in self.peers.values() if not peer.is_seen() and peer.queue is None]
-        out.sort(key=lambda peer: (peer.is_kept_for, not peer.away_at, peer.heard))
-        for peer in [each for each in out if each.sight.is_out_of_sight][:_ASKED]:
-            if not peer.is_kept_for and not self.peers.has_connection(peer):
-                self.peers.leaves(peer, How.LOST)
-                return True
-        if not out or not self._is_in_sight(hello):
-            return False
-        reason = (
-            f"{MOST_PEERS} peers are attached to {self.endpoint}: one that is out of sight gave way to one in sight"
-        )
-        self.reject(Refused(reason), out[0])
-        self.peers.leaves(out[0], How.LOST if out[0].has_exchanged else How.REFUSED)
-        self._answer(out[0].routing, pack_refusal(reason))
-        return True
-
-    def _is_in_sight(self, hello: Hello) -> bool:
-        """Return whether an end that says HELLO is seen to be open."""
-        with contextlib.closing(self.peers.sight_of(hello)) as sight:
-            return not sight.is_out_of_sight and not sight.is_gone()
-
-    def _admit(self, routing: bytes, hello: Hello) -> Any:
-        """Attach the end that says HELLO or WELCOME, if it is not, and arrange for a queue.
-
-        Returns:
-            The peer; None if another has left by that, and the message is to be heard again; or if it says nothing new.
-        """
-        if {hello.role, self.role} != {"producer", "consumer"}:
-            raise ProtocolError(f"a WELCOME from a {cut(hello.role, _MAX_ROLE)} to a {self.role}")
-        peer = self.peers.get(routing)
-        if peer is not None and is_old_answer(peer, hello):
-            return None
-        if peer is not None and (not peer.is_still(hello) or self.negotiation.begins_anew(peer, hello)):
-            self.peers.leaves(peer, How.LOST)
-            self._hear_again()
-            return None
-        if peer is None:
-            peer = self.owner.new_peer(routing, hello, self.peers.sight_of(hello))
-            self.peers.join(peer)
-        self.refusal = None
-        peer.hello = hello
-        peer.heard_of()
-        self._arrange(peer)
-        self.publish()
-        return peer
-
-    def _arrange(self, peer: Peer) -> None:
-        """See to it that the two have a queue, or know why not. May be cut short anywhere, and called again."""
-        if peer.settled or peer.by_file:
-            return
-        if peer.queue is not None:  # it was claimed after a WELCOME, and this is the next one
-            peer.settled = True
-            return
-        peer.why_not = rendezvous.objection(self.owner.hello(None), peer.hello)
-        if not peer.why_not:
-            (self._give_queue if self.socket.binds else self.greeting.claim_of)(peer)
-        if peer.why_not:
-            violated_requirement = self.negotiation.violated_requirement(peer.hello, peer.why_not)
-            peer.settled = not violated_requirement
-            if not self.socket.binds:
-                self.refusal = Refused(f"{self.endpoint}: {violated_requirement}") if violated_requirement else None
-
-    def _give_queue(self, peer: Peer) -> None:
-        """Let a connector that says so have what it has claimed."""
-        terms = peer.hello.shared_memory
-        if terms is None or self.standby.take(terms.attached, peer) is None:
-            self.publish()  # which makes more, if they are taken
-            peer.why_not = self.standby.trouble
-
-    def _has_claimed(self, hello: Hello) -> bool:
-        """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
-        return hello.shared_memory is not None and self.standby.is_claimed(hello.shared_memory.attached)
 
     # -- who leaves
 
@@ -810,7 +671,7 @@ class Conversation:
                 # There may be a thousand, and letting go of one takes the owner a millisecond.
                 if time.monotonic() - now > _AT_ONCE or len(self.events) >= _LEAVE_AT_ONCE:
                     break
-        self._take_in_deserted()
+        self._admission.take_in_deserted()
         if again and self.socket.binds:
             self._asked = now
         elif not self.socket.binds:
@@ -835,23 +696,6 @@ class Conversation:
     def is_torn(self) -> bool:
         """Return whether an exception tore something out of a receive, and nobody was asked for it yet."""
         return self.socket.tears.count > self._tears
-
-    def _take_in_deserted(self) -> None:
-        """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left."""
-        if not self.standby.any_claimed:
-            return
-        for queue in self.standby.deserted(self.peers.came, self.peers.may_be_unread):
-            self.publish()
-            if self.has_keys or not queue.tickets.unread():  # who has shown no key is not heard
-                continue
-            dead = msgspec.structs.replace(identity(), pid=queue.claimant, started=0.0)
-            terms = SharedMemoryTerms("auto", os.geteuid(), attached=queue.offer.token)
-            role = "producer" if self.role == "consumer" else "consumer"
-            hello = Hello(role, dead, queue.maxsize, shared_memory=terms)
-            peer = self.owner.new_peer(os.urandom(8), hello, Sight())
-            peer.queue, peer.settled = queue, True
-            self.peers.join(peer)
-            self.peers.leaves(peer, How.LOST)
 
     # -- what there is to tell
 

@@ -27,13 +27,12 @@ import msgspec
 import pytest
 import zmq
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of
+from inside import conversation_of, take_in_at_most
 from programs import InFork
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, refusal_of, wait_in_vain
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import PUBLIC, SECRET
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
@@ -566,7 +565,7 @@ def test_sockets_of_killed_binders_are_swept_by_the_next_one() -> None:
 
 def test_connections_that_last_for_a_moment_do_not_shut_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the most peers, one makes room whose connection has ended, who is out of sight, and for whom nothing is kept."""
-    monkeypatch.setattr(conversation, "MOST_PEERS", 3)
+    take_in_at_most(3, monkeypatch)
     with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
 
         def listen(seconds: float) -> None:

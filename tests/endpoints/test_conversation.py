@@ -16,12 +16,20 @@ import msgspec
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import conversation_of, reader_of, registered_serializers, side_of, size_of_file, strangers_of
+from inside import (
+    conversation_of,
+    reader_of,
+    registered_serializers,
+    side_of,
+    size_of_file,
+    strangers_of,
+    take_in_at_most,
+)
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import process, serializers
-from tensorpipe_ipc.endpoints import conversation, greeting, strangers
+from tensorpipe_ipc.endpoints import admission, conversation, greeting, strangers
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.serializers.raw import Raw
@@ -366,7 +374,7 @@ def test_a_binder_that_talks_garbage(role: str, free_port: int) -> None:
 
 def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many come in; the next one is refused with the number, counted, and comes in when another has left."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
+    take_in_at_most(2, monkeypatch)
     with (
         tp.Consumer("crowded") as consumer,
         RawEnd(consumer.endpoint) as one,
@@ -394,7 +402,7 @@ def test_the_number_of_peers_has_two_sides(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_who_names_this_folder_and_no_open_end_gives_way_to_an_end_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any stranger learns the folder's mark by a WELCOME, and may say it with a token that nobody has."""
-    monkeypatch.setattr(conversation, "MOST_PEERS", 1)
+    take_in_at_most(1, monkeypatch)
     monkeypatch.setattr(conversation, "REPEAT", 60.0)  # so long one that is gone keeps its place
     with tp.Consumer("tcp://127.0.0.1:0") as consumer, RawEnd(consumer.endpoint) as stranger:
         stranger.say(hello("producer", end=5, folder=conversation_of(consumer).folder))
@@ -411,7 +419,7 @@ def test_who_names_this_folder_and_no_open_end_gives_way_to_an_end_in_sight(monk
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "crowded"])
 def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers hold all places and stay: an end of this user gets in, and the stranger whose place it has is told."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
+    take_in_at_most(2, monkeypatch)
     with (
         tp.Consumer(address) as consumer,
         RawEnd(consumer.endpoint) as one,
@@ -438,7 +446,7 @@ def test_whoever_is_out_of_sight_gives_way_to_an_end_in_sight(address: str, monk
 
 def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers who come, and go without a word, keep nobody out: the one that went first gives its place to a newcomer."""
-    monkeypatch.setattr("tensorpipe_ipc.endpoints.conversation.MOST_PEERS", 2)
+    take_in_at_most(2, monkeypatch)
     with tp.Consumer("tcp://127.0.0.1:0") as consumer:
         for _ in range(2):
             with RawEnd(consumer.endpoint) as raw:
@@ -453,16 +461,16 @@ def test_who_is_away_and_out_of_sight_makes_room(monkeypatch: pytest.MonkeyPatch
 
 def test_a_hello_that_an_exception_cuts_short_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer has put a message through shared memory, and makes no call any more."""
-    arrange = conversation.Conversation._arrange
+    arrange = admission.Admission._arrange
 
     def interrupted(*_: Any) -> None:
-        monkeypatch.setattr(conversation.Conversation, "_arrange", arrange)
+        monkeypatch.setattr(admission.Admission, "_arrange", arrange)
         raise KeyboardInterrupt
 
     with tp.Consumer("cut-short") as consumer, Child() as child:
         child.call(children.open_producer, consumer.endpoint)
         child.call(children.put, "told")
-        monkeypatch.setattr(conversation.Conversation, "_arrange", interrupted)
+        monkeypatch.setattr(admission.Admission, "_arrange", interrupted)
         with pytest.raises(KeyboardInterrupt):
             consumer.get(PATIENCE)
         assert consumer.get(PATIENCE) == "told"
@@ -587,7 +595,7 @@ def test_strangers_do_not_have_it_forgotten_who_has_ended(monkeypatch: pytest.Mo
 
 def test_one_that_is_refused_asks_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as at first: whoever makes room for it does not find it asking ever more seldom."""
-    monkeypatch.setattr(conversation, "MOST_PEERS", 1)
+    take_in_at_most(1, monkeypatch)
     for module in (conversation, greeting):
         monkeypatch.setattr(module, "REPEAT", 0.05)
     with tp.Consumer("full", producers=None, shared_memory="off") as consumer:

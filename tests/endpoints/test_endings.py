@@ -1862,7 +1862,7 @@ def test_a_put_behind_a_consumer_that_took_all_and_closed_finds_nothing_lost(pro
         taken.set()
         taking()
         with pytest.raises(tp.Full, match="said goodbye"):
-            producer.put("one more", 0.5)
+            producer.put("one more", 3.0)
         producer.flush(PATIENCE)
         assert producer.statistics().lost == 0
 

@@ -15,7 +15,7 @@ from typing import Any
 import children
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import forget_offered_queues, side_of
+from inside import forget_offered_queues, side_of, take_in_at_most
 from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -406,7 +406,7 @@ def test_a_binder_that_closes_without_having_heard_of_us() -> None:
 def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is raised all the same, what was put is dropped, and the producer is told that it is lost."""
     with tp.Consumer("busy") as consumer, Child() as child:
-        monkeypatch.setattr(conversation, "MOST_PEERS", 0)
+        take_in_at_most(0, monkeypatch)
         child.call(children.open_producer, "busy", linger=0.0)
         child.call(children.put_numbers, 0, 3)
         wait_in_vain(consumer, lambda: consumer.statistics().rejected)  # or twice
@@ -421,7 +421,7 @@ def test_a_refusal_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_consumer_that_is_refused_later_is_told_of_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has met its producer by the file. The refusal is raised each time, and no stream has ended."""
     with tp.Producer("busy", bind=True) as producer, Child() as child:
-        monkeypatch.setattr(conversation, "MOST_PEERS", 0)
+        take_in_at_most(0, monkeypatch)
         child.call(children.open_consumer, "busy", bind=False)
         with pytest.raises(tp.Empty, match="met by its file"):
             child.call(children.take, timeout=0.05)
@@ -556,7 +556,7 @@ def test_many_who_come_and_go_while_it_computes_now_and_then() -> None:
 
 def test_a_binder_that_is_full_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is let in by the file who would be refused; when there is room again, it says so."""
-    monkeypatch.setattr(conversation, "MOST_PEERS", 2)
+    take_in_at_most(2, monkeypatch)
 
     def offered() -> int:
         found = rendezvous_file.read(parse("full"))
