@@ -63,9 +63,9 @@ class ConsumerStatistics:
     duplicates: int
     """Messages that came again after a connection broke, and were dropped (over tcp)."""
     rejected: int
-    """Incoming messages that were dropped because they broke a rule of the protocol, or came from strangers."""
+    """Incoming messages that were dropped: they broke a rule of the protocol, came from strangers, or found no memory."""
     last_rejection: str
-    """Which rule the last of them broke; empty if there was none."""
+    """Why the last of them was dropped; empty if there was none."""
     peers: tuple[str, ...]
     """The producers that are attached, in words."""
     transport: str
@@ -268,7 +268,7 @@ class Consumer(End):
 
     def _get(self, deadline: float | None) -> Any:
         """Return a tree and its bytes; or ``_ENDED``, which is to be told."""
-        receiver, turns = self._receiver, 0
+        receiver, turns, has_given_back = self._receiver, 0, False
         receiver.count_in_hand()
         while True:
             self._guard.check()
@@ -287,9 +287,12 @@ class Consumer(End):
                     try:
                         taken = receiver.take(peer, self._decode_block, self._lease_from)
                     except OutOfMemory:
+                        if has_given_back or not receiver.comes_again(peer):
+                            raise
                         if not receiver.give_back_idle():  # of frames: it must not be why
                             raise
-                        continue  # the message comes again
+                        has_given_back = True
+                        continue
                     if taken.__class__ is tuple:
                         receiver.in_hand = False  # it is get's; there is no call in between
                         return taken

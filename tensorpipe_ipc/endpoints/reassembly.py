@@ -28,7 +28,7 @@ from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.headroom import addresses_left, headroom
 from tensorpipe_ipc.wire.header import Header, Piece, piece_of
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
-from tensorpipe_ipc.wire.room import COPIED, made_with_room
+from tensorpipe_ipc.wire.room import LOOKED, made_with_room
 from tensorpipe_ipc.wire.schema import schema_of
 
 __all__ = ["Reassembly", "BufferPool"]
@@ -255,7 +255,7 @@ def _see_room_for(nbytes: int, times: int) -> None:
     room, addresses = times * nbytes, addresses_left()
     if addresses is not None and room + _SPARE > addresses:
         raise OutOfMemory(_refused(nbytes, f"{addresses:,} bytes are left of this process's limit (ulimit -v)"))
-    if room >= COPIED and room > (left := headroom()):
+    if room >= LOOKED and room > (left := headroom()):
         raise OutOfMemory(_refused(nbytes, f"{left:,} bytes of memory are left"))
 
 

@@ -387,6 +387,10 @@ class Receiver(Participant):
             self._forget_if_drained(peer)
         return message
 
+    def comes_again(self, peer: ProducerPeer) -> bool:
+        """Return whether a message of a peer's queue for which there was no memory comes again."""
+        return peer.queue is not None and peer.queue.gets.holds_back
+
     @property
     def lost_so_far(self) -> int:
         """Messages that were lost: ``lost``, and by exceptions that came inside a get of a queue, or behind it."""
@@ -413,6 +417,11 @@ class Receiver(Participant):
             return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
         except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
             self._only = None
+        except OutOfMemory as error:
+            if queue.gets.undecodable:  # it was dropped: no get finds memory for it
+                queue.gets.undecodable = 0
+                self.conversation.reject(error, peer)
+            raise
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
             self.conversation.reject(error)
             self._break_off(peer)

@@ -233,7 +233,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         except OutOfMemory:
             if not self.trim():
                 raise
-        return self._codec.encode(obj, apart)
+        return self._codec.encode(obj)  # taken apart anew: the handles of torch's shared memory were used up
 
     def get(
         self,

@@ -16,10 +16,9 @@ import torch
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals
-from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
-from tensorpipe_ipc.wire.room import GATHERED
+from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = [
     "Serializer",
@@ -147,13 +146,10 @@ def check_memory(tensor: torch.Tensor, itemsize: int = 0) -> None:
     Raises:
         OutOfMemory: there is not.
     """
-    global _unlooked  # another thread's addition may be lost: then it is looked a little later
     nbytes = tensor.numel() * (itemsize or tensor.itemsize)
-    _unlooked += nbytes
-    if _unlooked >= GATHERED:
-        if nbytes > (left := headroom()):
-            raise _no_memory(tensor, nbytes, f"{left:,} bytes of memory are left")
-        _unlooked = 0
+    left = lacks_room(nbytes)
+    if left is not None:
+        raise _no_memory(tensor, nbytes, f"{left:,} bytes of memory are left")
 
 
 def copied(tensor: torch.Tensor, copy: Callable[[], _Copy]) -> _Copy:

@@ -20,9 +20,8 @@ from torch.nn.parameter import Parameter, UninitializedParameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY, BY_TORCH
-from tensorpipe_ipc.wire.room import GATHERED
+from tensorpipe_ipc.wire.room import lacks_room
 from tensorpipe_ipc.wire.spec import BY_TYPE, MAX_DEPTH, MAX_NODES, MAX_TEXT, METADATA, Op, is_too_nested
 
 __all__ = ["Flat", "flatten", "kinds_of", "leaf_path", "may_be_tree"]
@@ -332,7 +331,8 @@ def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _copied(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     nbytes = array.size * array.itemsize
-    if nbytes >= GATHERED and nbytes > (left := headroom()):
+    left = lacks_room(nbytes)
+    if left is not None:
         raise _no_memory(array, f"{left:,} bytes of memory are left")
     try:
         copy: np.ndarray[Any, Any] = array.copy()  # ascontiguousarray() leaves a single item its odd stride

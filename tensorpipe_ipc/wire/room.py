@@ -1,26 +1,43 @@
-"""Room: whether there is memory for the copies that a message takes. A full cgroup kills, it does not refuse.
+"""Room: whether there is memory for the copies that messages take. A full cgroup kills, it does not refuse.
 
-So the memory that is left is looked up before a large copy is made. What is idle must not be why there is too little of it.
+So what put gathers and get copies is counted, and the memory that is left is looked up once for each 16 MiB of it. Idle memory
+must not be why there is too little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tensorpipe_ipc.errors import OutOfMemory
 from tensorpipe_ipc.headroom import addresses_left, headroom
 
-__all__ = ["COPIED", "GATHERED", "made_with_room", "see_room_to_take"]
+__all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
 
-# Bytes of a copy for which it is looked whether there is memory. A look takes 60 us.
-COPIED = 1 << 24
-GATHERED = 1 << 22  # of tensors that put gathers, taken together
-_unlooked = (
-    0  # bytes that get copied since the last look; another thread's addition may be lost: then it is a little later
-)
+LOOKED = 1 << 24  # bytes that are copied between two looks. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
+_unlooked = (
+    0  # bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later
+)
 _Made = TypeVar("_Made")
+
+
+def lacks_room(nbytes: int) -> int | None:
+    """Count a copy that is about to be made. Where a look is due, and there is no room for it, return how many bytes are left.
+
+    Returns:
+        None: there is room, as far as is known.
+    """
+    global _unlooked
+    _unlooked += nbytes
+    if _unlooked < LOOKED:
+        return None
+    addresses = addresses_left()
+    left = headroom() if addresses is None else max(0, min(headroom(), addresses - _SPARE))
+    if nbytes + (LOOKED if nbytes < LOOKED else 0) > left:  # small copies may go on until the next look
+        return left
+    _unlooked = 0
+    return None
 
 
 def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None) -> None:
@@ -32,31 +49,18 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     Raises:
         OutOfMemory: there is not.
     """
-    global _unlooked
-    _unlooked += nbytes
-    if _unlooked < COPIED:
+    if lacks_room(nbytes) is None:
         return
-    needed = nbytes + (COPIED if nbytes < COPIED else 0)  # until the next look
-    if needed > _left():
-        give_back()
-        if needed > (left := _left()):
-            raise _no_room(nbytes, left)
-    _unlooked = 0
+    give_back()
+    left = lacks_room(nbytes)
+    if left is not None:
+        raise OutOfMemory(
+            f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
+            "A lease (copy=False), or floats as they crossed (restore=False), take none"
+        )
 
 
-def _no_room(nbytes: int, left: int) -> OutOfMemory:
-    return OutOfMemory(
-        f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
-        "A lease (copy=False), or floats as they crossed (restore=False), take none"
-    )
-
-
-def _left() -> int:
-    addresses = addresses_left()
-    return headroom() if addresses is None else max(0, min(headroom(), addresses - _SPARE))
-
-
-def made_with_room(give_back: Callable[[], int], make: Callable[..., _Made], *arguments: Any) -> _Made:
+def made_with_room(give_back: Callable[[], int], make: Callable[..., _Made], *arguments: object) -> _Made:
     """Return ``make(*arguments)``. Where there is no memory for it, try once more when idle memory was given back.
 
     Args:

@@ -584,6 +584,31 @@ def test_a_message_over_tcp_that_there_is_no_memory_for_is_dropped_and_told(monk
         assert consumer.get(PATIENCE) == "next"
 
 
+def test_a_message_in_shared_memory_that_no_get_finds_memory_for_is_counted_when_it_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes again, up to eight times. A stream that ends without it does not end as if all had been taken unseen."""
+    with (
+        tp.Consumer("never-fits", copy=True) as consumer,
+        tp.Producer(consumer.endpoint, linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        producer.put(torch.ones(6 << 20), PATIENCE)
+        producer.put("next", PATIENCE)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 1 << 20)
+            with pytest.raises(tp.OutOfMemory, match="25,165,824 bytes"):
+                consumer.get(PATIENCE)
+            assert consumer.statistics().rejected == 0
+            for _ in range(8):
+                if not consumer.statistics().rejected:
+                    with pytest.raises(tp.OutOfMemory):
+                        consumer.get(0)
+        assert consumer.get(PATIENCE) == "next"
+        assert consumer.statistics().rejected == 1
+        assert "25,165,824 bytes" in consumer.statistics().last_rejection
+
+
 def _resident() -> int:
     """Return the bytes of memory that this process has."""
     with open("/proc/self/statm", encoding="ascii") as line:

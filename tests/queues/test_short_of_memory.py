@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_sharer
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,14 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def no_thread_stays() -> Iterator[None]:
+    """torch's handles need multiprocessing's thread that hands out descriptors; it ends with the test."""
+    yield
+    resource_sharer.stop(timeout=5)
+    gc.collect()
 
 
 def _refused(there: Queue) -> dict[str, Callable[[Any], None]]:
@@ -155,6 +164,30 @@ def test_what_is_refused_is_kept_by_nobody(how: str, kind: str, leave: Any) -> N
         _refused(there)[how](obj)
     del obj
     assert kept() is None
+
+
+@pytest.mark.parametrize("how", ["put", "put_many", "move"])
+@pytest.mark.usefixtures("no_thread_stays")
+def test_torchs_shared_memory_in_a_message_that_is_tried_again_arrives(how: str, leave: Any) -> None:
+    """The first try had taken its handle back, as it found no memory for the rest of the message."""
+    there = Queue()
+    there.put(torch.ones(48 * MIB, dtype=torch.uint8))
+    del (got := [there.get(True, LIMIT)])[:]
+    assert not got
+    leave(lambda: MIB if there.statistics().resident > 40 * MIB else 200 * MIB)
+    shared = torch.zeros(4).share_memory_()
+    _refused(there)[how]([shared, torch.ones(1).expand(6 * MIB)])
+    there.get(True, LIMIT)[0].fill_(1)
+    assert shared.sum() == 4
+
+
+def test_many_arrays_that_put_gathers_are_looked_at_together(leave: Any) -> None:
+    """Each of a message's is small."""
+    there = Queue()
+    there.put(1)
+    leave(10 * MIB)
+    with pytest.raises(tp.OutOfMemory, match="strides"):
+        there.put({number: np.ones(3 * MIB, np.uint8)[::-1] for number in range(12)}, timeout=LIMIT)
 
 
 @pytest.mark.parametrize("how", ["put", "put_many", "move"])
