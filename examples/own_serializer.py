@@ -20,7 +20,7 @@ class Compressed:
     """The bytes that ``raw`` makes of a tensor, through zlib."""
 
     name = "zlib"
-    zero_copy = True  # what decode returns lies on what it unpacked
+    zero_copy = False  # what decode returns lies on memory of its own
     _raw = Raw()
 
     def encode(self, tensor: torch.Tensor) -> tuple[tp.TensorMeta, bytes]:

@@ -65,7 +65,7 @@ def _made_at() -> str:
 
 
 class Absence:
-    """The time that one end has waited for anybody at all."""
+    """The time that one end has waited, alone."""
 
     def __init__(self, role: str, socket: FrameSocket) -> None:
         """
@@ -76,6 +76,10 @@ class Absence:
         self._role, self._socket = role, socket
         self._since = 0.0
         self._was_told = False
+
+    def is_over(self) -> None:
+        """Note that somebody is there."""
+        self._since, self._was_told = 0.0, False
 
     def is_to_be_told(self) -> bool:
         """Return whether the end has waited for some seconds by now; once. To be called in each slice of its wait."""

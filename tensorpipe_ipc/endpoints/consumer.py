@@ -327,7 +327,8 @@ class Consumer(End):
         receiver = self._receiver
         if receiver.has_ended():
             return True
-        receiver.conversation.complain_if_alone()
+        if receiver.is_expectant():
+            receiver.conversation.complain_if_alone(receiver.why_empty)
         if left <= 0:
             raise Empty(
                 f"{self.endpoint}: no message in time: {receiver.why_empty()}{receiver.conversation.connect_error()}"

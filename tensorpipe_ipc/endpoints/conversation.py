@@ -57,7 +57,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -701,6 +701,8 @@ class Conversation:
 
     def publish(self) -> None:
         """Tell whoever may look who is attached, and how; and offer queues to those to come."""
+        if self.peers:
+            self._absence.is_over()
         if self.standby.is_open:
             room = MOST_PEERS - sum(peer.settled and not peer.sight.is_out_of_sight for peer in self.peers.values())
             self.standby.stock(self.owner.hello(None), room, is_alone=not self.peers)
@@ -720,12 +722,14 @@ class Conversation:
         """Return how messages travel, and why so."""
         return self.negotiation.transport(self.peers.values())
 
-    def complain_if_alone(self) -> None:
-        """Log, once, that this end has waited for some seconds, and nobody ever came. To be called in each slice of a wait."""
-        if not self.peers and self.peers.last_left is None and self._absence.is_to_be_told():
-            log.warning(
-                "%s has waited for %.0f s: %s%s", self.endpoint, COMPLAINT, self.why_alone(), self.connect_error()
-            )
+    def complain_if_alone(self, why: Callable[[], str]) -> None:
+        """Log, once, that this end has waited for some seconds alone. To be called in each slice of a wait.
+
+        Args:
+            why: says who is missing.
+        """
+        if not self.peers and self._absence.is_to_be_told():
+            log.warning("%s has waited for %.0f s: %s%s", self.endpoint, COMPLAINT, why(), self.connect_error())
 
     def why_alone(self) -> str:
         """Say that nobody has come, and what may be the reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tensorpipe_ipc.endpoints.guard import Guard, close_at_last, postponed, undisturbed
 from tensorpipe_ipc.endpoints.participant import Participant
@@ -47,6 +47,12 @@ class End:
         """
         with self._guard:
             return self._participant.conversation.trim()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} on {self.endpoint}: an end belongs to the process that made it, and cannot be copied or "
+            "pickled; pass the address, and make an end there"
+        )
 
     def _close(self) -> tuple[str, list[Peer]]:
         """Close. Return what was not taken, in words, and by whom that left."""

@@ -393,7 +393,7 @@ class Producer(End):
                 f"{self.endpoint}: {what} in time: {self._sender.why_blocked()}{self._sender.conversation.connect_error()}"
             )
         self._sender.wait(left)
-        self._sender.conversation.complain_if_alone()
+        self._sender.conversation.complain_if_alone(self._sender.why_blocked)
         self._sender.raise_refusal()
 
     def _tell_of_losses(self) -> None:

@@ -262,6 +262,10 @@ class Receiver(Participant):
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
         return self.met_any and not self.peers and not self._sharing and not here.standby.any_claimed
 
+    def is_expectant(self) -> bool:
+        """Return whether a first producer is missing, or a further one of a stream. The next stream may begin at any time."""
+        return self.peers.last_left is None or bool(self.producers and self.ended)
+
     def ended_unwell(self) -> list[ProducerPeer]:
         """Return which producers of a stream that has ended did not end well. Its are the first ``producers`` that left."""
         return [peer for count, peer in self.unwell if count <= (self.producers or self.ended)]

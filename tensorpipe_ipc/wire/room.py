@@ -34,9 +34,10 @@ def lacks_room(nbytes: int) -> int | None:
         return None
     addresses = addresses_left()
     left = headroom() if addresses is None else max(0, min(headroom(), addresses - _SPARE))
-    if nbytes + (LOOKED if nbytes < LOOKED else 0) > left:  # small copies may go on until the next look
+    if nbytes > left:
         return left
-    _unlooked = 0
+    if nbytes + LOOKED <= left:  # else each copy is looked at: the next ones might take more than there is
+        _unlooked = 0
     return None
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
 import logging
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -1603,6 +1605,35 @@ def test_one_warning_of_an_end_that_nobody_comes_to(
     logged = [record for record in caplog.records if record.name == "tensorpipe_ipc"]
     assert [record.levelno for record in logged] == [logging.WARNING] * 2
     assert sum("mistyped" in record.getMessage() for record in logged) == 1
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_one_warning_of_a_producer_whose_consumer_failed(
+    shared_memory: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its put waits for the next consumer, for ever where it has no timeout. So it says why, and again after the next one."""
+    monkeypatch.setattr("tensorpipe_ipc.endpoints.absence.COMPLAINT", 0.2)
+    with contextlib.suppress(tp.StreamFailed), tp.Producer("stage", shared_memory=shared_memory, linger=0) as producer:
+        for _ in range(2):
+            with contextlib.suppress(ValueError), tp.Consumer("stage") as consumer:
+                putting = in_thread(lambda: producer.put(1, PATIENCE))
+                assert consumer.get(PATIENCE) == 1
+                putting()
+                raise ValueError("bad image")
+            with contextlib.suppress(tp.Full):
+                while True:
+                    producer.put(1, 0.5)
+    logged = [record.getMessage() for record in caplog.records if record.name == "tensorpipe_ipc"]
+    assert ["failed" in text and "bad image" in text for text in logged] == [True, True]
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_end_cannot_be_copied_or_pickled(copy_of: Callable[[Any], Any]) -> None:
+    """It says what to pass to another process instead."""
+    with tp.Producer("mine") as producer, tp.Consumer("mine") as consumer:
+        for end, name in ((producer, "Producer"), (consumer, "Consumer")):
+            with pytest.raises(TypeError, match=f"{name} on ipc://.*mine.* pass the address, and make an end there"):
+                copy_of(end)
 
 
 @EVERYWHERE

@@ -36,7 +36,7 @@ from wholeness import strides
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
-from tensorpipe_ipc.memory import barrier
+from tensorpipe_ipc.memory import barrier, leases
 from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.shared_queue.survey import survey
@@ -928,6 +928,23 @@ def test_what_outlasts_the_last_queue_keeps_no_more_than_its_own_memory(between:
         ctx = None
     gc.collect()
     assert segment.resident() < 7 * MIB
+    del got[2:]
+    assert segment.resident() < 3 * MIB
+    assert [each.unique().tolist() for each in got] == [[0], [1]]
+
+
+def test_what_a_childs_end_frees_after_the_last_queue_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked child may read what its parent lets go of, as long as it lives."""
+    monkeypatch.setattr(leases, "PAUSE", 0.0)
+    there = tp.Queue()
+    there.put_many([octets(MIB, n) for n in range(12)])
+    got = [there.get() for _ in range(12)]
+    segment = segment_at(got[0].data_ptr())
+    with Helper(lambda: None):
+        del there
+        gc.collect()
+        del got[4:]
+        assert segment.resident() > 11 * MIB
     del got[2:]
     assert segment.resident() < 3 * MIB
     assert [each.unique().tolist() for each in got] == [[0], [1]]
