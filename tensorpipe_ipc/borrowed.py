@@ -26,6 +26,7 @@ __all__ = [
     "reducers",
     "running_threads",
     "shared_descriptor",
+    "sharer",
     "storage_classes",
 ]
 
@@ -100,9 +101,17 @@ pyzmq_reaper: Any = _borrowed(
     "zmq.utils.garbage:gc",
     None,
     "its thread for lent memory is left to pyzmq",
-    ("_lock", "is_alive", "pid", "refs", "thread"),
+    ("_lock", "is_alive", "pid", "thread"),
 )
 """pyzmq's thread for lent memory."""
+
+sharer: Any = _borrowed(
+    "multiprocessing.resource_sharer:_resource_sharer",
+    None,
+    "what a child of os.fork shares by descriptors may arrive as another thing, and a process does not wait for its receivers",
+    ("_afterfork", "_cache", "_thread"),
+)
+"""multiprocessing's table of the descriptors that this process shares, and its thread that hands them out."""
 
 reducers: Mapping[Any, Callable[[Any], Any]] = _borrowed(
     "multiprocessing.reduction:ForkingPickler._extra_reducers",

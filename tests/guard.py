@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tensorpipe_ipc.borrowed import pyzmq_reaper
+
 SHM = Path("/dev/shm")
 ICEORYX2 = "iox2_"  # how the names of iceoryx2's files begin, which stay for the machine's next user of it
 PATIENCE = 2.0  # seconds that what was closed has to go: libzmq's reaper and a killed child's parent are not at once
@@ -52,6 +54,7 @@ def snapshot(folders: Iterable[Path] = ()) -> Residue:
     Args:
         folders: where to look for socket files, besides the runtime folder.
     """
+    _stop_reaper()
     return Residue(_children(), _threads(), _descriptors(), _shared_memory(), _files(folders), _mappings())
 
 
@@ -112,6 +115,12 @@ def _difference(before: Residue, after: Residue) -> list[str]:
             new = new - others(new)
         found += [f"{kind}: {name}" for name in sorted(new)]
     return found
+
+
+def _stop_reaper() -> None:
+    """Stop pyzmq's thread for lent memory, which pyzmq leaves running, where nothing is lent."""
+    if pyzmq_reaper is not None and not pyzmq_reaper.refs:
+        pyzmq_reaper.stop()
 
 
 def _children() -> set[str]:

@@ -33,6 +33,7 @@ import torch
 
 from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.serializers.base import check_memory, dense_order
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
@@ -317,12 +318,13 @@ def unstager(device: Any, at_work: Staging | None = None) -> Any:
 
     Raises:
         Closed: it is a GPU, and this is a fork of a process that used CUDA.
-        ValueError: it is no device's name, or there is no such GPU.
+        ValueError: it is no device's name, or there is no such device here.
     """
     wanted = _device(device)
     if wanted.type == "cpu":
         return None
     if wanted.type != "cuda":
+        _see_it_takes_tensors(wanted)
         return lambda tensor: tensor.to(wanted)
     at_work = at_work or staging()
     if at_work.cuda.is_bad_fork():
@@ -341,6 +343,16 @@ def wanted(arrival: DecodeOptions) -> torch.device | None:
     """Return the GPU that a receiver wants tensors on; None if that is none."""
     found = getattr(arrival.unstage, "keywords", {}).get("device")
     return found if isinstance(found, torch.device) else None
+
+
+@functools.cache  # but for what it raises
+def _see_it_takes_tensors(device: torch.device) -> None:
+    try:
+        torch.empty(1, device="cpu").to(device)
+    except Exception as error:  # each backend that is missing has a type of its own
+        if passed_a_handler(error.__traceback__):
+            raise
+        raise ValueError(f"device={str(device)!r}: torch has no such device here: {error}") from error
 
 
 def _device(device: Any) -> torch.device:

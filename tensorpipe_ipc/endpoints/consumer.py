@@ -75,7 +75,7 @@ class ConsumerStatistics:
     failed: int = 0
     """Producers that ended by an exception."""
     vanished: int = 0
-    """Producers that went without a goodbye, or were given up."""
+    """Producers that went without a goodbye, or were given up, and did not come back."""
 
 
 class Consumer(End):
@@ -273,7 +273,8 @@ class Consumer(End):
         while True:
             self._guard.check()
             has_ended = receiver.has_ended()
-            if has_ended and not receiver.socket.binds:  # before anything of a connector's next binder
+            # Before anything of a connector's next binder, or of a further producer than those of the stream.
+            if has_ended and (receiver.producers or not receiver.socket.binds):
                 return _ENDED
             turns += 1
             # What came was no message, and more of it may come.
@@ -286,11 +287,10 @@ class Consumer(End):
                 if peer is not None:
                     try:
                         taken = receiver.take(peer, self._decode_block, self._lease_from)
-                    except OutOfMemory:
-                        if has_given_back or not receiver.comes_again(peer):
-                            raise
-                        if not receiver.give_back_idle():  # of frames: it must not be why
-                            raise
+                    except MemoryError as error:
+                        # What is idle of frames must not be why. One that was dropped is told.
+                        if has_given_back or not receiver.comes_again(peer) or not receiver.give_back_idle():
+                            raise self._no_memory(error, peer) from None
                         has_given_back = True
                         continue
                     if taken.__class__ is tuple:
@@ -309,6 +309,7 @@ class Consumer(End):
                 except Exception as error:
                     if is_a_signals(error, error.__traceback__):
                         raise
+                    receiver.was_in_vain()
                     receiver.taken(arrived)
                     self._raise_or_reject(error, arrived.peer)
                 else:
@@ -371,7 +372,7 @@ class Consumer(End):
                 return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
             region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
             return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
-        except OutOfMemory:  # the message stays for the next get
+        except MemoryError:  # the message stays for the next get
             raise
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
@@ -392,14 +393,19 @@ class Consumer(End):
             )
         return how, schema, values, serializer_named(schema.serializer)
 
+    def _no_memory(self, error: Exception, peer: Peer) -> OutOfMemory:
+        if isinstance(error, OutOfMemory):
+            return error
+        why = f"{type(error).__name__}: {error}"
+        return OutOfMemory(f"{self.endpoint}: there is no memory for a message from {peer} ({why})")
+
     def _raise_or_reject(self, error: Exception, peer: Peer) -> None:
         """Tell the caller of a message that was taken and could not be read, where that is its business; else count it.
 
         Whatever reading it raised, its peer is to blame, and the next message is as good as any.
         """
-        if isinstance(error, _NO_DEVICE_MEMORY) and not isinstance(error, OutOfMemory):
-            error = OutOfMemory(f"{self.endpoint}: a message from {peer} was dropped: {error}")
-        if isinstance(error, OutOfMemory):
+        if isinstance(error, (MemoryError, _NO_DEVICE_MEMORY)):
+            error = self._no_memory(error, peer)
             self._receiver.conversation.reject(error, peer)
         if isinstance(error, UnsupportedLeaf):
             error = UnsupportedLeaf(

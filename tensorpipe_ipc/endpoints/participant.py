@@ -17,6 +17,7 @@ _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own d
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
 _WAITING = 0.5  # seconds that a closing producer hears consumers that wait for it, which take some milliseconds each
 _NOT_FOUND_YET = 0.25  # seconds from its bind that a producer that fails hears: who waits tries each 0.2 s
+_NO_KEY_SHOWN_YET = 0.35  # and with keys a handshake comes first
 _STEP = 0.01  # seconds of waiting for what may come
 
 
@@ -199,7 +200,8 @@ class Participant:
         conversation, socket = self.conversation, self.socket
         if self.role == "producer":
             if socket.binds and self.ending.failure:
-                self._hear_until(conversation.opened_at + _NOT_FOUND_YET, lambda: True)
+                found = _NO_KEY_SHOWN_YET if conversation.has_keys else _NOT_FOUND_YET
+                self._hear_until(conversation.opened_at + found, lambda: True)
             self._hear_until(
                 time.monotonic() + _WAITING, lambda: self._has_something() or socket.has_just_let_somebody_in()
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ _LEARN = (32 << 20) - (1 << 16)  # bytes; glibc's largest threshold is 32 MB
 _AHEAD = 1 << 13  # bytes that may be missing when memory for all is asked for
 _TOGETHER = 1 << 20  # bytes of short pieces that wait as one
 _SPARE = 1 << 25  # bytes of addresses that are left to the rest of the process
+_AGAIN = 1.0  # seconds between two looks for idle memory that are due to no more than an announced size
 
 
 class BufferPool:
@@ -53,6 +55,7 @@ class BufferPool:
         self._idle: deque[Any] = deque()  # the last that came back is the first; any thread may bring one back
         self._is_closed = False
         self._received = 0  # bytes, ever
+        self._gives_back_at = 0.0
 
     def ready(self, nbytes: int) -> memoryview | None:
         """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
@@ -68,7 +71,7 @@ class BufferPool:
             raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
         base = self._ready(_size(nbytes))
         if base is None:
-            made_with_room(self.give_back_idle, _see_room_for, nbytes, 2)
+            made_with_room(self.give_back_at_times, _see_room_for, nbytes, 2)
             return None
         self._count(nbytes)
         return _region_on(base, nbytes, self)
@@ -81,6 +84,14 @@ class BufferPool:
         """
         self._count(nbytes)
         return _region_on(made_with_room(self.give_back_idle, _fresh, nbytes), nbytes, self)
+
+    def give_back_at_times(self) -> int:
+        """Give back what lies idle, if that was not done just now: an announced size costs its sender nothing."""
+        now = time.monotonic()
+        if now < self._gives_back_at:
+            return 0
+        self._gives_back_at = now + _AGAIN
+        return self.give_back_idle()
 
     def give_back_idle(self) -> int:
         """Give back what lies idle. Return the number of bytes."""

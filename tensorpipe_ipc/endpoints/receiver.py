@@ -65,6 +65,7 @@ class Receiver(Participant):
         # The only one, where its queue is likely to have something when it is asked.
         self._only: ProducerPeer | None = None
         self._misses = 0
+        self._spent = 0.0  # when the last turn began, in this thread's processor time
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self.met_any = False
         self.asked: ProducerPeer
@@ -360,11 +361,16 @@ class Receiver(Participant):
         if not self._sharing:
             return super().pump(timeout)
         self.conversation.look_now_and_then()  # which is no talk of anybody's
-        spent, heard = time.thread_time(), self._heard
+        self._spent, heard = time.thread_time(), self._heard
         arrived = super().pump(timeout)
         if arrived is None and self._heard > heard:
-            self._listened(spent)
+            self._listened(self._spent)
         return arrived
+
+    def was_in_vain(self) -> None:
+        """Note that what ``pump`` returned is rejected: its time is that of all that is no message."""
+        if self._sharing:
+            self._listened(self._spent)
 
     @property
     def _heard(self) -> int:
@@ -421,7 +427,7 @@ class Receiver(Participant):
             return queue.get(None, decode, lease_from)  # the fastest way; nobody else takes what is there
         except (Empty, BlockingIOError):  # the latter: somebody else has taken what was there
             self._only = None
-        except OutOfMemory as error:
+        except MemoryError as error:
             if queue.gets.undecodable:  # it was dropped: no get finds memory for it
                 queue.gets.undecodable = 0
                 self.conversation.reject(error, peer)

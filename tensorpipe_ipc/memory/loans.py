@@ -27,6 +27,7 @@ from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.direct import mark
 from tensorpipe_ipc.wire.layout import ALIGN, BULK
+from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = ["TensorSpec", "build", "is_size", "make_tensors", "shape_of", "specs_of"]
 
@@ -148,6 +149,12 @@ def _tensor(spec: TensorSpec, array: Octets | None, place: int) -> torch.Tensor:
 
 
 def _own_memory(spec: TensorSpec) -> torch.Tensor:
+    left = lacks_room(spec.nbytes)  # before it is filled
+    if left is not None:
+        raise OutOfMemory(
+            f"a tensor of shape {spec.shape} takes {spec.nbytes:,} bytes of its own memory: {left:,} bytes are left; "
+            "send it in parts"
+        )
     try:
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     except (RuntimeError, TypeError) as error:  # TypeError: a size of over 63 bits

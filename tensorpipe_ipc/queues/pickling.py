@@ -21,7 +21,8 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import resource_sharer, util
+from multiprocessing import util
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from tensorpipe_ipc.borrowed import reducers, shared_descriptor, storage_classes
+from tensorpipe_ipc.borrowed import reducers, shared_descriptor, sharer, storage_classes
 from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
@@ -50,11 +51,28 @@ class _Reducers(dict[Any, Any]):
 
     leaves: Any = ()  # most objects have no leaves: the empty tuples cost no time
     handles: Any = ()
+    _copied = 0  # of the leaves
 
     def __missing__(self, kind: Any) -> Any:
         if kind in _KINDS:
             return self._reduce
-        return _registered.get(kind) or copyreg.dispatch_table[kind]
+        if len(self.leaves) > self._copied and (kind in copyreg.dispatch_table or _has_code(kind)):
+            self._copy_arrays()
+        reduce = _registered.get(kind)
+        if reduce is None:
+            return copyreg.dispatch_table[kind]
+        _renew_sharer()
+        return reduce
+
+    def _copy_arrays(self) -> None:
+        """Copy the arrays that came so far, as pickle does: the code of a class, which runs next, may write to them.
+
+        Tensors stay what they are, as in torch's queues.
+        """
+        for index in range(self._copied, len(self.leaves)):
+            if isinstance(self.leaves[index], np.ndarray):
+                self.leaves[index] = self.leaves[index].copy()
+        self._copied = len(self.leaves)
 
     def _reduce(self, obj: Any) -> Any:
         kind = type(obj)
@@ -85,12 +103,21 @@ class _Reducers(dict[Any, Any]):
         return _restored_leaf, (_LEAF_MARK,)
 
     def _share(self, storage: UntypedStorage) -> Any:
+        _renew_sharer()
         handle = _registered[UntypedStorage](storage)
         if self.handles == ():
             self.handles = []
         self.handles.append(handle)
         _sent.add(handle)
         return _of_handle, (os.getpid(), handle[0], *handle[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_code(kind: Any) -> bool:
+    """Return whether pickling an object of a class calls a method of Python."""
+    return any(
+        isinstance(getattr(kind, name, None), FunctionType) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
+    )
 
 
 _KINDS: frozenset[Any] = frozenset((torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *storage_classes))
@@ -112,6 +139,12 @@ def _from_file(data: bytes) -> torch.Tensor:
 
 
 # ---- torch's shared memory ----
+
+
+def _renew_sharer() -> None:
+    """Have a forked child share descriptors by names of its own. ``Process`` sees to that, and ``os.fork`` does not."""
+    if sharer is not None and sharer._thread is not None and not sharer._thread.is_alive():
+        sharer._afterfork()
 
 
 def is_shared_by_torch(tensor: torch.Tensor) -> bool:
@@ -176,7 +209,7 @@ class _Sent:
         if self._process != os.getpid():  # a forked child has sent nothing yet, and its finalizers were cleared
             self._process, self._keys = os.getpid(), set()
             util.Finalize(None, self._linger, exitpriority=0)
-        waiting = getattr(getattr(resource_sharer, "_resource_sharer", None), "_cache", {})
+        waiting = {} if sharer is None else sharer._cache
         for key in [each._id[1] for each in handle[1] if hasattr(each, "_id")]:
             if key in waiting:
                 send, close = waiting[key]

@@ -216,7 +216,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         nbytes = 0
         for obj in remaining:
-            apart = None if type(obj) is torch.Tensor else made_with_room(self.trim, self._codec.take_apart, obj)
+            apart = None
+            if type(obj) is not torch.Tensor:
+                apart = made_with_room(self.trim, self._codec.take_apart, obj, lambda: _copy_all(waiting))
             payload, metadata = self._encoded(obj, apart)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
@@ -519,6 +521,13 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         """
         self._queue.attachment.attach()
         self._queue.tasks.wait(self._queue.tidy)
+
+
+def _copy_all(waiting: list[tuple[Payload, bytes]]) -> None:
+    """Copy what waits to be put, as the code of the next object's class may write to it."""
+    for index, (payload, metadata) in enumerate(waiting):
+        if type(payload) is Block:
+            waiting[index] = Copy(payload), metadata
 
 
 def _may_change(apart: Apart | None, metadata: bytes) -> bool:

@@ -17,10 +17,11 @@ from typing import IO, Any
 
 import torch
 
-from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
+from tensorpipe_ipc.wire.room import see_room_to_take
 
 __all__ = ["TorchSave"]
 
@@ -62,7 +63,9 @@ class TorchSave:
         Raises:
             ProtocolError: no ``torch.save`` file, one that asks for more than ``weights_only`` allows, or one that
                 holds something else than the meta says.
+            OutOfMemory: there is no memory for it.
         """
+        see_room_to_take(len(payload))
         file, before = io.BufferedReader(_Memory(payload)), sys.exc_info()[1]
         _check_archive(meta, file, len(payload))
         try:
@@ -72,6 +75,8 @@ class TorchSave:
         # A damaged file can end anywhere inside torch's reader, and does so with any exception.
         except Exception as error:
             raise_signals(error, before)
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch has no type for it
+                raise OutOfMemory(f"a torch.save file of {len(payload):,} bytes is read: {error}") from None
             raise ProtocolError(
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
             ) from None

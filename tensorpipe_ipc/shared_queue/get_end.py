@@ -689,7 +689,9 @@ def _may_pass(error: BaseException) -> bool:
     another form of it. Or a handler in C raised, as Ctrl-C's own does; or the message did, by ``sys.exit``, and always will."""
     if isinstance(error, PeerLost):  # what it refers to went with its sender
         return False
-    may = (MemoryError, OSError, UnsupportedLeaf)
+    if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):  # else it is the object's own
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+    may = (MemoryError, SharedMemoryError, UnsupportedLeaf)
     is_cudas = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
 

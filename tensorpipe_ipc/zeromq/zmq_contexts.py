@@ -16,7 +16,6 @@ import os
 import resource
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -170,8 +169,6 @@ def release(end: object) -> None:
             shared.common = None  # first: nobody gets one that is about to end
     if unused:
         _run_undisturbed(functools.partial(_destroy, shared, unused))
-    if not shared.contexts:
-        _stop_reaper()
 
 
 def _destroy(shared: _Shared, contexts: list[zmq.Context[Any]]) -> None:
@@ -241,29 +238,3 @@ def _start_reaper() -> None:
             thread.is_alive = functools.partial(running.__contains__, thread.ident)
     finally:
         running.pop(_thread.get_ident(), None)  # or it is listed for ever
-
-
-# What was waited for in vain, once: pyzmq does not repeat a system call that a signal cut short, and keeps what was lent.
-_in_vain: set[int] = set()
-
-
-def _stop_reaper() -> None:
-    """End pyzmq's thread for lent memory, if nothing is lent; it starts anew by itself."""
-    if pyzmq_reaper is None:
-        return
-    deadline = time.monotonic() + 1
-    # It is just being told of the last ones; at the program's end, once pyzmq has closed it down, of none.
-    while set(pyzmq_reaper.refs) - _in_vain and not getattr(pyzmq_reaper, "_stay_down", False):
-        if time.monotonic() > deadline:
-            _in_vain.update(pyzmq_reaper.refs)
-        time.sleep(0.001)
-    if not pyzmq_reaper.refs and pyzmq_reaper.thread is not None:
-        _run_undisturbed(_end_reaper)
-
-
-def _end_reaper() -> None:
-    try:
-        pyzmq_reaper.stop()
-    finally:
-        if running_threads is not None:
-            running_threads.pop(_thread.get_ident(), None)  # as above

@@ -51,7 +51,7 @@ class Broken(serializers.Serializer):
 
 @pytest.mark.parametrize(
     "raises",
-    [MemoryError, RecursionError, RuntimeError, OverflowError, KeyError, AssertionError, StopIteration],
+    [RecursionError, RuntimeError, OverflowError, KeyError, AssertionError, StopIteration],
 )
 def test_whatever_reading_a_message_raises_the_next_one_comes(
     transport: str, raises: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -79,6 +79,30 @@ def test_whatever_reading_a_message_raises_the_next_one_comes(
         assert said.rejected == 1
         assert raises.__name__ in said.last_rejection
         assert "(from producer pid" in said.last_rejection
+
+
+def test_a_message_that_there_is_no_memory_to_read_is_told(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies in shared memory until the next get, eight times; from frames it is dropped at once. The next one comes."""
+    broken = Broken()
+    broken.raises = MemoryError
+    monkeypatch.setitem(registered_serializers(), "broken", broken)
+    with (
+        tp.Consumer("unreadable", maxsize=1) as consumer,
+        tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,
+    ):
+        putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in (torch.ones(3), "next")])
+        told, got = 0, None
+        while got is None:
+            try:
+                got = consumer.get(PATIENCE)
+            except tp.OutOfMemory as error:
+                assert "from producer pid" in str(error)
+                told += 1
+        putting()
+        assert got == "next"
+        assert told == 1 if transport == "frames" else 1 < told <= 8
+        assert consumer.statistics().rejected == 1
+        assert "MemoryError" in consumer.statistics().last_rejection
 
 
 # -- what is shown of a peer
