@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.cli.failure import Failure
-from tensorpipe_ipc.limits import check_timeout
+from tensorpipe_ipc.limits import check_seconds
 from tensorpipe_ipc.process import memory
 from tensorpipe_ipc.shared_queue.survey import Part, QueueView, SegmentView, Use, survey
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.once:
         raise Failure("--json goes with --once")
     try:
-        interval = max(0.05, check_timeout(arguments.interval, "--interval", ""))
+        interval = max(0.05, check_seconds(arguments.interval, "--interval"))
     except ValueError as error:
         raise Failure(str(error)) from None
     before, at = survey(), time.monotonic()

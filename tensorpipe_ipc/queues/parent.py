@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["get_from_parent"]
+__all__ = ["end_if_parent_is_dead", "get_from_parent"]
 
 _LOOK = 1.0  # seconds
 
@@ -43,6 +43,7 @@ def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = 
         with watch:
             return get(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
+    watch.look()
     while True:
         left = _LOOK if deadline is None else deadline - time.monotonic()
         try:
@@ -51,6 +52,13 @@ def get_from_parent(get: Callable[[float | None], Any], timeout: float | None = 
             if left <= _LOOK and deadline is not None:
                 raise
             watch.look()
+
+
+def end_if_parent_is_dead() -> None:
+    """End this process if multiprocessing started it, and its parent is dead: nobody wants what waits for it to be done."""
+    watch = _watch(os.getpid())
+    if watch is not None:
+        watch.look()
 
 
 class _Watch:

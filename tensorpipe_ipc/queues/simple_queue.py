@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tensorpipe_ipc.errors import Empty
-from tensorpipe_ipc.queues.parent import get_from_parent
+from tensorpipe_ipc.queues.parent import end_if_parent_is_dead, get_from_parent
 from tensorpipe_ipc.queues.reader import Reader, Writer
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
@@ -60,6 +60,7 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstan
         if not self._writer_closed:
             return self._queue.get()
         if not self._queue.empty():
+            end_if_parent_is_dead()
             with contextlib.suppress(Empty):  # another worker may take the object first
                 return self._queue.get(False)
         return get_from_parent(functools.partial(self._queue.get, True))

@@ -19,7 +19,7 @@ import torch
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.errors import Closed, OutOfMemory, SharedMemoryError, TensorPipeError
 from tensorpipe_ipc.handlers import is_a_signals
-from tensorpipe_ipc.limits import check_count, check_maxsize, check_timeout
+from tensorpipe_ipc.limits import check_count, check_maxsize, check_seconds, check_timeout
 from tensorpipe_ipc.memory.handover import is_sole_reference
 from tensorpipe_ipc.memory.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
@@ -89,7 +89,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             SharedMemoryError: no memory, no pipe or no descriptor is left.
         """
         maxsize = check_maxsize(maxsize)
-        if not 0 <= spin <= MOST_SPIN:
+        if not 0 <= check_seconds(spin, "spin") <= MOST_SPIN:
             raise ValueError(f"spin must be from 0 (sleep at once) to {MOST_SPIN} seconds, not {spin}")
         named = serializer_named(serializer)
         narrows = narrowing(named, wire_dtype)

@@ -133,6 +133,8 @@ class Attachment:
         if not block:
             self.make_room(nbytes)
             block = self.arena.allocate(nbytes, taker=taker, collected=True)
+        if not block and self.trim():  # what the machine leaves may have fallen meanwhile
+            block = self.arena.allocate(nbytes, taker=taker, collected=True)
         if not block:
             raise SharedMemoryError(errno.ENOSPC, f"{self.arena.why_no_room(nbytes)}; {self.describe_holders()}")
         return block

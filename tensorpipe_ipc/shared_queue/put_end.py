@@ -424,7 +424,7 @@ class PutEnd:
         Args:
             force: False: such a queue's block is none, and 0 is returned.
         """
-        pause, began = 0.0005, monotonic()
+        pause, began, has_trimmed = 0.0005, monotonic(), False
         self.waits += 1
         try:
             while True:
@@ -441,6 +441,10 @@ class PutEnd:
                     return block
                 if not self._queue.qsize():
                     if not was_in_use and not self.arena.is_in_use():
+                        # What the machine leaves may fall while room is made: then that made was a little too small.
+                        if not has_trimmed and self.attachment.trim():
+                            has_trimmed = True
+                            continue
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
                         return 0

@@ -128,8 +128,8 @@ def test_on_a_closed_terminal_it_ends(terminal: Callable[..., Terminal], on_hang
     ("arguments", "says"),
     [
         (["--json"], "--json goes with --once"),
-        (["--interval", "nan"], "--interval=nan: give at least 0 seconds"),
-        (["--interval", "-1", "--once"], "--interval=-1.0: give at least 0 seconds"),
+        (["--interval", "nan"], "--interval=nan: give 0 to"),
+        (["--interval", "-1", "--once"], "--interval=-1.0: give 0 to"),
     ],
 )
 def test_what_it_cannot_do_it_says(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

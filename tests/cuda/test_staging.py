@@ -339,6 +339,11 @@ def test_device_names(cuda: Recording) -> None:
             queue.get(device="cuda:7")
     with pytest.raises(ValueError, match="names no device"):
         tp.Consumer("inproc://x", device="nowhere")
+    for device in ("hpu", "xpu", "vulkan"):
+        with pytest.raises(ValueError, match=f"device='{device}': torch has no such device here"):
+            queue.get(device=device)
+        with pytest.raises(ValueError, match="torch has no such device here"):
+            tp.Consumer("inproc://x", device=device)
     with pytest.raises(ValueError, match="as_numpy"):
         queue.get(device="cuda", as_numpy=True)
     assert torch.equal(queue.get(device="cpu"), torch.ones(3))

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 import pytest
 import secured
 import torch
+import zmq
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from inside import conversation_of, is_in_use, side_of
@@ -1586,6 +1588,80 @@ def test_what_a_closed_end_says() -> None:
         consumer.close()
         assert (producer.statistics().messages, producer.statistics().transport) == (1, "shared memory")
         assert (consumer.statistics().messages, consumer.statistics().peers) == (1, ())
+
+
+@EVERYWHERE
+def test_the_end_of_a_stream_is_told_while_a_further_producer_puts(endpoint: str) -> None:
+    """Two have left, as ``producers`` says. What a third one puts without a pause belongs to the next stream."""
+    stop = threading.Event()
+
+    def stream(where: str) -> None:
+        with contextlib.suppress(tp.PeerLost), tp.Producer(where, shared_memory="off", linger=0) as third:
+            while not stop.is_set():
+                with contextlib.suppress(tp.Full):
+                    third.put("third", 0.2)
+
+    with tp.Consumer(endpoint, producers=2, shared_memory="off") as consumer:
+        streaming = in_thread(functools.partial(stream, consumer.endpoint))
+        try:
+            assert consumer.get(PATIENCE) == "third"
+            leaving = in_thread(lambda: [_put_and_leave(consumer.endpoint, name) for name in "ab"])
+            got, told = list[str](), False
+            while not told and len(got) < 2000:
+                try:
+                    got.append(consumer.get(PATIENCE))
+                    time.sleep(0.001)  # it is the slower one
+                except tp.EndOfStream:
+                    told = True
+            assert told
+            assert [each for each in got if each != "third"] == ["a", "b"]
+            leaving()
+        finally:
+            stop.set()
+        with contextlib.suppress(tp.Empty):
+            while True:
+                consumer.get(0.3)
+        streaming()
+
+
+def _put_and_leave(endpoint: str, name: str) -> None:
+    with tp.Producer(endpoint, shared_memory="off") as producer:
+        producer.put(name, PATIENCE)
+
+
+def test_closing_the_last_end_leaves_alone_what_others_lend_to_zeromq() -> None:
+    """pyzmq has one thread for the memory that the whole process lends, a user's own sockets and other threads' ends too."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        pull.bind("inproc://mine")
+        push.connect("inproc://mine")
+        lent = np.ones(1 << 20, np.uint8)
+        kept = weakref.ref(lent)
+        tracker = push.send(lent, copy=False, track=True)
+        del lent
+        with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+            sending = in_thread(lambda: _put_and_leave(consumer.endpoint, "x" * (1 << 20)))
+            consumer.get(PATIENCE)
+            sending()
+        push.send(np.ones(1 << 20, np.uint8), copy=False)
+        assert kept() is not None
+        assert not tracker.done
+        for _ in range(2):
+            assert len(pull.recv(copy=False).buffer) == 1 << 20
+        wait_until(lambda: tracker.done and kept() is None)
+
+
+def test_threads_open_and_close_ends_of_their_own_at_any_time() -> None:
+    """The last end of one closes as that of another is opened, and lends memory."""
+
+    def come_and_go() -> None:
+        for _ in range(300):
+            with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+                sending = in_thread(lambda where=consumer.endpoint: _put_and_leave(where, "x" * (1 << 20)))  # type: ignore[misc]
+                assert len(consumer.get(PATIENCE)) == 1 << 20
+                sending()
+
+    for each in [in_thread(come_and_go) for _ in range(2)]:
+        each()
 
 
 # -- words

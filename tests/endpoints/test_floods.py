@@ -11,11 +11,13 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
 import children
 import exchange
+import msgspec
 import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
@@ -312,6 +314,34 @@ def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages()
         assert sorted(came) == sorted([*range(count)] * 2)
         for child in (one, two):
             child.call(children.abandon)
+
+
+def test_what_is_rejected_has_a_fifth_of_the_time_while_a_queue_has_messages() -> None:
+    """A producer may come in over an open port, and all that it says be damaged: each takes milliseconds to read."""
+    count, few = 500, 200
+    with tp.Consumer(LOOPBACK, maxsize=count) as consumer, Child() as one, Child() as two:
+        for child in (one, two):
+            child.call(children.open_producer, consumer.endpoint, maxsize=count)
+            child.call(children.put_numbers, 0, count)
+        came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until both are known
+        with RawEnd(consumer.endpoint) as raw:
+            raw.say(hello("producer", window=few))
+            for number in range(few):
+                raw.say(pack(Kind.DATA, 1 + number, _dict_with_one_key_twice(2000)))
+            wait_until(side_of(consumer).socket.has_incoming)
+            before = consumer.statistics().rejected
+            came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
+            assert consumer.statistics().rejected - before < few / 4
+        assert sorted(came) == sorted([*range(count)] * 2)
+        for child in (one, two):
+            child.call(children.abandon)
+
+
+def _dict_with_one_key_twice(size: int) -> bytes:
+    """Return the schema of a dict that no Python has. That is known when all of it is read."""
+    keys = [msgspec.msgpack.encode(number) for number in [*range(1 << 40, (1 << 40) + size - 1), 1 << 40]]
+    spec = b"\x22" + struct.pack("<I", size) + b"".join(struct.pack("<H", len(key)) + key for key in keys) + bytes(size)
+    return b"\x03raw" + struct.pack("<I", len(spec)) + spec + bytes(8)
 
 
 def _rates(consumer: tp.Consumer, seconds: float) -> tuple[float, float]:

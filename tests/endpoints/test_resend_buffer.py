@@ -770,6 +770,20 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     assert regions.ready(PIECE) is not None
 
 
+def test_announced_sizes_have_idle_memory_given_back_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To announce takes seventy bytes, and to give back milliseconds. What has come may ask for it each time."""
+    given = list[int]()
+    regions = BufferPool(lambda: given.append(1) or 1)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(reassembly, "headroom", lambda: 0)
+    for _ in range(100):
+        with pytest.raises(OutOfMemory):
+            regions.ready(64 * PIECE)
+    assert len(given) == 1
+    with pytest.raises(OutOfMemory):
+        regions.fresh(64 * PIECE)
+    assert len(given) == 2
+
+
 def test_which_message_is_completed() -> None:
     """The one whose number the pieces had, and that comes with no payload of its own."""
     tensor = torch.full((PIECE,), 7, dtype=torch.uint8)

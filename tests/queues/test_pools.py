@@ -322,9 +322,12 @@ def run_and_tell(kind: Any, line: Any) -> None:
         executor = ProcessPoolExecutor(2, mp_context=ctx, initializer=ignore_termination)
         assert executor.submit(add, 1, 2).result() == 3
         pids = list(executor._processes)
-    elif kind == "pool":
+    elif kind.endswith("pool"):
         pool = ctx.Pool(2)
         pids = [each.pid for each in pool._pool]
+        waiting = [pool.apply_async(time.sleep, (0.5,)) for _ in range(200 * kind.startswith("busy"))]
+        for result in waiting[:2]:
+            result.wait()
     else:
         executor = ProcessPoolExecutor(2, mp_context=ctx)
         assert executor.submit(add, 1, 2).result() == 3
@@ -334,10 +337,10 @@ def run_and_tell(kind: Any, line: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("pool", marks=pytest.mark.kills), "executor", "deaf executor", "masked executor"]
+    "kind", [pytest.param("pool", marks=pytest.mark.kills), "busy pool", "executor", "deaf executor", "masked executor"]
 )
 def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
-    """Also where they ignore or block SIGTERM. Stock's executor's do not: they keep the pipe open that would tell them."""
+    """Also where they ignore or block SIGTERM, or tasks wait. Stock's executor's keep the pipe open that would tell them."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run_and_tell, args=(kind, theirs))

@@ -354,6 +354,42 @@ def test_objects_that_are_pickled_through_one_buffer_keep_their_own_content(size
     assert [there.get() for _ in range(70)] == list(range(70))
 
 
+_frame = np.zeros(30_000)
+
+
+class Rendered:
+    """Its state is written into one array that all of its kind have, when it is pickled."""
+
+    def __init__(self, value: int, size: int) -> None:
+        self.value, self.size = value, size
+
+    def __reduce__(self) -> Any:
+        _frame[: self.size] = self.value
+        return _first_item, (_frame[: self.size],)
+
+
+def _first_item(array: np.ndarray[Any, Any]) -> float:
+    return float(array[0])
+
+
+@pytest.mark.parametrize("size", [10, 30_000])
+@pytest.mark.parametrize("many", [False, True])
+def test_arrays_are_read_before_the_code_of_the_next_object_writes_to_them(many: bool, size: int) -> None:
+    """So pickle reads them, whatever an object's class does to one array for all."""
+    there = Queue()
+    there.put([Rendered(1, size), _frame[:size], Rendered(2, size), Rendered(3, size)])
+    got = there.get()
+    assert (got[0], got[1][0], got[2], got[3]) == (1, 1, 2, 3)
+    objs = [_frame[:size], Rendered(4, size), {"frame": _frame[:size]}, [Rendered(5, size)], _frame[:size]]
+    if many:
+        there.put_many(objs)
+    else:
+        for obj in objs:
+            there.put(obj)
+    got = [there.get() for _ in objs]
+    assert (got[0][0], got[1], got[2]["frame"][0], got[3], got[4][0]) == (3, 4, 4, [5], 5)
+
+
 def test_a_generator_that_fails_leaves_what_it_made_before() -> None:
     """And the error says how many those are."""
     there = Queue()
@@ -519,6 +555,31 @@ def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped
 def _looks_at_its_caller_and_fails() -> None:
     caller = sys._getframe(1)
     raise ArithmeticError(f"called in line {caller.f_lineno}")
+
+
+class LacksItsFile:
+    """An object that opens a file when it is made again, which is not there."""
+
+    def __setstate__(self, state: Any) -> None:
+        with open("/nowhere/at/all", encoding="utf-8"):
+            pass
+
+    def __getstate__(self) -> Any:
+        return 1
+
+
+def test_an_error_of_the_object_itself_comes_once_and_is_one_task() -> None:
+    """A worker calls task_done once for each get, whatever became of it. An OSError may be for want of descriptors, or not."""
+    there = JoinableQueue()
+    there.put(LacksItsFile())
+    there.put("next")
+    with pytest.raises(FileNotFoundError):
+        there.get(timeout=LIMIT)
+    there.task_done()
+    assert there.get(timeout=LIMIT) == "next"
+    assert there.statistics().undecodable == 1
+    there.task_done()
+    there.join()
 
 
 class LooksAtItsCaller:

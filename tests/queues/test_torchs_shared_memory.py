@@ -158,6 +158,32 @@ def test_what_is_not_in_torchs_shared_memory_is_copied_as_before(tmp_path: Path)
     del lease, sent
 
 
+def test_what_a_forked_child_shares_is_its_own() -> None:
+    """Torch's handles name it by a number, which is another thing's in the parent."""
+    there, other = tp.Queue(), tp.Queue()
+    other.put(_shared(4))
+    other.get()
+    mine = [_shared(4) for _ in range(3)]
+    reader, writer = os.pipe()
+
+    def share() -> None:
+        os.close(writer)
+        there.put(torch.full((4,), 7.0).share_memory_())
+        os.read(reader, 1)  # until the parent has it
+
+    child = in_child(share)
+    os.close(reader)
+    for each in mine:
+        other.put(each)
+    got = there.get(timeout=LIMIT)
+    assert got.tolist() == [7] * 4
+    os.close(writer)
+    assert reap(child) == 0
+    for each in mine:
+        other.get(timeout=LIMIT).fill_(1)
+        assert each.eq(1).all()
+
+
 def test_a_wish_for_arrays_is_kept() -> None:
     """as_numpy gives arrays on the shared memory, in a tree and in an object, and refuses what NumPy lacks."""
     there = tp.Queue()
