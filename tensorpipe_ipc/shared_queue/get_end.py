@@ -690,10 +690,13 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, PeerLost):  # what it refers to went with its sender
         return False
     if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):  # else it is the object's own
-        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+        return error.errno in _PASSING
     may = (MemoryError, SharedMemoryError, UnsupportedLeaf)
     is_cudas = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
+
+
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR}
 
 
 class _NoLease(SharedMemoryError):

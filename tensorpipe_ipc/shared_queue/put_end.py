@@ -441,11 +441,12 @@ class PutEnd:
                     return block
                 if not self._queue.qsize():
                     if not was_in_use and not self.arena.is_in_use():
-                        # What the machine leaves may fall while room is made: then that made was a little too small.
-                        if not has_trimmed and self.attachment.trim():
-                            has_trimmed = True
-                            continue
-                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
+                        # What the machine leaves may fall while room is made, which then is a little too small: once more.
+                        if has_trimmed or not self.attachment.trim():
+                            raise SharedMemoryError(
+                                errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}")
+                            )
+                        has_trimmed = True
                     if not force and headroom() >= nbytes:
                         return 0
                 remaining = SLICE if deadline is None else deadline - monotonic()

@@ -142,7 +142,7 @@ def test_a_loan_that_can_never_fit() -> None:
 def test_a_loan_in_frames_that_there_is_no_memory_for(shape: tuple[int, ...]) -> None:
     """The error is the one that a put in frames raises, and the end can be used on."""
     with met(True, shared_memory="off") as (producer, consumer):
-        with pytest.raises(tp.OutOfMemory, match=r"takes \d{16,} bytes.*; send it in parts"):
+        with pytest.raises(tp.OutOfMemory, match=r"takes [\d,]{16,} bytes.*; send it in parts"):
             with producer.loan(shape, torch.uint8, timeout=PATIENCE):
                 pass
         producer.put(1, PATIENCE)
