@@ -71,10 +71,10 @@ A token that stands in a dead taker's word and also in the snapshot was not take
 removes it, and a copy into a page that has just been swapped out can fail half-way through a batch. The recovering process
 clears that word and does nothing else.
 
-**A batch** uses runs of words. Each step is done for all messages before the next step begins, and one system call takes or
-gives all tokens. The argument above holds for each triple of words by itself. In a queue that can be joined, a tally stands
-beside the words (shared_queue/tasks.py). A *doorbell* in a dead row's word is rung again, and a shutdown that a dead process
-began is completed (shared_queue/shutdown.py).
+**A batch** uses runs of words. Up to P6 each step is done for all messages before the next step begins, and one system call
+takes or gives all tokens. The argument above holds for each triple of words by itself. In a queue that can be joined, a
+tally stands beside the words (shared_queue/tasks.py). A *doorbell* in a dead row's word is rung again, and a shutdown that a
+dead process began is completed (shared_queue/shutdown.py).
 
 **Then the sweep** frees what the dead row wrote or held (memory/arena.py). It spares blocks that are named by a word which
 this process cannot judge, because it does not have that queue. Such a row stays unfinished for a process that has the queue.
