@@ -403,7 +403,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         if self._closed and self._used:
             raise OSError("the handle is closed")
-        return not self.qsize()
+        return self._queue.is_empty()
 
     def full(self) -> bool:
         """Return whether the queue holds ``maxsize`` objects at this moment."""

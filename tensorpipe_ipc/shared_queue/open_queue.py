@@ -192,6 +192,15 @@ class OpenQueue:
             waiting = self.waiting() if exactly is None else exactly
         return waiting + len(self.aside)
 
+    def is_empty(self) -> bool:
+        """Return whether no message waits, those included that an interrupted get of this process had taken."""
+        words = self.words
+        if self.aside or (
+            (words[self.record.spilled] or words[self.record.shut]) and self.tickets.begins_with_tokens()
+        ):
+            return False
+        return not self.qsize()
+
     def waiting(self) -> int:
         """Return how many messages wait, or a few more, without looking at each token."""
         return self.tickets.unread() + (self.tickets.spilled() if self.words[self.record.watch] else 0)

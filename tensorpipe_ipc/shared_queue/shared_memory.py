@@ -56,7 +56,7 @@ class SharedMemoryQueue:
         # The ends' own methods, which saves a call. One of them alone does not keep the queue open: this object does.
         self.put, self.put_many, self.put_held, self.block_for = puts.put, puts.put_many, puts.put_held, puts.block_for
         self.get, self.get_many, self.fileno = gets.get, gets.get_many, gets.fileno
-        self.qsize, self.waiting = queue.qsize, queue.waiting
+        self.qsize, self.waiting, self.is_empty = queue.qsize, queue.waiting, queue.is_empty
 
     @property
     def maxsize(self) -> int:
