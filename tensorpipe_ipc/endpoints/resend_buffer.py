@@ -27,7 +27,7 @@ from tensorpipe_ipc.libc import private_memory
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import ALIGN, BULK, LazyPayload
 from tensorpipe_ipc.wire.message import EncodedMessage
-from tensorpipe_ipc.wire.room import LOOKED
+from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = ["KEPT_AT_MOST", "PIECE", "PIECE_AFAR", "SentMessage", "ResendBuffer"]
 
@@ -96,7 +96,7 @@ class ResendBuffer:
             OutOfMemory: there is no memory for it.
         """
         nbytes = message.size
-        if nbytes < LOOKED or nbytes <= headroom():
+        if lacks_room(nbytes) is None:
             return
         self.drop_idle()  # it must not be why
         left = headroom() + self.nbytes * (nbytes > KEPT_AT_MOST)  # then it waits for all that is kept

@@ -115,13 +115,10 @@ class Codec:
         wire_dtype = None if self.narrowing is None else self.narrowing.wire_dtype
         return _again, (self._queue, self._serializer.name, wire_dtype, self.cuda_sender is not None)
 
-    def take_apart(self, obj: Any, before_code: Callable[[], object] = lambda: None) -> Apart:
+    def take_apart(self, obj: Any) -> Apart:
         """Take an object apart: into a tree, if a tree keeps all that pickle keeps of it, or else into a pickle.
 
         Each object in it is reduced once at most.
-
-        Args:
-            before_code: called before it is pickled, by the code of its class perhaps.
 
         Raises:
             Exception: any error that the object raises when it is pickled.
@@ -132,7 +129,6 @@ class Codec:
                 apart, shared = _memory_of(flat.leaves)
                 if not shared and flat.is_plain(apart is not None):
                     return flat, None, apart
-        before_code()
         try:
             return None, pickling.dump(obj), None
         except Exception as error:

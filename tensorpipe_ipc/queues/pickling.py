@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import util
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -51,28 +50,15 @@ class _Reducers(dict[Any, Any]):
 
     leaves: Any = ()  # most objects have no leaves: the empty tuples cost no time
     handles: Any = ()
-    _copied = 0  # of the leaves
 
     def __missing__(self, kind: Any) -> Any:
         if kind in _KINDS:
             return self._reduce
-        if len(self.leaves) > self._copied and (kind in copyreg.dispatch_table or _has_code(kind)):
-            self._copy_arrays()
         reduce = _registered.get(kind)
         if reduce is None:
             return copyreg.dispatch_table[kind]
         _renew_sharer()
         return reduce
-
-    def _copy_arrays(self) -> None:
-        """Copy the arrays that came so far, as pickle does: the code of a class, which runs next, may write to them.
-
-        Tensors stay what they are, as in torch's queues.
-        """
-        for index in range(self._copied, len(self.leaves)):
-            if isinstance(self.leaves[index], np.ndarray):
-                self.leaves[index] = self.leaves[index].copy()
-        self._copied = len(self.leaves)
 
     def _reduce(self, obj: Any) -> Any:
         kind = type(obj)
@@ -110,14 +96,6 @@ class _Reducers(dict[Any, Any]):
         self.handles.append(handle)
         _sent.add(handle)
         return _of_handle, (os.getpid(), handle[0], *handle[1])
-
-
-@functools.lru_cache(maxsize=1024)
-def _has_code(kind: Any) -> bool:
-    """Return whether pickling an object of a class calls a method of Python."""
-    return any(
-        isinstance(getattr(kind, name, None), FunctionType) for name in ("__reduce_ex__", "__reduce__", "__getstate__")
-    )
 
 
 _KINDS: frozenset[Any] = frozenset((torch.Tensor, Parameter, np.ndarray, np.memmap, TypedStorage, *storage_classes))

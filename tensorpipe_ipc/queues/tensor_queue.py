@@ -111,6 +111,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         Two references to one object in ``obj`` are references to one object in the result of ``get``, as with pickle.
         Strings and numbers keep no identity: they are only equal.
 
+        Tensors and arrays are read once the whole object has been taken apart. So the code of a class (``__reduce__``,
+        ``__getstate__``, a registered ``to``) must not write to what it returned before, or to what is sent: it returns copies.
+
         If a signal's handler raises an exception during a put, the object has been put once or not at all.
 
         Args:
@@ -216,9 +219,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """
         nbytes = 0
         for obj in remaining:
-            apart = None
-            if type(obj) is not torch.Tensor:
-                apart = made_with_room(self.trim, self._codec.take_apart, obj, lambda: _copy_all(waiting))
+            apart = None if type(obj) is torch.Tensor else made_with_room(self.trim, self._codec.take_apart, obj)
             payload, metadata = self._encoded(obj, apart)
             nbytes += payload.nbytes
             is_apart = not (is_made or _may_change(apart, metadata))
@@ -521,13 +522,6 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         """
         self._queue.attachment.attach()
         self._queue.tasks.wait(self._queue.tidy)
-
-
-def _copy_all(waiting: list[tuple[Payload, bytes]]) -> None:
-    """Copy what waits to be put, as the code of the next object's class may write to it."""
-    for index, (payload, metadata) in enumerate(waiting):
-        if type(payload) is Block:
-            waiting[index] = Copy(payload), metadata
 
 
 def _may_change(apart: Apart | None, metadata: bytes) -> bool:

@@ -33,7 +33,9 @@ def lacks_room(nbytes: int) -> int | None:
     if _unlooked < LOOKED:
         return None
     addresses = addresses_left()
-    left = headroom() if addresses is None else max(0, min(headroom(), addresses - _SPARE))
+    left = headroom()
+    if addresses is not None:
+        left = min(left, max(0, addresses - (_SPARE if nbytes >= LOOKED else 0)))
     if nbytes > left:
         return left
     if nbytes + LOOKED <= left:  # else each copy is looked at: the next ones might take more than there is

@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -607,6 +608,26 @@ def test_a_message_in_shared_memory_that_no_get_finds_memory_for_is_counted_when
         assert consumer.get(PATIENCE) == "next"
         assert consumer.statistics().rejected == 1
         assert "25,165,824 bytes" in consumer.statistics().last_rejection
+
+
+def test_many_messages_that_are_kept_until_they_are_taken_are_looked_at_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over tcp a producer keeps a copy of each. None of them is large."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        message, limit = np.ones(12 << 20, np.uint8), _resident() + (64 << 20)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: limit - _resident())
+            put = functools.partial(producer.put, message, PATIENCE)
+            with pytest.raises(tp.OutOfMemory, match="12,583,"):
+                deque(iter(put, "never"), maxlen=0)
+        assert _resident() < limit + (32 << 20)
+        while consumer.statistics().messages < producer.statistics().messages:
+            consumer.get(PATIENCE)
 
 
 def _resident() -> int:

@@ -354,42 +354,6 @@ def test_objects_that_are_pickled_through_one_buffer_keep_their_own_content(size
     assert [there.get() for _ in range(70)] == list(range(70))
 
 
-_frame = np.zeros(30_000)
-
-
-class Rendered:
-    """Its state is written into one array that all of its kind have, when it is pickled."""
-
-    def __init__(self, value: int, size: int) -> None:
-        self.value, self.size = value, size
-
-    def __reduce__(self) -> Any:
-        _frame[: self.size] = self.value
-        return _first_item, (_frame[: self.size],)
-
-
-def _first_item(array: np.ndarray[Any, Any]) -> float:
-    return float(array[0])
-
-
-@pytest.mark.parametrize("size", [10, 30_000])
-@pytest.mark.parametrize("many", [False, True])
-def test_arrays_are_read_before_the_code_of_the_next_object_writes_to_them(many: bool, size: int) -> None:
-    """So pickle reads them, whatever an object's class does to one array for all."""
-    there = Queue()
-    there.put([Rendered(1, size), _frame[:size], Rendered(2, size), Rendered(3, size)])
-    got = there.get()
-    assert (got[0], got[1][0], got[2], got[3]) == (1, 1, 2, 3)
-    objs = [_frame[:size], Rendered(4, size), {"frame": _frame[:size]}, [Rendered(5, size)], _frame[:size]]
-    if many:
-        there.put_many(objs)
-    else:
-        for obj in objs:
-            there.put(obj)
-    got = [there.get() for _ in objs]
-    assert (got[0][0], got[1], got[2]["frame"][0], got[3], got[4][0]) == (3, 4, 4, [5], 5)
-
-
 def test_a_generator_that_fails_leaves_what_it_made_before() -> None:
     """And the error says how many those are."""
     there = Queue()
