@@ -101,6 +101,7 @@ class Codec:
     def __init__(
         self, queue: SharedMemoryQueue, serializer: Serializer, narrowing: Narrowing | None, *, cuda_ipc: bool
     ) -> None:
+        pickling.watch_forks()
         serializer = limited(serializer, lambda: queue.arena.capacity)
         narrowing = Narrowing(serializer, narrowing.wire_dtype) if narrowing is not None else None
         self._queue, self._serializer, self.narrowing = queue, serializer, narrowing

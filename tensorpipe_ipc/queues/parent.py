@@ -64,16 +64,24 @@ def end_if_parent_is_dead() -> None:
 class _Watch:
     """The pipe that is closed when the parent ends. Inside the ``with`` body, the kernel sends SIGTERM when that happens."""
 
-    def __init__(self, sentinel: int, pid: int) -> None:
+    def __init__(self, sentinel: int, pid: int, parent: int) -> None:
+        """
+        Args:
+            sentinel: the pipe's descriptor.
+            pid: this process's.
+            parent: the parent's, if the kernel knows it as the parent; else 0.
+        """
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, pid)
         fcntl.fcntl(sentinel, 10, signal.SIGTERM)  # F_SETSIG: some builds of fcntl lack the name
         self._sentinel, self._flags = sentinel, fcntl.fcntl(sentinel, fcntl.F_GETFL) & ~os.O_ASYNC
         self._poll = select.poll()
         self._poll.register(sentinel, select.POLLIN)
+        self._parent = parent
 
     def look(self) -> None:
         """End this process if its parent is dead."""
-        if self._poll.poll(0):
+        # A sibling that has long work to do may keep the pipe open.
+        if self._poll.poll(0) or (self._parent and os.getppid() != self._parent):
             raise SystemExit
 
     def __enter__(self) -> None:
@@ -91,4 +99,6 @@ class _Watch:
 @functools.lru_cache(maxsize=1)
 def _watch(pid: int) -> _Watch | None:
     parent = multiprocessing.parent_process()
-    return None if parent is None else _Watch(parent.sentinel, pid)
+    if parent is None or parent.pid is None:
+        return None
+    return _Watch(parent.sentinel, pid, parent.pid if os.getppid() == parent.pid else 0)  # a fork server is another

@@ -31,11 +31,12 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from tensorpipe_ipc.borrowed import reducers, shared_descriptor, sharer, storage_classes
 from tensorpipe_ipc.errors import PeerLost
+from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 from tensorpipe_ipc.wire.metas import OPAQUE
 
-__all__ = ["Handle", "Pickled", "dump", "is_shared_by_torch", "load", "take_back"]
+__all__ = ["Handle", "Pickled", "dump", "is_shared_by_torch", "load", "take_back", "watch_forks"]
 
 Handle = tuple[Callable[..., Any], tuple[Any, ...]]  # torch's function to rebuild a shared storage, and its arguments
 # An object's pickle; its leaves, in the order of their places in the pickle; the handles of the shared storages in it.
@@ -54,11 +55,7 @@ class _Reducers(dict[Any, Any]):
     def __missing__(self, kind: Any) -> Any:
         if kind in _KINDS:
             return self._reduce
-        reduce = _registered.get(kind)
-        if reduce is None:
-            return copyreg.dispatch_table[kind]
-        _renew_sharer()
-        return reduce
+        return _registered.get(kind) or copyreg.dispatch_table[kind]
 
     def _reduce(self, obj: Any) -> Any:
         kind = type(obj)
@@ -89,7 +86,6 @@ class _Reducers(dict[Any, Any]):
         return _restored_leaf, (_LEAF_MARK,)
 
     def _share(self, storage: UntypedStorage) -> Any:
-        _renew_sharer()
         handle = _registered[UntypedStorage](storage)
         if self.handles == ():
             self.handles = []
@@ -119,10 +115,10 @@ def _from_file(data: bytes) -> torch.Tensor:
 # ---- torch's shared memory ----
 
 
-def _renew_sharer() -> None:
-    """Have a forked child share descriptors by names of its own. ``Process`` sees to that, and ``os.fork`` does not."""
-    if sharer is not None and sharer._thread is not None and not sharer._thread.is_alive():
-        sharer._afterfork()
+def watch_forks() -> None:
+    """Have children share descriptors by names of their own. ``Process`` sees to that, and ``os.fork`` does not."""
+    if sharer is not None:
+        watch(in_child=sharer._afterfork)
 
 
 def is_shared_by_torch(tensor: torch.Tensor) -> bool:

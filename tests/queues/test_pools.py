@@ -313,6 +313,14 @@ def ignore_termination() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def occupy(pid: int) -> None:
+    """Have a worker be at work as long as its program lives, and some time more; others are done at once."""
+    program = os.getppid()
+    while os.getpid() == pid and os.getppid() == program:
+        time.sleep(0.1)
+    time.sleep(3 * (os.getpid() == pid))
+
+
 def run_and_tell(kind: Any, line: Any) -> None:
     """A program that has workers, tells who they are, and waits to be killed."""
     ctx = small_context("fork")
@@ -325,9 +333,11 @@ def run_and_tell(kind: Any, line: Any) -> None:
     elif kind.endswith("pool"):
         pool = ctx.Pool(2)
         pids = [each.pid for each in pool._pool]
-        waiting = [pool.apply_async(time.sleep, (0.5,)) for _ in range(200 * kind.startswith("busy"))]
-        for result in waiting[:2]:
-            result.wait()
+        if kind.startswith("busy"):
+            occupied = pool.map_async(occupy, [pids.pop()] * 2, 1)
+            waiting = [pool.apply_async(time.sleep, (0.5,)) for _ in range(200)]
+            waiting[0].wait()
+            assert not occupied.ready()
     else:
         executor = ProcessPoolExecutor(2, mp_context=ctx)
         assert executor.submit(add, 1, 2).result() == 3
@@ -340,7 +350,7 @@ def run_and_tell(kind: Any, line: Any) -> None:
     "kind", [pytest.param("pool", marks=pytest.mark.kills), "busy pool", "executor", "deaf executor", "masked executor"]
 )
 def test_workers_end_when_their_program_is_killed(kind: Any) -> None:
-    """Also where they ignore or block SIGTERM, or tasks wait. Stock's executor's keep the pipe open that would tell them."""
+    """Also where they block SIGTERM, tasks wait, or one is at work. Stock's executors keep the pipe that would tell them."""
     fork = multiprocessing.get_context("fork")
     line, theirs = fork.Pipe()
     program = fork.Process(target=run_and_tell, args=(kind, theirs))
