@@ -70,6 +70,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.extents import KIND, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
@@ -346,7 +347,9 @@ class Arena(Extents):
             self._partition(kind, recent, len(recent))
             if old:
                 self._partition(kind, old, min(len(old), 4))
-        except IndexError:  # another thread is at it, too
+        except IndexError as error:  # another thread is at it, too
+            if passed_a_handler(error.__traceback__):
+                raise
             pass
         return free
 

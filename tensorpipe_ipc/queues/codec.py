@@ -154,7 +154,9 @@ class Codec:
             try:  # the most common object
                 storage = obj.untyped_storage()
                 is_shared = storage.is_shared()
-            except (NotImplementedError, RuntimeError):  # it has none
+            except (NotImplementedError, RuntimeError) as error:  # it has none
+                if passed_a_handler(error.__traceback__):
+                    raise
                 is_shared = True
             if not is_shared:
                 self._last_had_no_leaves = False
@@ -310,7 +312,9 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[list[UntypedStorage] | None,
         storages = list(map(torch.Tensor.untyped_storage, leaves))
         apart = len(set(map(UntypedStorage.data_ptr, storages))) == len(storages)
         shared = True in map(UntypedStorage.is_shared, storages)
-    except (NotImplementedError, RuntimeError):  # one has no storage
+    except (NotImplementedError, RuntimeError) as error:  # one has no storage
+        if passed_a_handler(error.__traceback__):
+            raise
         storages, apart, shared = [], len(leaves) < 2, True
     return storages if apart else None, shared and any(map(is_shared_by_torch, leaves))
 

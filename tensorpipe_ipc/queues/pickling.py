@@ -32,6 +32,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from tensorpipe_ipc.borrowed import reducers, shared_descriptor, sharer, storage_classes
 from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.forks import watch
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 from tensorpipe_ipc.wire.metas import OPAQUE
@@ -130,7 +131,9 @@ def is_shared_by_torch(tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         if not storage.is_shared():
             return False
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError) as error:
+        if passed_a_handler(error.__traceback__):
+            raise
         return False  # it has no storage
     return (
         _is_shared(storage)
@@ -145,7 +148,9 @@ def _is_shared(storage: UntypedStorage) -> bool:
         return False
     try:
         return int(shared_descriptor(storage)) >= 0  # without a descriptor, torch has mapped a file
-    except RuntimeError:
+    except RuntimeError as error:
+        if passed_a_handler(error.__traceback__):
+            raise
         return True  # shared by name: torch's "file_system" strategy
 
 
@@ -158,6 +163,8 @@ def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
     try:
         return rebuild(*arguments)
     except (OSError, EOFError, RuntimeError) as error:
+        if passed_a_handler(error.__traceback__):
+            raise
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # this process itself lacks descriptors or memory
         raise PeerLost(
@@ -219,7 +226,9 @@ def take_back(handles: Iterable[Handle]) -> None:
     for rebuild, arguments in handles:
         try:
             rebuild(*arguments)
-        except (OSError, EOFError, RuntimeError):
+        except (OSError, EOFError, RuntimeError) as error:
+            if passed_a_handler(error.__traceback__):
+                raise
             pass  # it was used before
 
 

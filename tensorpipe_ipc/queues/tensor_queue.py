@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import context, queues
 from multiprocessing.synchronize import SEM_VALUE_MAX  # type: ignore[attr-defined]
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -539,9 +540,7 @@ def _seconds(block: bool, timeout: float | None) -> float | None:
     return None if timeout is None else _timeout(timeout)
 
 
-def _timeout(timeout: float) -> float:
+def _timeout(timeout: Any) -> float:
     """Return the seconds to wait. Negative ones count as 0, as in multiprocessing."""
-    try:
-        return check_timeout(max(timeout, 0))
-    except TypeError:  # max's own text does not mention the timeout
-        return check_timeout(timeout)
+    at_least: Any = max(timeout, 0) if isinstance(timeout, Real) else timeout
+    return check_timeout(at_least)

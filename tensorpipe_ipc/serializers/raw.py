@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.serializers.base import any_size, describe, plain
 from tensorpipe_ipc.wire.metas import METAS, NUMPY_DIMS, TensorMeta
 
@@ -51,7 +52,9 @@ class Raw:
                 address = tensor.data_ptr()
                 if address:
                     return meta, meta.window(address)
-        except (RuntimeError, KeyError):
+        except (RuntimeError, KeyError) as error:
+            if passed_a_handler(error.__traceback__):
+                raise
             pass
         return _encode_other(tensor, self.most())
 

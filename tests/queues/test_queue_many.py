@@ -62,6 +62,46 @@ def test_an_exception_of_a_handler_ends_put_many_at_once() -> None:
     assert (there.get(timeout=LIMIT), there.empty()) == ("first", True)
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, KeyError, IndexError, TypeError, OSError, MemoryError])
+@pytest.mark.parametrize(
+    "obj",
+    [{"a": torch.zeros(3), "b": torch.zeros(4)}, [np.zeros(3), {1}], torch.zeros(2, 3).t()],
+    ids=["tree", "pickle", "gaps"],
+)
+def test_an_exception_of_a_handler_comes_out_of_put_wherever_it_came(obj: object, kind: type[Exception]) -> None:
+    """It is of a type that the code there may raise, too, and deal with: a watchdog's, say."""
+    if kind is KeyError and isinstance(obj, list):
+        return  # pickle itself takes it for a type that has no reducer
+
+    class Watchdog(kind):  # type: ignore[misc, valid-type]
+        pass
+
+    def bark(*_: Any) -> None:
+        raise Watchdog
+
+    there = Queue()
+    for _ in range(3):
+        there.put(obj)
+        there.get(timeout=LIMIT)
+    before = signal.signal(signal.SIGUSR1, bark)
+    swallowed, point, left = list[int](), 0, 0
+    try:
+        while left <= 0:
+            point += 1
+            with contextlib.suppress(Watchdog):
+                left = run_traced(
+                    lambda: there.put(obj), point, lambda: signal.raise_signal(signal.SIGUSR1), SIGNAL_CHECKS, False
+                )
+                swallowed += [point] * (left <= 0)
+            while not there.empty():
+                there.get(timeout=LIMIT)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert point > 30
+    assert swallowed == []
+    assert there.statistics().lost == 0
+
+
 def test_a_put_many_that_failed_keeps_nothing() -> None:
     """The error's traceback refers to the call's frame: that is no cycle, which only the collector would free."""
     there, tensor = Queue(), torch.ones(100_000)
