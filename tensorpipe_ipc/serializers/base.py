@@ -19,6 +19,7 @@ from tensorpipe_ipc.handlers import passed_a_handler, raise_signals
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 from tensorpipe_ipc.wire.room import lacks_room
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = [
     "Serializer",
@@ -152,6 +153,7 @@ def check_memory(tensor: torch.Tensor, itemsize: int = 0) -> None:
         raise _no_memory(tensor, nbytes, f"{left:,} bytes of memory are left")
 
 
+@alone_in_a_child
 def copied(tensor: torch.Tensor, copy: Callable[[], _Copy]) -> _Copy:
     """Return what ``copy`` makes of a plain tensor, in as many bytes.
 

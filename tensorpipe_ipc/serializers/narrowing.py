@@ -28,6 +28,7 @@ from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, 
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta, narrowed_meta
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["Narrowing", "narrowing"]
 
@@ -77,6 +78,7 @@ class Narrowing:
             self._suspect = int(largest)
         self._made_in_place = bool(getattr(serializer, "is_memory", False))
 
+    @alone_in_a_child
     def encode(self, tensor: torch.Tensor) -> tuple[TensorMeta, Any]:
         """See ``Serializer.encode``.
 
@@ -107,6 +109,7 @@ class Narrowing:
             )
         return narrowed_meta(own, self.wire_dtype, meta.shape, meta.order), payload
 
+    @alone_in_a_child
     def encode_span(self, span: torch.Tensor) -> tuple[int, Any]:
         """Return bytes and payload of memory that several tensors share: a row of items, to be narrowed."""
         nbytes = len(span) * self.wire_dtype.itemsize
@@ -196,6 +199,7 @@ class _Cast(LazyPayload):
     def __len__(self) -> int:
         return self._nbytes
 
+    @alone_in_a_child
     def write_into(self, place: memoryview) -> None:
         step = PIECE * self._narrowing.wire_dtype.itemsize if self._row.is_cpu else len(place)
         for start in range(0, len(place), step):
@@ -203,6 +207,7 @@ class _Cast(LazyPayload):
             self.write_part(part, start)
             self.sent(part, start)
 
+    @alone_in_a_child
     def write_part(self, place: memoryview, start: int) -> None:
         narrow, first, stop = self._part(place, start)
         if self._row.is_cpu:
@@ -212,6 +217,7 @@ class _Cast(LazyPayload):
             self._made = self._narrowing.cast(self._row)
         narrow.copy_(self._made[first:stop])
 
+    @alone_in_a_child
     def sent(self, place: memoryview, start: int) -> None:
         narrow, first, stop = self._part(place, start)
         begin = max(first, self._counted)

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorpipe_ipc.wire.threads import alone_in_a_child
+
 __all__ = ["restore"]
 
 _LOOKED_UP = 1 << 16  # pairs that are looked up at a time: NumPy makes an index of eight bytes of each
 _FROM = 1 << 14  # items from which on the table is worth it
 
 
+@alone_in_a_child
 def restore(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """Fill a tensor with the items of a narrower one of its shape."""
     is_row = narrow.is_cpu and narrow.is_contiguous() and wide.is_contiguous()

@@ -35,6 +35,7 @@ from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, 
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
+from tensorpipe_ipc.wire.threads import alone_in_a_child
 
 __all__ = ["ALIAS", "Decoder", "Schema", "schema_of"]
 
@@ -425,6 +426,11 @@ def _decode(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int
         return tensor
     if size >= BULK:
         see_room_to_take(size)
+    return _clone(tensor)
+
+
+@alone_in_a_child
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
@@ -439,7 +445,7 @@ def _address(payload: memoryview) -> int:
 def _span(serializer: Decoder, meta: TensorMeta, payload: memoryview, own: int) -> torch.Tensor:
     """Memory that starts where its storage starts, for views count from there."""
     span = _decode(serializer, meta, payload, own)
-    return span.clone() if span.storage_offset() or not span.is_contiguous() else span
+    return _clone(span) if span.storage_offset() or not span.is_contiguous() else span
 
 
 def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torch.Tensor:

@@ -759,3 +759,41 @@ def test_a_child_that_has_other_files_by_the_numbers_of_its_descriptors(tmp_path
     assert queue.get(timeout=LIMIT).unique().tolist() == [6]
     assert kept.unique().tolist() == [5]
     assert not file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "kind", ["gaps", "an array with gaps", "narrowed", "narrowed, with gaps", "restored", "frames"]
+)
+def test_a_child_has_none_of_torchs_threads_and_waits_for_none(kind: str) -> None:
+    """Its parent has used them. In the child an operation that torch splits among threads does not end."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    there, back = (
+        tp.Queue(wire_dtype=torch.float16 if kind.startswith(("narrowed", "restored")) else None) for _ in range(2)
+    )
+    items = torch.ones(1000, 1000)
+    items.add_(1)
+    sent = {"an array with gaps": items.numpy()[:, ::2], "narrowed": items}.get(kind, items[:, ::2])
+
+    def child_does() -> None:
+        if kind == "restored":
+            assert there.get(timeout=LIMIT).sum() == 2 * 500_000
+        if kind == "frames":
+            with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off", copy=True) as consumer:
+                back.put(consumer.endpoint)
+                assert consumer.get(LIMIT)[0, 0] == 2
+        back.put(sent, timeout=1)
+        assert torch.get_num_threads() == 2
+
+    try:
+        child = in_child(child_does)
+        if kind == "restored":
+            there.put(sent)
+        if kind == "frames":
+            with tp.Producer(back.get(timeout=LIMIT), shared_memory="off") as producer:
+                producer.put(sent, LIMIT)
+        got = back.get(timeout=LIMIT)
+        assert torch.as_tensor(got).eq(2).all()
+        assert reap(child) == 0
+    finally:
+        torch.set_num_threads(threads)

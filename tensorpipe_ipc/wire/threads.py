@@ -1,0 +1,36 @@
+"""Torch's threads. A forked child has none of those that its parent had, and an operation that is split among them never ends.
+
+So in a child this library's own operations on many items are done by one thread. ``torch.set_num_threads`` of the program is
+as before afterwards. What the program itself computes in a forked child is its own affair, as with torch's own queues.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["alone_in_a_child"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_imported_by = os.getpid()
+
+
+def alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function that computes: in a forked child one thread does it all."""
+
+    @functools.wraps(function)
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        if os.getpid() == _imported_by or (count := torch.get_num_threads()) == 1:
+            return function(*arguments, **named)
+        torch.set_num_threads(1)
+        try:
+            return function(*arguments, **named)
+        finally:
+            torch.set_num_threads(count)
+
+    return called
