@@ -359,6 +359,8 @@ def _device(device: Any) -> torch.device:
     try:
         return torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
+        if passed_a_handler(error.__traceback__):
+            raise
         raise ValueError(f"device={device!r} names no device: {error}") from None
 
 

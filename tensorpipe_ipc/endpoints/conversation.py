@@ -424,20 +424,24 @@ class Conversation:
                 self.peers.leaves(peer, How.LOST)  # what it said is read. That is told before what the next one says
             return
         self.peers.came += 1
-        peer, nbytes = self.peers.get(routing), len(frames[-1])
+        peer = self.peers.get(routing)
         if self._hangs_up and not self._may_speak(routing, peer, frames):
             self.socket.received()
             return
         is_strange = self._hangs_up and (peer is None or not peer.brought and not peer.is_seen())
         stood = 0 if peer is None else peer.taken
-        message = _InHand(routing, nbytes, peer, stood, time.thread_time() if is_strange else 0.0)
+        began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
-            self._interpret(routing, frames)
+            if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
+                frames, refused = self.socket.joined(frames)
+                nbytes = len(frames[-1])
+            self._interpret(routing, frames, refused)
         except Exception as error:
             self.reject_or_raise(error, self.peers.get(routing))
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
         if not self.hears_again:
+            message = _InHand(routing, nbytes, peer, stood, began)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def heard(self) -> None:
@@ -525,7 +529,7 @@ class Conversation:
 
     # -- what a message says
 
-    def _interpret(self, routing: bytes, frames: list[Any]) -> None:
+    def _interpret(self, routing: bytes, frames: list[Any], refused: str = "") -> None:
         surplus = self.socket.surplus
         if surplus or not len(frames[-1]):
             self._hear_cut_off(routing, frames)
@@ -540,7 +544,7 @@ class Conversation:
                 self._hear_unknown(routing, header, frames)
             elif not peer.by_file:  # else it says WELCOME first: this came by the connection with the one before it
                 peer.heard, peer.unread_from = time.monotonic(), 0
-                self._hear_peer(peer, header, frames)
+                self._hear_peer(peer, header, frames, refused)
         elif kind == Kind.HELLO:
             if self.socket.binds:
                 self._admission.hear_hello(routing, unpack_control(header, Hello))
@@ -554,9 +558,9 @@ class Conversation:
         else:
             self._hear_refusal(unpack_control(header, Refusal))
 
-    def _hear_peer(self, peer: Peer, header: Header, frames: list[Any]) -> None:
+    def _hear_peer(self, peer: Peer, header: Header, frames: list[Any], refused: str) -> None:
         if header.kind == Kind.DATA:
-            self.events.append(Arrived(peer, header, frames))
+            self.events.append(Arrived(peer, header, frames, refused))
         elif header.kind == Kind.CREDIT:
             self.events.append(Credited(peer, header.sequence))
         elif header.kind == Kind.PIECE:

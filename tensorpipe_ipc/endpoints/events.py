@@ -32,11 +32,16 @@ class Greeted(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A message came in frames. It stays the first event until it is taken, or dropped."""
+    """A message came in frames. It stays the first event until it is taken, or dropped.
+
+    Attributes:
+        refused: why there is no memory for more than its first frame; "" if there is.
+    """
 
     peer: Any
     header: Header
     frames: list[Any]
+    refused: str = ""
 
 
 class PieceArrived(NamedTuple):

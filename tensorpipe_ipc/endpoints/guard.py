@@ -27,6 +27,7 @@ __all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
 
 
 _AT_EXIT = 2.0  # seconds
+_LOOK = 1.0  # seconds
 _FIRST = (
     100  # of multiprocessing's priorities: before pools and managers are ended, whose processes may have the other ends
 )
@@ -74,13 +75,14 @@ class Guard:
         closed: set when the end is closed.
         closing: set when a thread is about to close it.
         user: the thread that last used it.
+        looks: whether a thread that only asks for statistics is at it, or about to be: others wait for that.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "user", "what")
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "looks", "user", "what")
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
-        self.closed = self.closing = False
+        self.closed = self.closing = self.looks = False
         self.what = what
         self.user = threading.get_ident()
         self._pid = os.getpid()
@@ -99,7 +101,8 @@ class Guard:
         if self._is_owned():
             raise Busy(f"{self.what} is in use by what this signal's handler interrupted")
         try:
-            if not self._lock.acquire(False):
+            # A look takes 20 ms at most. It may have ended between the first two tries.
+            if not (self._lock.acquire(False) or self._lock.acquire(timeout=_LOOK * self.looks)):
                 self.check()  # another thread may be closing it
                 raise Busy(f"{self.what} is in use by another thread; give each thread an end of its own")
             self.check()

@@ -282,10 +282,14 @@ class Producer(End):
         """
         self._guard.check_process()
         if not self._guard.is_anothers():
-            with contextlib.suppress(Busy, Closed), self._guard:
-                self._sender.drain()
-                self._sender.look_around()
-                self._sender.look_for_room()
+            self._guard.looks = True
+            try:
+                with contextlib.suppress(Busy, Closed), self._guard:
+                    self._sender.drain()
+                    self._sender.look_around()
+                    self._sender.look_for_room()
+            finally:
+                self._guard.looks = False
         sender, lenders = self._sender, list((self._lenders or {}).values())
         peers = () if self._guard.closed else tuple(str(peer) for peer in list(sender.peers.values()) if peer.settled)
         return ProducerStatistics(

@@ -361,9 +361,9 @@ class Receiver(Participant):
         if not self._sharing:
             return super().pump(timeout)
         self.conversation.look_now_and_then()  # which is no talk of anybody's
-        self._spent, heard = time.thread_time(), self._heard
+        self._spent = time.thread_time()
         arrived = super().pump(timeout)
-        if arrived is None and self._heard > heard:
+        if arrived is None:
             self._listened(self._spent)
         return arrived
 
@@ -371,10 +371,6 @@ class Receiver(Participant):
         """Note that what ``pump`` returned is rejected: its time is that of all that is no message."""
         if self._sharing:
             self._listened(self._spent)
-
-    @property
-    def _heard(self) -> int:
-        return self.peers.came + self.socket.dropped
 
     def _listened(self, spent: float) -> None:
         # Of the last turn only: what was heard while no queue had anything took nothing from one.
@@ -483,7 +479,7 @@ class Receiver(Participant):
         peer, header = arrived.peer, arrived.header
         if not self._expects(peer, header):
             return None
-        if peer.reassembly is not None:
+        if peer.reassembly is not None and not arrived.refused:
             if len(arrived.frames) == 1 and self._lacks_pieces(peer, header):
                 return None
             return Arrived(peer, *peer.reassembly.completed(header, arrived.frames))
@@ -563,11 +559,13 @@ class Receiver(Participant):
         return True
 
     def check_memory(self, arrived: Arrived) -> None:
-        """See that there was memory for the pieces of a message that is complete.
+        """See that there was memory for the pieces, or the fragments, of a message that is complete.
 
         Raises:
             OutOfMemory: there was none.
         """
+        if arrived.refused:
+            raise OutOfMemory(f"{self.endpoint}: a message from {arrived.peer} was dropped: {arrived.refused}")
         peer = arrived.peer
         reassembly = peer.reassembly
         if reassembly is not None and reassembly.sequence == arrived.header.sequence and reassembly.refused:

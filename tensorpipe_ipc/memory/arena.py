@@ -492,7 +492,7 @@ class Arena(Extents):
             counted: bytes of them that the own row says already that it is about to get.
         """
         if self._machine < nbytes or nbytes >= WORTH:
-            self._machine = min(headroom(), max(ALLOWANCE, nbytes))
+            self._machine = min(headroom() - _tables(nbytes) - PURSE, max(ALLOWANCE, nbytes))
             if self._machine < nbytes:
                 return False
         if force:
@@ -519,7 +519,8 @@ class Arena(Extents):
 
     def _short_of(self, nbytes: int) -> int:
         """Return bytes that have to be given back before there is room for so many."""
-        return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), headroom())
+        left = headroom() - _tables(nbytes) - ALLOWANCE  # something must be left for all else
+        return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), left)
 
     def _trim(self, nbytes: int) -> None:
         """Give back memory of own free blocks, largest and coldest first, until there is room."""
@@ -785,3 +786,8 @@ def size_class_of(nbytes: int) -> int:
 def payload_at(block: int, metadata: int) -> int:
     """Return where the payload begins behind so many bytes of metadata."""
     return block + HEADER + (metadata + 63 & -64)
+
+
+def _tables(nbytes: int) -> int:
+    """Return the bytes of page tables for so many bytes, which a cgroup counts, too."""
+    return nbytes >> 9

@@ -12,6 +12,7 @@ import os
 import select
 from collections.abc import Callable
 from time import monotonic
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from tensorpipe_ipc.errors import (
@@ -689,14 +690,23 @@ def _may_pass(error: BaseException) -> bool:
     another form of it. Or a handler in C raised, as Ctrl-C's own does; or the message did, by ``sys.exit``, and always will."""
     if isinstance(error, PeerLost):  # what it refers to went with its sender
         return False
-    if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):  # else it is the object's own
-        return error.errno in _PASSING
+    if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):
+        return error.errno in _LACKS or not _passed_decoding(error.__traceback__)
     may = (MemoryError, SharedMemoryError, UnsupportedLeaf)
     is_cudas = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
 
 
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN, errno.EINTR}
+_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
+
+
+def _passed_decoding(trace: TracebackType | None) -> bool:
+    """Return whether an exception came while the message was decoded, and not in a system call of the get itself."""
+    while trace is not None:
+        if trace.tb_frame.f_code is GetEnd.open.__code__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 class _NoLease(SharedMemoryError):

@@ -36,7 +36,7 @@ def lacks_room(nbytes: int) -> int | None:
     left = headroom()
     if addresses is not None:
         left = min(left, max(0, addresses - (_SPARE if nbytes >= LOOKED else 0)))
-    if nbytes > left:
+    if nbytes + (nbytes >> 9) > left:  # the page tables of the copy count, too
         return left
     if nbytes + LOOKED <= left:  # else each copy is looked at: the next ones might take more than there is
         _unlooked = 0

@@ -178,7 +178,7 @@ class Binder(FrameSocket):
             reader.surplus = "a connection that has chosen a name of its own"
             self.hang_up()
             return b"", [frames[-1].buffer]
-        return routing, self._buffers(frames[1:])
+        return routing, [frame.buffer for frame in frames[1:]]
 
     def hang_up(self) -> None:
         """See FrameSocket.

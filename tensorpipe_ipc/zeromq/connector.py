@@ -194,7 +194,7 @@ class Connector(FrameSocket):
             self.is_connected(timeout)
             return None
         frames = self._read(line.reader, line.socket, timeout)
-        return None if frames is None else (line.routing, self._buffers(frames))
+        return None if frames is None else (line.routing, [frame.buffer for frame in frames])
 
     def _line_to_read(self) -> Line | None:
         """Return the line whose message is next: that of the one before this one, but for what this one begins with."""

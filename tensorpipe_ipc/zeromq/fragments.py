@@ -12,8 +12,10 @@ Over tcp large payloads come in pieces that are shorter anyway (``resend_buffer`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from tensorpipe_ipc.wire.room import see_room_to_take
 
 __all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
 
@@ -33,24 +35,40 @@ def in_fragments(frames: Iterable[Any]) -> list[Any]:
     return found
 
 
-def joined(fragments: Sequence[memoryview]) -> list[memoryview]:
-    """Return the frames again."""
+def joined(fragments: Sequence[memoryview]) -> tuple[list[memoryview], str]:
+    """Return the frames again, and why only the first of them; "" if it is all.
+
+    Raises:
+        MemoryError: there is no memory for the first.
+    """
     found: list[memoryview] = []
+    try:
+        for frame in _frames(fragments):
+            found.append(frame)
+    except MemoryError as error:
+        if not found:
+            raise
+        return found[:1], f"{error}" or "there is no memory to put its fragments together"
+    return found, ""
+
+
+def _frames(fragments: Sequence[memoryview]) -> Iterator[memoryview]:
     run: list[memoryview] = []
     for fragment in fragments:
         run.append(fragment)
         if len(fragment) != FRAGMENT:
-            found.append(_one(run))
+            yield _one(run)
             run = []
     if run:  # cut off by its sender
-        found.append(_one(run))
-    return found
+        yield _one(run)
 
 
 def _one(run: list[memoryview]) -> memoryview:
     if len(run) == 1:
         return run[0]
-    whole = bytearray(sum(map(len, run)))
+    nbytes = sum(map(len, run))
+    see_room_to_take(nbytes)
+    whole = bytearray(nbytes)
     start = 0
     for fragment in run:
         whole[start : start + len(fragment)] = fragment

@@ -277,9 +277,13 @@ class FrameSocket:
             self._heard = reader.frames[-1]
         return reader.frames
 
-    def _buffers(self, frames: list[Any]) -> list[Any]:
-        buffers = [frame.buffer for frame in frames]
-        return joined(buffers) if self._cuts else buffers
+    def joined(self, buffers: list[Any]) -> tuple[list[Any], str]:
+        """Return the frames of a message that ``receive`` returned, put together; and why only the first; "" if it is all.
+
+        Raises:
+            MemoryError: there is no memory for the first.
+        """
+        return joined(buffers) if self._cuts else (buffers, "")
 
     @property
     def surplus(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -361,6 +362,25 @@ def test_two_threads_are_one_too_many() -> None:
         with tp.Consumer("threads") as consumer:
             assert consumer.get(PATIENCE) == "first"
             putting()
+
+
+def test_statistics_do_not_make_an_end_busy_for_the_thread_that_uses_it() -> None:
+    """The thread that made it watches it from its first put on."""
+    with tp.Consumer("watched", producers=None) as consumer:
+        for number in range(1, 41):
+            with tp.Producer("watched") as producer:
+                putting = in_thread(functools.partial(_put_twenty, producer))
+                while producer.statistics().messages < 20:
+                    with contextlib.suppress(tp.Empty):
+                        consumer.get(0)
+                putting()
+                while consumer.statistics().messages < 20 * number:
+                    consumer.get(PATIENCE)
+
+
+def _put_twenty(producer: tp.Producer) -> None:
+    for number in range(20):
+        producer.put(number, PATIENCE)
 
 
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])

@@ -777,7 +777,7 @@ def test_a_child_has_none_of_torchs_threads_and_waits_for_none(kind: str) -> Non
 
     def child_does() -> None:
         if kind == "restored":
-            assert there.get(timeout=LIMIT).sum() == 2 * 500_000
+            assert there.get(timeout=LIMIT)[0, 0] == 2
         if kind == "frames":
             with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off", copy=True) as consumer:
                 back.put(consumer.endpoint)

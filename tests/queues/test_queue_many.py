@@ -562,22 +562,22 @@ def _looks_at_its_caller_and_fails() -> None:
 
 
 class LacksItsFile:
-    """An object that opens a file when it is made again, which is not there."""
+    """An object that opens a file when it is made again, or locks it, and cannot."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
     def __setstate__(self, state: Any) -> None:
-        with open("/nowhere/at/all", encoding="utf-8"):
-            pass
-
-    def __getstate__(self) -> Any:
-        return 1
+        raise OSError(state["number"], "the object's own")
 
 
-def test_an_error_of_the_object_itself_comes_once_and_is_one_task() -> None:
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EAGAIN, errno.EINTR, errno.EACCES])
+def test_an_error_of_the_object_itself_comes_once_and_is_one_task(number: int) -> None:
     """A worker calls task_done once for each get, whatever became of it. An OSError may be for want of descriptors, or not."""
     there = JoinableQueue()
-    there.put(LacksItsFile())
+    there.put(LacksItsFile(number))
     there.put("next")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(OSError, match="the object's own"):
         there.get(timeout=LIMIT)
     there.task_done()
     assert there.get(timeout=LIMIT) == "next"

@@ -24,7 +24,9 @@ SIZES = (0, 1, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, 2 * FRAGMENT, 3 * FRAGMENT 
 
 
 def _joined(fragments: list[bytes]) -> list[bytes]:
-    return [bytes(frame) for frame in joined([memoryview(fragment) for fragment in fragments])]
+    frames, refused = joined([memoryview(fragment) for fragment in fragments])
+    assert not refused
+    return [bytes(frame) for frame in frames]
 
 
 @pytest.mark.parametrize("first", SIZES)
