@@ -36,19 +36,13 @@ def in_fragments(frames: Iterable[Any]) -> list[Any]:
 
 
 def joined(fragments: Sequence[memoryview]) -> tuple[list[memoryview], str]:
-    """Return the frames again, and why only the first of them; "" if it is all.
-
-    Raises:
-        MemoryError: there is no memory for the first.
-    """
+    """Return the frames again, and ""; or what is there of the first, and why there is no memory for all of them."""
     found: list[memoryview] = []
     try:
         for frame in _frames(fragments):
             found.append(frame)
     except MemoryError as error:
-        if not found:
-            raise
-        return found[:1], f"{error}" or "there is no memory to put its fragments together"
+        return found[:1] or [*fragments[:1]], str(error) or "there is no memory to put its fragments together"
     return found, ""
 
 

@@ -278,11 +278,7 @@ class FrameSocket:
         return reader.frames
 
     def joined(self, buffers: list[Any]) -> tuple[list[Any], str]:
-        """Return the frames of a message that ``receive`` returned, put together; and why only the first; "" if it is all.
-
-        Raises:
-            MemoryError: there is no memory for the first.
-        """
+        """Return the frames of a message that ``receive`` returned, put together, and ""; else as ``fragments.joined``."""
         return joined(buffers) if self._cuts else (buffers, "")
 
     @property

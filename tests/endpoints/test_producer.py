@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
-from inside import is_in_use
+from inside import is_in_use, side_of
 from programs import ended, started
+from raw_ends import RawEnd
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import headroom
+from tensorpipe_ipc.zeromq.fragments import FRAGMENT
 
 pytestmark = pytest.mark.limit(20)
 MARGIN = 1.0  # seconds beyond a timeout and its documented 50 ms, on a machine that does other things too
@@ -585,6 +587,43 @@ def test_idle_memory_of_one_way_is_given_back_before_a_message_by_the_other_is_r
         limit = _resident() + (16 << 20)
         monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
         assert consumer.get(PATIENCE).nbytes == 24 << 20
+
+
+def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They lie in one frame, which came in fragments. The next message comes."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        producer.put([torch.ones(15_000) for _ in range(300)], PATIENCE)
+        with monkeypatch.context() as short:
+            short.setattr(headroom, "_available", lambda: 8 << 20)
+            with pytest.raises(tp.OutOfMemory, match="from producer pid .* was dropped: .* 8,388,608 bytes of memory"):
+                consumer.get(PATIENCE)
+        producer.put("next", PATIENCE)
+        assert consumer.get(PATIENCE) == "next"
+        assert consumer.statistics().rejected == 1
+
+
+def test_a_strangers_long_frame_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There would be no memory for it. Each later call came upon it again."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+        RawEnd(consumer.endpoint) as stranger,
+    ):
+        meet(producer, consumer)
+        stranger.say(*[bytes(FRAGMENT)] * 40, b"end")
+        wait_until(side_of(consumer).socket.has_incoming)
+        monkeypatch.setattr(headroom, "_available", lambda: 8 << 20)
+        producer.put("friend", PATIENCE)
+        assert consumer.get(PATIENCE) == "friend"
+        with pytest.raises(tp.Empty):
+            consumer.get(0.1)
+        assert consumer.statistics().rejected == 1
 
 
 def test_a_message_over_tcp_that_there_is_no_memory_for_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

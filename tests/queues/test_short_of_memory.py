@@ -76,6 +76,18 @@ def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(many: 
     assert (int(got.sum()), there.statistics().lost, there.statistics().undecodable) == (24 * MIB, 0, 0)
 
 
+def test_a_put_leaves_room_for_page_tables(leave: Any) -> None:
+    """A cgroup counts them, too: the process was killed while it filled the block."""
+    there = Queue()
+    there.put(1)
+    assert there.get(timeout=LIMIT) == 1
+    leave(64 * MIB + (160 << 10))
+    with pytest.raises(tp.SharedMemoryError, match="no 67104832 bytes free"):
+        there.put(torch.ones(64 * MIB - 4096, dtype=torch.uint8), timeout=LIMIT)
+    leave(66 * MIB)
+    there.put(torch.ones(64 * MIB - 4096, dtype=torch.uint8), timeout=LIMIT)
+
+
 def test_what_there_is_no_memory_to_copy_is_leased_unless_a_copy_was_asked_for(leave: Any) -> None:
     """A process leases half of the queue's memory at most, but where nothing else is possible."""
     there = Queue()
