@@ -34,6 +34,7 @@ import zoo
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
+from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import Identity, identity
 
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
@@ -501,7 +502,8 @@ def fail_after(ends: Ends, endpoint: str, count: int, text: str) -> None:
 
 
 def leave_by(ends: Ends, text: str) -> None:
-    """Leave the child's producer by an exception."""
+    """Leave the child's producer by an exception. It tries to get its binder for as long as a busy machine may need."""
+    conversation._CONNECTS = PATIENCE
     with contextlib.suppress(ValueError), ends.producer:
         raise ValueError(text)
 
