@@ -92,6 +92,7 @@ from tensorpipe_ipc.wire.header import (
     pack_refusal,
     shown,
     unpack,
+    unpack_begin,
     unpack_control,
 )
 from tensorpipe_ipc.wire.layout import BULK
@@ -536,7 +537,7 @@ class Conversation:
             if surplus:
                 raise ProtocolError(surplus)
             return
-        header = unpack(frames[0])
+        header = unpack_begin(frames[0]) if refused else unpack(frames[0])
         kind = header.kind
         if kind >= Kind.DATA:
             peer = self.peers.get(routing)

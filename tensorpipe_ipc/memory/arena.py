@@ -517,9 +517,9 @@ class Arena(Extents):
                 total += nbytes
         return total
 
-    def _short_of(self, nbytes: int) -> int:
-        """Return bytes that have to be given back before there is room for so many."""
-        left = headroom() - _tables(nbytes) - ALLOWANCE  # something must be left for all else
+    def _short_of(self, nbytes: int, spare: int = ALLOWANCE) -> int:
+        """Return bytes that have to be given back before there is room for so many, and the machine has some to spare."""
+        left = headroom() - _tables(nbytes) - spare
         return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), left)
 
     def _trim(self, nbytes: int) -> None:
@@ -602,9 +602,11 @@ class Arena(Extents):
             # And one whose free blocks are of the right size: what is free as a whole may not lie in a row, or there is none.
             more += [extent for busy, _, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> kind]
         mine |= set(more)
-        short -= sum(free for _, free, _, extent in found if extent in mine)
+        freed = sum(free for _, free, _, extent in found if extent in mine)
+        short -= freed
         others = [each for each in found if each[1] and each[3] not in mine]
-        if 0 < short <= sum(free for _, free, _, _ in others) + beside:
+        least = self._short_of(growth, PURSE) - freed if short > 0 else 0
+        if 0 < short and least <= sum(free for _, free, _, _ in others) + beside:
             for _, free, _, extent in sorted(others, key=lambda each: (each[0], not each[2], -each[1])):
                 if short > 0:
                     more.append(extent)

@@ -63,6 +63,7 @@ __all__ = [
     "piece_of",
     "shown",
     "unpack",
+    "unpack_begin",
     "unpack_control",
 ]
 
@@ -276,15 +277,7 @@ def unpack(frame: memoryview) -> Header:
         ProtocolError: too short, too long, no magic, an unknown kind, lengths that do not add up.
     """
     size = len(frame)
-    if size < PREFIX.size:
-        raise ProtocolError(f"a header of {size} bytes, the least is {PREFIX.size}")
-    magic, version, kind, zero, sequence, schema, values = PREFIX.unpack_from(frame)
-    if magic != MAGIC:
-        raise ProtocolError(f"magic {magic!r}, expected {MAGIC!r}")
-    if version != VERSION:
-        raise VersionMismatch(f"the message is of wire version {version}, this process speaks version {VERSION}")
-    if not Kind.HELLO <= kind <= Kind.PIECE or zero:
-        raise ProtocolError(f"message kind {kind} (reserved bytes {zero}), known are 1 to {Kind.PIECE}")
+    kind, sequence, schema, values = _prefix(frame)
     start = PREFIX.size + schema
     end = start + values
     limit = MAX_HEADER if kind == Kind.DATA else MAX_CONTROL
@@ -297,6 +290,31 @@ def unpack(frame: memoryview) -> Header:
             f"a schema of {schema} and values of {values} bytes in a header with {size - PREFIX.size} left for them"
         )
     return Header(kind, sequence, bytes(frame[PREFIX.size : start]), frame[start:end], frame[end:])
+
+
+def unpack_begin(frame: memoryview) -> Header:
+    """Take the beginning of frame 0 apart: kind and sequence, and nothing else.
+
+    Raises:
+        VersionMismatch: another version of the format.
+        ProtocolError: too short, no magic, an unknown kind.
+    """
+    kind, sequence, _, _ = _prefix(frame)
+    return Header(kind, sequence, b"", frame[:0], frame[:0])
+
+
+def _prefix(frame: memoryview) -> tuple[int, int, int, int]:
+    """Return kind and sequence, and the lengths of schema and values."""
+    if len(frame) < PREFIX.size:
+        raise ProtocolError(f"a header of {len(frame)} bytes, the least is {PREFIX.size}")
+    magic, version, kind, zero, sequence, schema, values = PREFIX.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError(f"magic {magic!r}, expected {MAGIC!r}")
+    if version != VERSION:
+        raise VersionMismatch(f"the message is of wire version {version}, this process speaks version {VERSION}")
+    if not Kind.HELLO <= kind <= Kind.PIECE or zero:
+        raise ProtocolError(f"message kind {kind} (reserved bytes {zero}), known are 1 to {Kind.PIECE}")
+    return kind, sequence, schema, values
 
 
 def unpack_control(header: Header, kind: type[Control]) -> Control:

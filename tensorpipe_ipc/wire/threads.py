@@ -7,7 +7,9 @@ as before afterwards. What the program itself computes in a forked child is its 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -18,6 +20,8 @@ __all__ = ["alone_in_a_child"]
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _imported_by = os.getpid()
+# A child of multiprocessing may be the first to import this. One that was not forked has its main module by another name.
+_was_forked = multiprocessing.parent_process() is not None and "__mp_main__" not in sys.modules
 
 
 def alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -25,7 +29,8 @@ def alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @functools.wraps(function)
     def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
-        if os.getpid() == _imported_by or (count := torch.get_num_threads()) == 1:
+        is_child = _was_forked or os.getpid() != _imported_by
+        if not is_child or (count := torch.get_num_threads()) == 1:
             return function(*arguments, **named)
         torch.set_num_threads(1)
         try:

@@ -589,16 +589,17 @@ def test_idle_memory_of_one_way_is_given_back_before_a_message_by_the_other_is_r
         assert consumer.get(PATIENCE).nbytes == 24 << 20
 
 
+@pytest.mark.parametrize("text", [0, 2_000_000])
 def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is_told(
-    monkeypatch: pytest.MonkeyPatch,
+    text: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie in one frame, which came in fragments. The next message comes."""
+    """They lie in one frame, which came in fragments, and may begin with a long text. The next message comes."""
     with (
         tp.Consumer("tcp://127.0.0.1:*", shared_memory="off") as consumer,
         tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
     ):
         meet(producer, consumer)
-        producer.put([torch.ones(15_000) for _ in range(300)], PATIENCE)
+        producer.put(["t" * text, *(torch.ones(15_000) for _ in range(300))], PATIENCE)
         with monkeypatch.context() as short:
             short.setattr(headroom, "_available", lambda: 8 << 20)
             with pytest.raises(tp.OutOfMemory, match="from producer pid .* was dropped: .* 8,388,608 bytes of memory"):

@@ -102,6 +102,29 @@ def test_an_exception_of_a_handler_comes_out_of_put_wherever_it_came(obj: object
     assert there.statistics().lost == 0
 
 
+def test_an_exception_of_a_handler_comes_out_of_empty_wherever_it_came() -> None:
+    """A TimeoutError, as a watchdog raises, is an OSError."""
+
+    def bark(*_: Any) -> None:
+        raise TimeoutError("too late")
+
+    there = Queue()
+    there.put_many(range(5))
+    there.shutdown()
+    before = signal.signal(signal.SIGUSR1, bark)
+    point, left = 0, 0
+    try:
+        while left <= 0:
+            point += 1
+            with contextlib.suppress(TimeoutError):
+                left = run_traced(there.empty, point, lambda: signal.raise_signal(signal.SIGUSR1), SIGNAL_CHECKS, False)
+                assert left > 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert point > 10
+    assert not there.empty()
+
+
 def test_a_put_many_that_failed_keeps_nothing() -> None:
     """The error's traceback refers to the call's frame: that is no cycle, which only the collector would free."""
     there, tensor = Queue(), torch.ones(100_000)
