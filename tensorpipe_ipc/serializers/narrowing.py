@@ -189,10 +189,10 @@ class Narrowing:
 class _Cast(LazyPayload):
     """A large tensor without gaps on its way to being narrowed. However often it is written, what it loses is counted once."""
 
-    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "_row")
+    __slots__ = ("_counted", "_made", "_narrowing", "_nbytes", "row")
 
     def __init__(self, narrowing: Narrowing, tensor: torch.Tensor, nbytes: int) -> None:
-        self._narrowing, self._row, self._nbytes = narrowing, tensor.view(-1), nbytes
+        self._narrowing, self.row, self._nbytes = narrowing, tensor.view(-1), nbytes
         self._counted = 0  # items, from the first on, whose losses are
         self._made: torch.Tensor | None = None  # on its device, if that is not the CPU
 
@@ -201,7 +201,7 @@ class _Cast(LazyPayload):
 
     @alone_in_a_child
     def write_into(self, place: memoryview) -> None:
-        step = PIECE * self._narrowing.wire_dtype.itemsize if self._row.is_cpu else len(place)
+        step = PIECE * self._narrowing.wire_dtype.itemsize if self.row.is_cpu else len(place)
         for start in range(0, len(place), step):
             part = place[start : start + step]
             self.write_part(part, start)
@@ -210,11 +210,11 @@ class _Cast(LazyPayload):
     @alone_in_a_child
     def write_part(self, place: memoryview, start: int) -> None:
         narrow, first, stop = self._part(place, start)
-        if self._row.is_cpu:
-            narrow.copy_(self._row[first:stop])
+        if self.row.is_cpu:
+            narrow.copy_(self.row[first:stop])
             return
         if self._made is None:
-            self._made = self._narrowing.cast(self._row)
+            self._made = self._narrowing.cast(self.row)
         narrow.copy_(self._made[first:stop])
 
     @alone_in_a_child
@@ -222,11 +222,11 @@ class _Cast(LazyPayload):
         narrow, first, stop = self._part(place, start)
         begin = max(first, self._counted)
         narrow = narrow[begin - first :]
-        if self._row.is_cpu and self._narrowing.any_suspect(narrow):
-            self._narrowing.count(narrow, self._row[begin:stop])
+        if self.row.is_cpu and self._narrowing.any_suspect(narrow):
+            self._narrowing.count(narrow, self.row[begin:stop])
         self._counted = max(self._counted, stop)
-        if stop == len(self._row):
-            self._narrowing.note_error(self._row)
+        if stop == len(self.row):
+            self._narrowing.note_error(self.row)
 
     def _part(self, place: memoryview, start: int) -> tuple[torch.Tensor, int, int]:
         """Return a place as narrow items, and the numbers of the first of them and of the one after the last."""
@@ -235,13 +235,13 @@ class _Cast(LazyPayload):
         return narrow, first, first + len(narrow)
 
     def frame(self) -> memoryview:
-        check_memory(self._row, self._narrowing.wire_dtype.itemsize)
+        check_memory(self.row, self._narrowing.wire_dtype.itemsize)
         try:
             narrow = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch has no type for it
             if passed_a_handler(error.__traceback__):
                 raise
-            raise _no_memory(self._row, self._narrowing.wire_dtype, error) from None
+            raise _no_memory(self.row, self._narrowing.wire_dtype, error) from None
         memory: memoryview = narrow.numpy().data
         self.write_into(memory)
         return memory

@@ -1,7 +1,7 @@
 """Torch's threads. A forked child has none of those that its parent had, and an operation that is split among them never ends.
 
-So in a child this library's own operations on many items are done by one thread. ``torch.set_num_threads`` of the program is
-as before afterwards. What the program itself computes in a forked child is its own affair, as with torch's own queues.
+So in a child this library's own operations on many items are done by one thread. Meanwhile ``torch.get_num_threads`` is 1, for
+threads that start then, too. What the program itself computes in a forked child is its own affair, as with torch's own queues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,23 +19,33 @@ __all__ = ["alone_in_a_child"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_SPLIT = 1 << 14  # items: half of those from which on torch splits an operation
 _imported_by = os.getpid()
 # A child of multiprocessing may be the first to import this. One that was not forked has its main module by another name.
 _was_forked = multiprocessing.parent_process() is not None and "__mp_main__" not in sys.modules
 
 
 def alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorate a function that computes: in a forked child one thread does it all."""
+    """Decorate a function that computes: in a forked child one thread does it all.
+
+    Its first tensor has as many items as it deals with, or else its object's ``row`` has.
+    """
 
     @functools.wraps(function)
     def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
         is_child = _was_forked or os.getpid() != _imported_by
-        if not is_child or (count := torch.get_num_threads()) == 1:
+        if not is_child or _items(arguments) < _SPLIT or (count := torch.get_num_threads()) == 1:
             return function(*arguments, **named)
-        torch.set_num_threads(1)
         try:
+            torch.set_num_threads(1)
             return function(*arguments, **named)
         finally:
             torch.set_num_threads(count)
 
     return called
+
+
+def _items(arguments: tuple[Any, ...]) -> int:
+    tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)
+    items: int = (arguments[0].row if tensor is None else tensor).numel()
+    return items
