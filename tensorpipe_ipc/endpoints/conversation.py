@@ -45,7 +45,7 @@ outlive the conversation. While a line that was cut is made anew, both ends go o
 There is no thread. ``hear`` reads one message, and appends what it says to ``events``. The end (``sender``, ``receiver``) deals
 with the events, and then says that it has ``heard`` the message. Until then the message is in hand: where an exception cuts
 this short, it is read again. So is a message by which a peer has left: the end is to know that first.
-The conversation asks its owner three things (``Owner``), and knows no more of it.
+The conversation asks its owner a few things (``Owner``), and knows no more of it.
 """
 
 from __future__ import annotations
@@ -160,6 +160,9 @@ class Owner(Protocol):
 
     def new_peer(self, routing: bytes, hello: Hello, sight: Sight) -> Any:
         """Return a peer of the role's kind, which is not attached yet. May be called in vain."""
+
+    def give_back_idle(self) -> int:
+        """Give back memory that lies idle with the end. Return the number of bytes."""
 
     def finishes(self) -> bool:
         """Return whether a connector that knows nobody has something of the binder before: then it meets the next one later."""
@@ -434,8 +437,10 @@ class Conversation:
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
             if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
-                frames, refused = self.socket.joined(frames)
-                nbytes = len(frames[-1])
+                whole, refused = self.socket.joined(frames)
+                if refused and self.owner.give_back_idle():
+                    whole, refused = self.socket.joined(frames)
+                frames, nbytes = whole, len(whole[-1])
             self._interpret(routing, frames, refused)
         except Exception as error:
             self.reject_or_raise(error, self.peers.get(routing))

@@ -436,9 +436,9 @@ class PutEnd:
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
                 if not block and force and not self._queue.qsize():
-                    if headroom() < nbytes:
-                        self.attachment.trim()
                     block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
+                    if not block and self.attachment.trim():
+                        block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                 if block:
                     return block
                 if not self._queue.qsize():

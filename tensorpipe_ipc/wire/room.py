@@ -22,8 +22,11 @@ _unlooked = (
 _Made = TypeVar("_Made")
 
 
-def lacks_room(nbytes: int) -> int | None:
+def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:
     """Count a copy that is about to be made. Where a look is due, and there is no room for it, return how many bytes are left.
+
+    Args:
+        of_addresses: whether addresses (``ulimit -v``) count, too: where the copy itself says nothing of a lack of them.
 
     Returns:
         None: there is room, as far as is known.
@@ -32,7 +35,7 @@ def lacks_room(nbytes: int) -> int | None:
     _unlooked += nbytes
     if _unlooked < LOOKED:
         return None
-    addresses = addresses_left()
+    addresses = addresses_left() if of_addresses else None
     left = headroom()
     if addresses is not None:
         left = min(left, max(0, addresses - (_SPARE if nbytes >= LOOKED else 0)))
@@ -52,10 +55,10 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     Raises:
         OutOfMemory: there is not.
     """
-    if lacks_room(nbytes) is None:
+    if lacks_room(nbytes, of_addresses=True) is None:
         return
     give_back()
-    left = lacks_room(nbytes)
+    left = lacks_room(nbytes, of_addresses=True)
     if left is not None:
         raise OutOfMemory(
             f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
