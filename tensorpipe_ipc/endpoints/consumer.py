@@ -288,6 +288,8 @@ class Consumer(End):
                     try:
                         taken = receiver.take(peer, self._decode_block, self._lease_from)
                     except MemoryError as error:
+                        if is_a_signals(error, error.__traceback__):
+                            raise
                         # What is idle of frames must not be why. One that was dropped is told.
                         if has_given_back or not receiver.comes_again(peer) or not receiver.give_back_idle():
                             raise self._no_memory(error, peer) from None

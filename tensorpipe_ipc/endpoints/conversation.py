@@ -106,13 +106,12 @@ __all__ = ["PEER_TIMEOUT", "Conversation", "Opening", "Owner", "log"]
 log = logging.getLogger("tensorpipe_ipc")
 
 _MAX_REJECTION = 2000  # bytes of text
-_MAX_ROLE = 16  # of one that is none
 PEER_TIMEOUT = 60.0  # seconds
 _CONNECTS = 0.25  # seconds that a closing connector tries to get the binder
+_TOLD = 0.1  # seconds until a connection's end is known, where the other process has closed it
 _AT_ONCE = 0.02  # seconds that one look at the peers may take
 _LEAVE_AT_ONCE = 16  # peers that leave in one look
 _NAMED = 16  # peers, in the text of an error
-_ASKED = 64  # peers that are asked whether their connection has ended, to make room for another
 
 
 class Opening(NamedTuple):
@@ -341,8 +340,16 @@ class Conversation:
             return False
         if any(not peer.away_at and not peer.sight.is_gone() for peer in self.peers.values()):
             return False
-        was_refused = self.refusal is not None and self.socket.reaches(self.greeting.routing)
-        return not was_refused and not self.greeting.awaits_welcome()
+        return not self._is_still_refused() and not self.greeting.awaits_welcome()
+
+    def _is_still_refused(self) -> bool:
+        """Return whether the binder that refused this end is there. Of one that has just gone, ZeroMQ tells a little later."""
+        until = time.monotonic() + _TOLD
+        while self.refusal is not None and self.socket.reaches(self.greeting.routing):
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.001)
+        return False
 
     def part_from_the_gone(self) -> None:
         """Have peers leave that are seen to be gone, whoever still holds their connections open."""

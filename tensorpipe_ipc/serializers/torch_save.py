@@ -75,7 +75,8 @@ class TorchSave:
         # A damaged file can end anywhere inside torch's reader, and does so with any exception.
         except Exception as error:
             raise_signals(error, before)
-            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch has no type for it
+            # Torch has no type for it. What a message holds ends in an UnpicklingError, which is none of the two.
+            if type(error) is MemoryError or (type(error) is RuntimeError and "can't allocate memory" in str(error)):
                 raise OutOfMemory(f"a torch.save file of {len(payload):,} bytes is read: {error}") from None
             raise ProtocolError(
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
