@@ -194,8 +194,8 @@ class Conversation:
         refusal: what its binder refused this connector with; None if it did not.
         is_leaving: whether it takes in nobody any more but connectors that have claimed a queue of it.
         strangers: its accounts of those that are no peers.
-        rejected: incoming messages that were dropped because they broke a rule.
-        last_rejection: which rule; "" as long as none was.
+        rejected: incoming messages that were dropped.
+        last_rejection: why the last was; "" as long as none was.
         hears_again: whether the message in hand is to be read again.
         looks: how often this end has looked who is still there.
     """
@@ -444,10 +444,8 @@ class Conversation:
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
             if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
-                whole, refused = self.socket.joined(frames)
-                if refused and self.owner.give_back_idle():
-                    whole, refused = self.socket.joined(frames)
-                frames, nbytes = whole, len(whole[-1])
+                frames, refused = self._joined(frames)
+                nbytes = len(frames[-1])
             self._interpret(routing, frames, refused)
         except Exception as error:
             self.reject_or_raise(error, self.peers.get(routing))
@@ -456,6 +454,11 @@ class Conversation:
         if not self.hears_again:
             message = _InHand(routing, nbytes, peer, stood, began)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
+
+    def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:
+        """Return the frames, put together. Idle memory must not be why there is none for that."""
+        whole, refused = self.socket.joined(frames)
+        return self.socket.joined(frames) if refused and self.owner.give_back_idle() else (whole, refused)
 
     def heard(self) -> None:
         """Note that the events of the message in hand were dealt with, if there is one."""
@@ -553,6 +556,8 @@ class Conversation:
         kind = header.kind
         if kind >= Kind.DATA:
             peer = self.peers.get(routing)
+            if peer is None and refused:
+                raise ProtocolError(refused)
             if peer is None:
                 self._hear_unknown(routing, header, frames)
             elif not peer.by_file:  # else it says WELCOME first: this came by the connection with the one before it

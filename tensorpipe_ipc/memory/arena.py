@@ -350,7 +350,6 @@ class Arena(Extents):
         except IndexError as error:  # another thread is at it, too
             if passed_a_handler(error.__traceback__):
                 raise
-            pass
         return free
 
     def _partition(self, kind: int, blocks: deque[int], looks: int) -> None:

@@ -296,7 +296,7 @@ class Leases:
         now = monotonic()
         if not at_once and now < self._look_again:
             return
-        self._look_again = now + PAUSE
+        self._look_again, process = now + PAUSE, self.process
         for anchor in list(self.live.values()):
             if anchor() is None:
                 _release(anchor)
@@ -311,19 +311,12 @@ class Leases:
             # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
             if not answers[first, last] and word in self.kept and self.kept[word] is entry:
                 del self.kept[word]
-                if self.gives_back:
-                    self._free_and_give_back(word, held)
-                else:
-                    self.words[word] = held & ~HOLDER
-
-    def _free_and_give_back(self, word: int, held: int) -> None:
-        """Free a block that only the caller still knows, and give its pages back."""
-        process = self.process
-        try:
-            self.arena.shrink(word << 3)
-        finally:
-            if process == self.process:  # not a child that was forked meanwhile
-                self.words[word] = held & ~HOLDER
+                try:  # with no call since: nobody else frees it
+                    if self.gives_back:
+                        self.arena.shrink(word << 3)
+                finally:
+                    if process == self.process:  # not a child that was forked meanwhile
+                        self.words[word] = held & ~HOLDER
 
 
 _holding: set[Leases] = set()  # those with anything live, so that they, their rows and locks last as long
@@ -458,7 +451,11 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
             elif not leases.gives_back:
                 words[word] = held & ~HOLDER
             else:
-                leases._free_and_give_back(word, held)
+                try:
+                    leases.arena.shrink(word << 3)
+                finally:
+                    if anchor.process == leases.process:  # not a child that was forked meanwhile
+                        words[word] = held & ~HOLDER
     if word in leases.offered:
         leases.offered.discard(word)
     if leases.kept and not is_finalizing():  # else modules are half gone, and the children outlast this process

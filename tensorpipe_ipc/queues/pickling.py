@@ -226,10 +226,9 @@ def take_back(handles: Iterable[Handle]) -> None:
     for rebuild, arguments in handles:
         try:
             rebuild(*arguments)
-        except (OSError, EOFError, RuntimeError) as error:
+        except (OSError, EOFError, RuntimeError) as error:  # it was used before
             if passed_a_handler(error.__traceback__):
                 raise
-            pass  # it was used before
 
 
 # ---- both ways ----

@@ -542,5 +542,6 @@ def _seconds(block: bool, timeout: float | None) -> float | None:
 
 def _timeout(timeout: Any) -> float:
     """Return the seconds to wait. Negative ones count as 0, as in multiprocessing."""
-    at_least: Any = max(timeout, 0) if isinstance(timeout, Real) else timeout
-    return check_timeout(at_least)
+    if isinstance(timeout, (int, float, Real)):  # the first two are found at once
+        timeout = max(timeout, 0)
+    return check_timeout(timeout)

@@ -55,7 +55,6 @@ class Raw:
         except (RuntimeError, KeyError) as error:
             if passed_a_handler(error.__traceback__):
                 raise
-            pass
         return _encode_other(tensor, self.most())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:

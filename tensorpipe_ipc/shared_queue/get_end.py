@@ -697,9 +697,6 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
 
 
-_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-
-
 def _passed_decoding(trace: TracebackType | None) -> bool:
     """Return whether an exception came while the message was decoded, and not in a system call of the get itself."""
     while trace is not None:
@@ -728,6 +725,7 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
     """Drop a message, as a shutdown does."""
 
 
+_LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}  # what may be there later: descriptors, memory
 _PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
 _NOTHING = object()
 _LOST, _UNDECODABLE, _DROPPED = range(3)  # what becomes of a message that nobody receives

@@ -16,9 +16,8 @@ __all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
 
 LOOKED = 1 << 24  # bytes that are copied between two looks. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
-_unlooked = (
-    0  # bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later
-)
+# Bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later.
+_unlooked = 0
 _Made = TypeVar("_Made")
 
 
@@ -62,7 +61,7 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     if left is not None:
         raise OutOfMemory(
             f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
-            "A lease (copy=False), or floats as they crossed (restore=False), take none"
+            "From shared memory a lease (copy=False) takes none, and floats as they crossed (restore=False) take none"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tensorpipe_ipc.handlers import passed_a_handler
-from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
 
@@ -64,7 +64,11 @@ def _one(run: list[memoryview]) -> memoryview:
     if len(run) == 1:
         return run[0]
     nbytes = sum(map(len, run))
-    see_room_to_take(nbytes)
+    left = lacks_room(nbytes, of_addresses=True)
+    if left is not None:
+        raise MemoryError(
+            f"its frame of {nbytes:,} bytes came in parts, and {left:,} bytes of memory are left to join them"
+        )
     whole = bytearray(nbytes)
     start = 0
     for fragment in run:

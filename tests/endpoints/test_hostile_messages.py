@@ -49,6 +49,19 @@ class Broken(serializers.Serializer):
         raise self.raises("below")
 
 
+@contextlib.contextmanager
+def _unreadable(raises: type[Exception], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[tp.Consumer, tp.Producer]]:
+    """Two ends whose serializer raises something where a tensor is read."""
+    broken = Broken()
+    broken.raises = raises
+    monkeypatch.setitem(registered_serializers(), "broken", broken)
+    with (
+        tp.Consumer("unreadable", maxsize=1) as consumer,
+        tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,
+    ):
+        yield consumer, producer
+
+
 @pytest.mark.parametrize(
     "raises",
     [RecursionError, RuntimeError, OverflowError, KeyError, AssertionError, StopIteration],
@@ -57,13 +70,7 @@ def test_whatever_reading_a_message_raises_the_next_one_comes(
     transport: str, raises: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message is taken, counted, and its producer named; its credit comes back: ``maxsize`` is 1 here."""
-    broken = Broken()
-    broken.raises = raises
-    monkeypatch.setitem(registered_serializers(), "broken", broken)
-    with (
-        tp.Consumer("unreadable", maxsize=1) as consumer,
-        tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,
-    ):
+    with _unreadable(raises, monkeypatch) as (consumer, producer):
 
         def put() -> None:
             producer.put(torch.ones(3), PATIENCE)
@@ -83,13 +90,7 @@ def test_whatever_reading_a_message_raises_the_next_one_comes(
 
 def test_a_message_that_there_is_no_memory_to_read_is_told(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies in shared memory until the next get, eight times; from frames it is dropped at once. The next one comes."""
-    broken = Broken()
-    broken.raises = MemoryError
-    monkeypatch.setitem(registered_serializers(), "broken", broken)
-    with (
-        tp.Consumer("unreadable", maxsize=1) as consumer,
-        tp.Producer("unreadable", maxsize=1, serializer="broken") as producer,
-    ):
+    with _unreadable(MemoryError, monkeypatch) as (consumer, producer):
         putting = in_thread(lambda: [producer.put(each, PATIENCE) for each in (torch.ones(3), "next")])
         told, got = 0, None
         while got is None:

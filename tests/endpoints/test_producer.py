@@ -6,6 +6,8 @@ import contextlib
 import functools
 import gc
 import os
+import signal
+import threading
 import time
 import warnings
 import weakref
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from crash_points import SIGNAL_CHECKS, run_traced
 from inside import is_in_use, side_of
 from programs import ended, started
 from raw_ends import RawEnd
@@ -366,23 +369,21 @@ def test_two_threads_are_one_too_many() -> None:
             putting()
 
 
-def test_statistics_do_not_make_an_end_busy_for_the_thread_that_uses_it() -> None:
-    """The thread that made it watches it from its first put on."""
-    with tp.Consumer("watched", producers=None) as consumer:
-        for number in range(1, 41):
-            with tp.Producer("watched") as producer:
-                putting = in_thread(functools.partial(_put_twenty, producer))
-                while producer.statistics().messages < 20:
-                    with contextlib.suppress(tp.Empty):
-                        consumer.get(0)
-                putting()
-                while consumer.statistics().messages < 20 * number:
-                    consumer.get(PATIENCE)
+def test_statistics_do_not_make_an_end_busy_for_the_thread_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that made it watches it from before its first put on, which waits for the end of a look."""
+    looks = threading.Event()
 
+    def long_look(**_: Any) -> None:
+        looks.set()
+        time.sleep(0.1)  # as long as a look may take on a busy machine
 
-def _put_twenty(producer: tp.Producer) -> None:
-    for number in range(20):
-        producer.put(number, PATIENCE)
+    with tp.Producer("watched", linger=0) as producer, tp.Consumer("watched") as consumer:
+        monkeypatch.setattr(side_of(producer), "look_around", long_look)
+        putting = in_thread(lambda: (looks.wait(PATIENCE), producer.put("first", PATIENCE)))
+        producer.statistics()
+        monkeypatch.undo()
+        assert consumer.get(PATIENCE) == "first"
+        putting()
 
 
 @pytest.mark.parametrize("shared_memory", ["auto", "off"])
@@ -589,6 +590,40 @@ def test_idle_memory_of_one_way_is_given_back_before_a_message_by_the_other_is_r
         assert consumer.get(PATIENCE).nbytes == 24 << 20
 
 
+def test_a_memory_error_of_a_handler_comes_out_of_get_as_itself() -> None:
+    """It says nothing of the message, which comes with the next get, or is counted."""
+
+    class Watchdog(MemoryError):
+        pass
+
+    def bark(*_: Any) -> None:
+        raise Watchdog
+
+    before = signal.signal(signal.SIGUSR1, bark)
+    point, left, swallowed = 0, 0, list[int]()
+    with tp.Consumer("barked-at") as consumer, tp.Producer("barked-at", linger=0) as producer:
+        meet(producer, consumer)
+        while left <= 0:
+            point += 1
+            producer.put(point, PATIENCE)
+            try:
+                left = run_traced(
+                    lambda: consumer.get(PATIENCE),
+                    point,
+                    lambda: signal.raise_signal(signal.SIGUSR1),
+                    SIGNAL_CHECKS,
+                    before=False,
+                )
+                swallowed += [point] * (left <= 0)
+            except Watchdog:
+                with contextlib.suppress(tp.Empty):
+                    consumer.get(0)
+        signal.signal(signal.SIGUSR1, before)
+        assert point > 5
+        assert swallowed == []
+        assert consumer.statistics().rejected == 0
+
+
 @pytest.mark.parametrize("text", [0, 2_000_000])
 def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is_told(
     text: int, monkeypatch: pytest.MonkeyPatch
@@ -609,6 +644,23 @@ def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is
         assert consumer.statistics().rejected == 1
 
 
+def test_idle_memory_is_given_back_before_fragments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a large message had come in lies idle with the consumer, and is as much as the next one needs."""
+    with (
+        tp.Consumer("tcp://127.0.0.1:*", shared_memory="off", copy=True) as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
+    ):
+        meet(producer, consumer)
+        putting = in_thread(lambda: producer.put(np.ones(96 << 20, np.uint8), PATIENCE))
+        nbytes = consumer.get(PATIENCE).nbytes  # an assertion would keep the array
+        assert nbytes == 96 << 20
+        putting()
+        producer.put([torch.ones(15_000) for _ in range(300)], PATIENCE)
+        limit = _resident() + (8 << 20)
+        monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
+        assert len(consumer.get(PATIENCE)) == 300
+
+
 def test_a_strangers_long_frame_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """There would be no memory for it. Each later call came upon it again."""
     with (
@@ -619,12 +671,14 @@ def test_a_strangers_long_frame_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -
         meet(producer, consumer)
         stranger.say(*[bytes(FRAGMENT)] * 40, b"end")
         wait_until(side_of(consumer).socket.has_incoming)
-        monkeypatch.setattr(headroom, "_available", lambda: 8 << 20)
+        looks = list[int]()
+        monkeypatch.setattr(headroom, "_available", lambda: looks.append(1) or 8 << 20)  # type: ignore[func-returns-value]
         producer.put("friend", PATIENCE)
         assert consumer.get(PATIENCE) == "friend"
         with pytest.raises(tp.Empty):
             consumer.get(0.1)
         assert consumer.statistics().rejected == 1
+        assert looks == []
 
 
 def test_a_message_over_tcp_that_there_is_no_memory_for_is_dropped_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,23 @@ def test_what_gives_its_memory_back_is_free_whatever_ends_that(held: Any, monkey
     held.tensor()  # what was cut short keeps the arena until the next one goes
 
 
+def test_what_only_a_child_kept_is_free_wherever_an_exception_came(held: Any, child: Any, kill: Any) -> None:
+    """A signal's handler may raise at any moment of the look that finds the child gone: the block is nobody's then."""
+    point, goes_on = 0, True
+    while goes_on:
+        point += 1
+        held.block = held.arena.allocate(NBYTES)
+        tensor = held.tensor()
+        pid = child(lambda: None)
+        del tensor
+        kill(pid)
+        held.leases.gives_back = True
+        goes_on = interrupted_at(point, held.leases.settle)
+        held.leases.settle()
+        assert held.step == FREE, point
+    assert point > 5
+
+
 def test_one_that_an_exception_ends_while_it_is_made_says_nothing(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a signal's handler may raise there; its array dies without a word on stderr."""
 

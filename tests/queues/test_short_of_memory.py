@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crash_points import in_child, reap
 from inside import set_lease_budget, shared_queue_of
 
 import tensorpipe_ipc as tp
@@ -74,6 +76,45 @@ def test_a_message_that_there_is_no_memory_to_copy_stays_for_the_next_get(many: 
     assert there.qsize() == 1
     got = get(False)
     assert (int(got.sum()), there.statistics().lost, there.statistics().undecodable) == (24 * MIB, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["gaps", "an array", "flipped"])
+def test_a_put_needs_no_more_addresses_than_its_copy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``ulimit -v`` malloc itself refuses what there is no address for. So put asks for memory alone."""
+    there = Queue()
+    sent: Any = torch.ones(20 * MIB, 2, dtype=torch.uint8)[:, :1]
+    sent = {"gaps": sent, "an array": sent.numpy(), "flipped": np.ones(20 * MIB, np.uint8)[::-1]}[kind]
+    monkeypatch.setattr("tensorpipe_ipc.wire.room.addresses_left", lambda: 25 * MIB)
+    for _ in range(2):
+        there.put(sent, timeout=LIMIT)
+        assert there.get(True, LIMIT, copy=False).nbytes == 20 * MIB
+
+
+@pytest.mark.parametrize("waits", ["a message", "a lease"])
+def test_idle_memory_that_is_just_enough_is_taken(waits: str, leave: Any) -> None:
+    """Another process has it, and the machine leaves next to nothing. Nothing is asked for beyond what the message needs."""
+    there, other = Queue(), Queue()
+    child = in_child(lambda: _leave_idle(there))
+    assert there.get(timeout=LIMIT).nbytes == 32 * MIB - 4096
+    held = None
+    if waits == "a message":
+        other.put(1)
+    else:
+        other.put(torch.ones(MIB, dtype=torch.uint8))
+        held = other.get(timeout=LIMIT)
+    before = there.statistics().resident
+    leave(lambda: MIB + before - there.statistics().resident)
+    other.put(torch.ones(32 * MIB - 4096, dtype=torch.uint8), timeout=1)
+    there.put("end", timeout=LIMIT)
+    assert reap(child) == 0
+    del held
+
+
+def _leave_idle(there: Queue) -> None:
+    there.put(np.ones(32 * MIB - 4096, np.uint8))  # torch would wait for its parent's threads
+    while there.qsize():
+        time.sleep(0.001)
+    assert there.get(timeout=LIMIT) == "end"
 
 
 def test_a_put_leaves_room_for_page_tables(leave: Any) -> None:
