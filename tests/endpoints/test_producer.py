@@ -645,7 +645,7 @@ def test_a_message_over_tcp_of_many_small_tensors_that_there_is_no_memory_for_is
 
 
 def test_idle_memory_is_given_back_before_fragments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a large message had come in lies idle with the consumer, and is as much as the next one needs."""
+    """The memory that a large message had come in lies idle with the consumer, and is more than the next one needs."""
     with (
         tp.Consumer("tcp://127.0.0.1:*", shared_memory="off", copy=True) as consumer,
         tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
