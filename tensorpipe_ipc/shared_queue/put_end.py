@@ -397,7 +397,7 @@ class PutEnd:
         if kind > QUICK or not free:
             arena.mind_idle(self.attachment.recover_dead)
             arena.reclaim_freed(kind)
-        if free and not (self.words[OVER] and self._queue.qsize()):
+        if not (self.words[OVER] and self._queue.qsize()) and free:  # last: no other thread may take the last one since
             block = free[-1]
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard
