@@ -47,8 +47,8 @@ def _blocks(ctx: Any) -> Any:
     attachment, found = ctx.tensorpipe_attachment(), {}
     attachment.leases.settle()
     arena = attachment.arena
-    for start, kind, units, _ in arena.all_extents():
-        for block in arena.states(start, kind, units)[0].tolist():
+    for start, size_class, units, _ in arena.all_extents():
+        for block in arena.states(start, size_class, units)[0].tolist():
             state = arena.words[block >> 3] & HOLDER
             if state and state & 15 != KEPT:
                 found[STEPS[state & 15]] = found.get(STEPS[state & 15], 0) + 1

@@ -172,16 +172,16 @@ def give_up_free_extents(arena: Arena) -> None:
     """Have an arena give up its free extents, and no other memory, as one that lacks addresses does."""
     arena._take(
         [
-            (start, kind, units)
-            for start, kind, units, row in arena.all_extents()
-            if row == arena.rows.index and arena._is_free(start, kind, units)
+            (start, size_class, units)
+            for start, size_class, units, row in arena.all_extents()
+            if row == arena.rows.index and arena._is_free(start, size_class, units)
         ]
     )
 
 
 def take_all_extents(arena: Arena) -> None:
     """Have an arena take all extents, whoever's, as one that needs so much memory does."""
-    arena._take([(start, kind, units) for start, kind, units, _ in arena.all_extents()])
+    arena._take([(start, size_class, units) for start, size_class, units, _ in arena.all_extents()])
 
 
 @contextlib.contextmanager

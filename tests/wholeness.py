@@ -40,8 +40,8 @@ def check_whole(attachment: Attachment, queue: Any, payload: Any) -> None:
     arena = attachment.arena
     steps = {
         arena.words[block >> 3] & HOLDER
-        for start, kind, units, _ in arena.all_extents()
-        for block in arena.states(start, kind, units)[0].tolist()
+        for start, size_class, units, _ in arena.all_extents()
+        for block in arena.states(start, size_class, units)[0].tolist()
     }
     assert steps <= {0, KEPT}, f"blocks that nobody holds are not free: {sorted(map(hex, steps))}"
 

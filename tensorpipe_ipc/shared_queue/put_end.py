@@ -127,8 +127,8 @@ class PutEnd:
                 credit = words[operation.credit]
             nbytes = payload.nbytes
             room = (len(metadata) + 63 & -64) + nbytes
-            kind = size_class_of(room)
-            block = self._block(kind, room, deadline, operation)
+            size_class = size_class_of(room)
+            block = self._block(size_class, room, deadline, operation)
             self._fill(block, credit, payload, metadata)  # P3
             word = block >> 3
             generation = ((words[word] >> GENERATION_AT) + 1) % GENERATIONS
@@ -204,8 +204,8 @@ class PutEnd:
                 count = self._take_credits(operation, count, deadline)  # P1, P2
             for i, (payload, metadata) in enumerate(messages[:count]):
                 room = (len(metadata) + 63 & -64) + payload.nbytes
-                kind = size_class_of(room)
-                block = self._block(kind, room, deadline, operation, waits=not i)
+                size_class = size_class_of(room)
+                block = self._block(size_class, room, deadline, operation, waits=not i)
                 if not block:
                     break
                 operation.blocks += (block,)
@@ -390,25 +390,27 @@ class PutEnd:
             raise Full(self._why_full("has no free place"))
         return count
 
-    def _block(self, kind: int, nbytes: int, deadline: float | None, taker: Operation, *, waits: bool = True) -> int:
+    def _block(
+        self, size_class: int, nbytes: int, deadline: float | None, taker: Operation, *, waits: bool = True
+    ) -> int:
         arena = self.arena
         # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
-        free = arena.free[kind]
-        if kind > QUICK or not free:
+        free = arena.free[size_class]
+        if size_class > QUICK or not free:
             arena.mind_idle(self.attachment.recover_dead)
-            arena.reclaim_freed(kind)
+            arena.reclaim_freed(size_class)
         if not (self.words[OVER] and self._queue.qsize()) and free:  # last: no other thread may take the last one since
             block = free[-1]
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard
             words[hazard] = block
-            if words[arena.table + (block >> 20)] == arena.own[kind]:
+            if words[arena.table + (block >> 20)] == arena.own[size_class]:
                 state = words[word] or words[arena.floors + (block >> 20)] << GENERATION_AT
-                if not state & HOLDER and (kind <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER):
+                if not state & HOLDER and (size_class <= arena.whole or words[word + WRITTEN] >= nbytes + HEADER):
                     words[word] = state | arena.writing
                     taker.block = block
                     words[hazard] = 0
-                    arena.recent[kind].append(block)
+                    arena.recent[size_class].append(block)
                     return block
             words[hazard] = 0
             free.append(block)

@@ -190,9 +190,9 @@ class _Reader:
 
     def view(self, inode: int, pids: tuple[int, ...], capacity: int) -> SegmentView:
         """Return all of it."""
-        for start, kind, units in self._extents():
-            for first, words in self._headers(start, kind, units):
-                self._sort(first, 1 << kind, words)
+        for start, size_class, units in self._extents():
+            for first, words in self._headers(start, size_class, units):
+                self._sort(first, 1 << size_class, words)
         incarnations = self._words(INCARNATIONS, MAX_ROWS).tolist()
         finished = self._words(FINISHED, MAX_ROWS).tolist()
         rows = [row for row in range(MAX_ROWS) if incarnations[row]]
@@ -233,21 +233,21 @@ class _Reader:
             start = hole
 
     def _extents(self) -> Iterator[tuple[int, int, int]]:
-        """Return where each begins, its kind and units. In nonsense, one that begins within another is left out."""
+        """Return where each begins, its size class and units. In nonsense, one that begins within another is left out."""
         end, clear = ROWS_END + self._size // UNIT * 8, 0
         for start, stop in self._written(ROWS_END, end):
             words = self._words(start // 8, (stop - start) // 8)
             for index in np.flatnonzero(words).tolist():
                 word = int(words[index])
-                kind, units = word >> 16 & 0x3F, word >> 32
+                size_class, units = word >> 16 & 0x3F, word >> 32
                 unit = (start - ROWS_END) // 8 + index
-                if SMALLEST <= kind < 48 and unit >= clear and units <= self._size // UNIT:
+                if SMALLEST <= size_class < 48 and unit >= clear and units <= self._size // UNIT:
                     clear = unit + units
-                    yield unit * UNIT, kind, units
+                    yield unit * UNIT, size_class, units
 
-    def _headers(self, start: int, kind: int, units: int) -> Iterator[tuple[int, _Words]]:
+    def _headers(self, start: int, size_class: int, units: int) -> Iterator[tuple[int, _Words]]:
         """The first words of blocks that were ever written: where the first of them begins, and a row for each."""
-        size, end = 1 << kind, start + units * UNIT
+        size, end = 1 << size_class, start + units * UNIT
         if size > _OFTEN:
             for begin, stop in self._written(start, end):
                 for block in range(begin + (start - begin) % size, stop, size):

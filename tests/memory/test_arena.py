@@ -70,7 +70,7 @@ def free(arena: Arena, block: int) -> None:
 
 def extents_of(arena: Arena, row: int) -> list[tuple[int, int, int]]:
     """Return the extents of a row: offset, kind and units of each."""
-    return [(start, kind, units) for start, kind, units, owner in arena.all_extents() if owner == row]
+    return [(start, size_class, units) for start, size_class, units, owner in arena.all_extents() if owner == row]
 
 
 def test_kinds_have_room_for_header_and_content() -> None:
@@ -85,7 +85,7 @@ def test_kinds_have_room_for_header_and_content() -> None:
 def test_blocks_do_not_overlap(arena: Arena) -> None:
     """Blocks of any sizes lie beside each other, and each is its taker's to write."""
     blocks = [(arena.allocate(nbytes), size_class_of(nbytes)) for nbytes in (0, 100, 500, 5000, 70_000, 3 << 20) * 5]
-    ranges = sorted((block, block + (1 << kind)) for block, kind in blocks)
+    ranges = sorted((block, block + (1 << size_class)) for block, size_class in blocks)
     assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
     assert all(step(arena, block) == WRITING for block, _ in blocks)
 
@@ -447,11 +447,11 @@ def test_a_gap_is_filled_by_what_fits_to_the_unit(arena: Arena) -> None:
 
 def test_a_block_that_a_failed_put_gives_up_is_free_once(arena: Arena) -> None:
     """A block is given to one taker only, though another thread looks for free blocks at each step of giving it up."""
-    block, kind = arena.allocate(400), size_class_of(400)
+    block, size_class = arena.allocate(400), size_class_of(400)
 
     def other_thread(frame: FrameType, event: str, _: object) -> Any:
         sys.settrace(None)
-        arena.reclaim_freed(kind)
+        arena.reclaim_freed(size_class)
         sys.settrace(lambda *_: None)
         return other_thread
 
@@ -460,8 +460,8 @@ def test_a_block_that_a_failed_put_gives_up_is_free_once(arena: Arena) -> None:
         arena.discard(block)
     finally:
         sys.settrace(None)
-    arena.reclaim_freed(kind)
-    assert arena.free[kind].count(block) == 1
+    arena.reclaim_freed(size_class)
+    assert arena.free[size_class].count(block) == 1
     blocks = [arena.allocate(400) for _ in range(100)]
     assert len(set(blocks)) == 100
     assert block in blocks
@@ -487,7 +487,7 @@ def test_an_exception_at_any_moment_of_giving_up_free_memory_loses_none(arena: A
 def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena: Arena) -> None:
     """A finalizer may run wherever Python makes a tuple, say. No block is given to two takers after that, and none is lost."""
     nbytes, taken, hoard, thresholds = 100_000, list[int](), list[tuple[object]](), gc.get_threshold()
-    kind = size_class_of(nbytes)
+    size_class = size_class_of(nbytes)
 
     class Allocating:
         def __init__(self) -> None:
@@ -497,7 +497,7 @@ def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena: Aren
             taken.append(arena.allocate(nbytes))
 
     for made in range(1, 10):
-        while len(arena.recent[kind]) <= tensorpipe_ipc.memory.arena.RECENT:
+        while len(arena.recent[size_class]) <= tensorpipe_ipc.memory.arena.RECENT:
             taken.append(arena.allocate(nbytes))
         gc.disable()
         hoard += [(object(),) for _ in range(2500)]  # so Python has none to use again
@@ -505,14 +505,16 @@ def test_a_finalizer_that_allocates_while_free_blocks_are_looked_for(arena: Aren
         gc.set_threshold(gc.get_count()[0] + made, *thresholds[1:])
         gc.enable()
         try:
-            arena.reclaim_freed(kind)
+            arena.reclaim_freed(size_class)
         finally:
             gc.set_threshold(*thresholds)
         gc.collect(0)
         assert len(set(taken)) == len(taken)
         while taken:
             free(arena, taken.pop())
-        taken += [arena.allocate(nbytes) for _ in range(sum(each[2] for each in arena.all_extents()) * UNIT >> kind)]
+        taken += [
+            arena.allocate(nbytes) for _ in range(sum(each[2] for each in arena.all_extents()) * UNIT >> size_class)
+        ]
         assert len(set(taken)) == len(taken)
         while taken:
             free(arena, taken.pop())

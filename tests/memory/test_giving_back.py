@@ -1067,19 +1067,19 @@ def test_puts_that_find_no_room_take_none(ctx: Any, nbytes: int) -> None:
 def test_a_list_that_is_behind_has_no_generation_come_twice(ctx: Any) -> None:
     """An entry may be there when the block's page was given back, and its extent taken anew."""
     there, arena, seen = ctx.Queue(), ctx.tensorpipe_attachment().arena, list[int]()
-    kind = size_class_of(2600)
+    size_class = size_class_of(2600)
     for _ in range(4):
         for _ in range(100):
             there.put(octets(2500))
-        block = arena.recent[kind][-1]
+        block = arena.recent[size_class][-1]
         for _ in range(100):
             there.get(copy=True)
         there.trim()
         first = arena.allocate(2500)
         arena.discard(first)
-        arena.free[kind].append(block)
+        arena.free[size_class].append(block)
         there.put(octets(2500))
-        assert arena.recent[kind][-1] == block
+        assert arena.recent[size_class][-1] == block
         seen.append(arena.words[block >> 3] >> GENERATION_AT)
         there.get(copy=True)
     assert seen == sorted(set(seen))

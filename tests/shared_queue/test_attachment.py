@@ -71,14 +71,14 @@ def test_a_producer_killed_at_any_step_leaves_a_whole_message_or_none(
         """So that the steps are the same each time: a row, an operation, and a free block that was used or was not."""
         attachment.attach()
         keep_spare(queue, PUT)
-        arena, kind = attachment.arena, size_class_of(size + 64)
+        arena, size_class = attachment.arena, size_class_of(size + 64)
         arena.discard(arena.allocate(size + 64))
         arena.reclaim()
         if memory == "fresh":
             free, fresh, _, older = lists_of(arena)
-            fresh[kind].append(free[kind].pop())
-            free[kind].clear()
-            older[kind].clear()
+            fresh[size_class].append(free[size_class].pop())
+            free[size_class].clear()
+            older[size_class].clear()
 
     steps = stride(2 if memory == "warm" else 7)
     for _ in points(lambda point: dies_at(point, lambda: queue.put(payload(content), b"m"), first), stride=steps):

@@ -20,8 +20,8 @@ def used(attachment: Attachment) -> Any:
     arena = attachment.arena
     return sum(
         bool(arena.words[block >> 3] & HOLDER)
-        for start, kind, units, _ in arena.all_extents()
-        for block in arena.states(start, kind, units)[0].tolist()
+        for start, size_class, units, _ in arena.all_extents()
+        for block in arena.states(start, size_class, units)[0].tolist()
     )
 
 

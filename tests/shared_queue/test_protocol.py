@@ -57,8 +57,8 @@ class Onlooker:
                     first = getattr(record, name)
                     count = sum(map(bool, words[first : first + record.size]))
                     seen[f"{name} {direction}"] = seen.get(f"{name} {direction}", 0) + count
-        for start, kind, units, _ in queue.arena.all_extents():
-            _, states = queue.arena.states(start, kind, units)
+        for start, size_class, units, _ in queue.arena.all_extents():
+            _, states = queue.arena.states(start, size_class, units)
             for step, count in zip(*np.unique(states & np.uint64(15), return_counts=True), strict=True):
                 if step not in (0, KEPT):
                     seen[STEPS[step]] = seen.get(STEPS[step], 0) + int(count)
