@@ -30,6 +30,7 @@ __all__ = [
     "peak_rss",
     "reset_peak_rss",
     "resident",
+    "started",
 ]
 
 _FIRST_TIME_NAMESPACE = 0xEFFFFFFA  # the kernel's PROC_TIME_INIT_INO
@@ -85,7 +86,7 @@ def identity() -> Identity:
 
 @functools.lru_cache(maxsize=1)  # one entry: a forked child asks with another pid, and gets its own
 def _identity(pid: int) -> Identity:
-    return Identity(socket.gethostname(), _boot_id(), _pid_namespace(), pid, _started(pid))
+    return Identity(socket.gethostname(), _boot_id(), _pid_namespace(), pid, started(pid))
 
 
 def is_alive(process: Identity) -> bool:
@@ -96,7 +97,7 @@ def is_alive(process: Identity) -> bool:
     if not process.same_namespace(identity()):
         return True
     try:
-        return _started(process.pid) == process.started and not _is_zombie(process.pid)
+        return started(process.pid) == process.started and not _is_zombie(process.pid)
     except ProcessLookupError:
         return False
     except OSError:  # another user's, where /proc hides those (hidepid); or no descriptor is left to look with
@@ -193,6 +194,27 @@ def resident(pid: int) -> int:
         return 0
 
 
+def started(pid: int) -> float:
+    """Return when a process started, in clock ticks since boot, as the kernel keeps it; 0 where that is hidden.
+
+    Not psutil's create_time(): that adds the boot time, which moves when the wall clock is set.
+
+    Raises:
+        ProcessLookupError: there is no such process (any more).
+        OSError: no descriptor is left to look with.
+    """
+    try:
+        return float(_stat_fields(pid)[19])
+    except FileNotFoundError:
+        try:
+            os.kill(pid, 0)  # PermissionError: it is only hidden
+        except OverflowError:  # a stranger may have named any number
+            raise ProcessLookupError(f"no process {pid}") from None
+        if os.path.exists("/proc/self/stat"):
+            raise ProcessLookupError(f"no process {pid}") from None
+        return 0.0
+
+
 def family(pid: int) -> list[int]:
     """Return the ids of a process and all that descend from it. One whose parent has ended is no member any more.
 
@@ -232,23 +254,6 @@ def _pid_namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def _started(pid: int) -> float:
-    """Start time as the kernel keeps it.
-
-    Not psutil's create_time(): that adds the boot time, which moves when the wall clock is set.
-    """
-    try:
-        return float(_stat_fields(pid)[19])
-    except FileNotFoundError:
-        try:
-            os.kill(pid, 0)  # PermissionError: it is only hidden
-        except OverflowError:  # a stranger may have named any number
-            raise ProcessLookupError(f"no process {pid}") from None
-        if os.path.exists("/proc/self/stat"):
-            raise ProcessLookupError(f"no process {pid}") from None
-        return 0.0
 
 
 def _is_zombie(pid: int) -> bool:

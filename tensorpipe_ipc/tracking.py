@@ -50,7 +50,7 @@ from typing import NamedTuple
 from tensorpipe_ipc.cuda import staging
 from tensorpipe_ipc.errors import Busy, Closed
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
-from tensorpipe_ipc.process import Memory, family, memory, peak_rss, reset_peak_rss, resident
+from tensorpipe_ipc.process import Memory, family, memory, peak_rss, reset_peak_rss, resident, started
 from tensorpipe_ipc.shared_queue.survey import SegmentView, survey
 
 __all__ = ["MemorySample", "MemoryTracker", "TrackedProcess", "together"]
@@ -100,18 +100,21 @@ class TrackedProcess(NamedTuple):
 class _Watched:
     """A process, its first, last and highest figures."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.ended = pid, False
+    def __init__(self, pid: int, since: float) -> None:
+        self.pid, self.started, self.ended = pid, since, False
         self.is_peak_known = reset_peak_rss(pid)
         self.first: Memory | None = None
         self.last = self.peak = Memory(0, 0, 0, 0, 0)
 
     def look(self) -> Memory | None:
         try:
-            self.last = memory(self.pid)
+            found = memory(self.pid)
+            self.ended = not found.rss  # a zombie
         except (ProcessLookupError, PermissionError):  # it ended, or became another user's, as sudo does
             self.ended = True
+        if self.ended:
             return None
+        self.last = found
         if self.first is None:
             self.first = self.last
         self.peak = Memory(*map(max, self.peak, self.last))
@@ -177,6 +180,7 @@ class MemoryTracker:
         if self._owner:
             raise Closed("a MemoryTracker tracks once; make another")
         memory(self._pid)  # raises before anything is begun
+        self._started = started(self._pid)
         self._owner = os.getpid()
         self._began = time.monotonic()
         self._spent = 0.0
@@ -385,11 +389,25 @@ class MemoryTracker:
         return 0.0
 
     def _look_for_members(self) -> None:
-        members = family(self._pid) if self._children else [self._pid]
+        members = self._members()
         for watched in self._living():
             watched.ended = watched.pid not in members
         known = {watched.pid for watched in self._living()}
-        self._seen += [_Watched(pid) for pid in members if pid not in known]
+        seen = {(watched.pid, watched.started) for watched in self._seen}  # a zombie is a member until it is waited for
+        for pid in members:
+            if pid not in known:
+                with contextlib.suppress(ProcessLookupError):
+                    if (pid, since := started(pid)) not in seen:
+                        self._seen.append(_Watched(pid, since))
+
+    def _members(self) -> list[int]:
+        """Return the ids of those that are tracked; none once the process has ended: its id may be another's."""
+        try:
+            if started(self._pid) != self._started:
+                return []
+        except ProcessLookupError:
+            return []
+        return family(self._pid) if self._children else [self._pid]
 
     def _living(self) -> list[_Watched]:
         return [watched for watched in self._seen if not watched.ended]

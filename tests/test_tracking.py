@@ -136,6 +136,30 @@ def test_children_come_and_go() -> None:
     assert {each.pid for each in tracked.processes if each.ended} == {child.pid, grandchild.pid}
 
 
+def test_a_child_that_ended_is_listed_once_before_its_parent_waits_for_it_and_after() -> None:
+    """A child that nobody has waited for is one process, however often samples are taken."""
+    with tp.MemoryTracker(None) as tracked:
+        before = tracked.sample().processes
+        child = Forked(lambda: None)
+        tracked.sample()
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert [tracked.sample().processes for _ in range(2)] == [before, before]
+        child.end()
+        tracked.sample()
+    (listed,) = [each for each in tracked.processes if each.pid == child.pid]
+    assert listed.ended
+    assert listed.last.rss
+
+
+def test_a_tracked_process_that_ended_is_listed_once() -> None:
+    child = Forked(lambda: None)
+    with tp.MemoryTracker(None, pid=child.pid) as tracked:
+        child.end()
+        assert [tracked.sample().processes for _ in range(2)] == [0, 0]
+    assert [(each.pid, each.ended) for each in tracked.processes] == [(child.pid, True)]
+
+
 def test_the_thread_samples_and_ends() -> None:
     """With an interval samples come by themselves, quick ones among them; afterwards the thread is gone."""
     with tp.MemoryTracker(0.001) as tracked:
