@@ -492,20 +492,18 @@ class Arena(Extents):
         Args:
             counted: bytes of them that the own row says already that it is about to get.
         """
-        if self._machine < nbytes or nbytes >= WORTH:
-            self._machine = min(headroom() - _tables(nbytes) - PURSE, max(ALLOWANCE, nbytes))
-            if self._machine < nbytes:
-                return False
-        if force:
-            if self.segment.resident() + nbytes > self.capacity:
-                self.words[OVER] = 1
-            return True
         for pause in PAUSES:
-            room = self.capacity - self.segment.resident()
-            if room < nbytes:
+            room, others = self.capacity - self.segment.resident(), max(0, self._reserved() - counted)
+            if room < nbytes and not force:
                 return False
-            if room - self._reserved() + counted >= nbytes:
+            if self._machine < nbytes or nbytes >= WORTH:
+                self._machine = min(headroom() - others - _tables(nbytes) - PURSE, max(ALLOWANCE, nbytes))
+            if self._machine >= nbytes and (force or room - others >= nbytes):
+                if room < nbytes:
+                    self.words[OVER] = 1
                 return True
+            if not others:
+                return False
             sleep(pause)
         return False
 
@@ -521,7 +519,7 @@ class Arena(Extents):
     def _short_of(self, nbytes: int, spare: int = ALLOWANCE) -> int:
         """Return bytes that have to be given back before there is room for so many, and the machine has some to spare."""
         left = headroom() - _tables(nbytes) - spare
-        return nbytes - min(self.capacity - self.segment.resident() - self._reserved(), left)
+        return nbytes + self._reserved() - min(self.capacity - self.segment.resident(), left)
 
     def _trim(self, nbytes: int) -> None:
         """Give back memory of own free blocks, largest and coldest first, until there is room."""

@@ -1,12 +1,13 @@
 """Room: whether there is memory for the copies that messages take. A full cgroup kills, it does not refuse.
 
-So what put gathers and get copies is counted, and the memory that is left is looked up once for each 16 MiB of it. Idle memory
-must not be why there is too little.
+So what put gathers and get copies is counted. The memory that is left is looked up before the first copy, then once for each
+16 MiB of them, and where the last look is over 100 ms ago. Idle memory must not be why there is too little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import TypeVar
 
 from tensorpipe_ipc.errors import OutOfMemory
@@ -16,8 +17,9 @@ __all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
 
 LOOKED = 1 << 24  # bytes that are copied between two looks. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
+_OUTDATED = 0.1  # seconds from which on others may have taken what a look found
 # Bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later.
-_unlooked = 0
+_unlooked, _looked = LOOKED, 0.0
 _Made = TypeVar("_Made")
 
 
@@ -30,9 +32,9 @@ def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:
     Returns:
         None: there is room, as far as is known.
     """
-    global _unlooked
+    global _unlooked, _looked
     _unlooked += nbytes
-    if _unlooked < LOOKED:
+    if _unlooked < LOOKED and monotonic() < _looked + _OUTDATED:
         return None
     addresses = addresses_left() if of_addresses else None
     left = headroom()
@@ -41,7 +43,7 @@ def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:
     if nbytes + (nbytes >> 9) > left:  # the page tables of the copy count, too
         return left
     if nbytes + LOOKED <= left:  # else each copy is looked at: the next ones might take more than there is
-        _unlooked = 0
+        _unlooked, _looked = 0, monotonic()
     return None
 
 

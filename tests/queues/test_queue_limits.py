@@ -20,7 +20,7 @@ from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
 from tensorpipe_ipc import headroom
 from tensorpipe_ipc.errors import Full, SharedMemoryError
-from tensorpipe_ipc.memory.segment import CAPACITY
+from tensorpipe_ipc.memory.segment import CAPACITY, Segment
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
 LIMIT = 20  # seconds
@@ -371,6 +371,34 @@ def test_an_empty_queue_does_not_grow_beyond_a_cgroups_limit_either(fake_cgroup:
             there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=timeout)
     there.put(1, timeout=0)
     assert there.get(timeout=0) == 1
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_what_another_process_is_about_to_use_is_not_taken(
+    waiting: int, fake_cgroup: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that grow at once would have found the same room. The other is stopped before it has the first of its pages."""
+    there, other, large = Queue(), Queue(), torch.ones(30 * MIB, dtype=torch.uint8)
+    for _ in range(waiting):
+        there.put("something")
+    fake_cgroup(100 * MIB, 50 * MIB)
+
+    def grow(ready: Callable[[], None]) -> None:
+        reserve = Segment.reserve
+
+        def stop(segment: Segment, start: int, end: int) -> bool:
+            if start - end > -MIB:
+                return reserve(segment, start, end)
+            ready()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return False
+
+        monkeypatch.setattr(Segment, "reserve", stop)
+        other.put(large)
+
+    with child(grow), pytest.raises((Full, SharedMemoryError), match="finds no"):
+        there.put(large, timeout=0)
+    there.put(large, timeout=LIMIT)
 
 
 def test_growth_beyond_what_a_cgroup_is_slowed_at_is_refused(
