@@ -19,7 +19,9 @@ import os
 import resource
 from collections.abc import Iterator
 
-__all__ = ["addresses_left", "headroom"]
+__all__ = ["OUTDATED", "addresses_left", "headroom"]
+
+OUTDATED = 0.1  # seconds from which on others may have taken what a look found
 
 ROOT = "/sys/fs/cgroup"  # where the limits of cgroups are read
 PROC = "/proc"  # where the memory of the machine is read, and the cgroup of this process

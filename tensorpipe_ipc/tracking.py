@@ -58,6 +58,7 @@ __all__ = ["MemorySample", "MemoryTracker", "TrackedProcess", "together"]
 FULL_SHARE = 0.003  # of one core
 FAMILY_SHARE = 0.001
 QUICK_SHARE = 0.007  # lists of children among them
+MOST = 20_000  # samples that are kept, in 4 MB
 MIB = 1 << 20
 
 
@@ -139,7 +140,7 @@ class MemoryTracker:
         assert memory.peak.uss < 2 << 30
 
     Attributes:
-        samples: what was seen, in order.
+        samples: what was seen, in order. Of 20,000 every second is dropped, so the older are further apart. ``peak`` is of all.
         arenas: the shared memory of ours that these processes had open at the last full sample: what it may cost, costs,
             how much is in use, who holds it.
         share: of one core, what tracking took.
@@ -164,6 +165,7 @@ class MemoryTracker:
         self._interval, self._children, self._pid = interval, children, os.getpid() if pid is None else pid
         self._owner = 0
         self.samples: list[MemorySample] = []
+        self._dropped: list[MemorySample] = []  # their peak
         self.arenas: list[SegmentView] = []
         self.share = 0.0
         self._seen: list[_Watched] = []  # in the order in which they came
@@ -243,9 +245,8 @@ class MemoryTracker:
         """The highest of each figure, each at its own moment. Of unique, proportional and shared memory the full samples
         tell. Resident memory is at least what the kernel kept as any one process's peak, which each tracker that begins
         on that process sets back: another one's, too."""
-        found = {field: max(self._values(field), default=None) for field in MemorySample._fields}
-        each = max((watched.peak.rss for watched in self._seen), default=0)
-        return MemorySample(**found)._replace(rss=max(each, found["rss"] or 0))  # type: ignore[arg-type]
+        found = _highest([*self._dropped, *self.samples])
+        return found._replace(rss=max((watched.peak.rss for watched in self._seen), default=found.rss or 0))
 
     @property
     def growth(self) -> MemorySample:
@@ -385,7 +386,7 @@ class MemoryTracker:
             self._full()
             return time.thread_time() - began
         rss = sum(watched.read() for watched in self._living())
-        self.samples.append(MemorySample(now - self._began, len(self._living()), rss))
+        self._keep(MemorySample(now - self._began, len(self._living()), rss))
         return 0.0
 
     def _look_for_members(self) -> None:
@@ -424,12 +425,15 @@ class MemoryTracker:
             sum(arena.resident for arena in self.arenas),
             sum(staging.allocated().values()),
         )
-        self.samples.append(sample)
+        self._keep(sample)
         self._next_full = now + (time.thread_time() - began) / FULL_SHARE
         return sample
 
-    def _values(self, field: str) -> list[int]:
-        return [value for value in (getattr(sample, field) for sample in self.samples) if value is not None]
+    def _keep(self, sample: MemorySample) -> None:
+        self.samples.append(sample)
+        if len(self.samples) >= MOST:
+            self._dropped = [_highest([*self._dropped, *self.samples[1:-1:2]])]
+            self.samples = [*self.samples[:-1:2], self.samples[-1]]
 
 
 @contextlib.contextmanager
@@ -440,6 +444,12 @@ def _but_for_a_lack_of_descriptors() -> Iterator[None]:
     except OSError as failed:
         if failed.errno not in (errno.EMFILE, errno.ENFILE):
             raise
+
+
+def _highest(samples: list[MemorySample]) -> MemorySample:
+    """Return the highest of each figure; None of one that none of them has."""
+    found = ([getattr(sample, field) for sample in samples] for field in MemorySample._fields)
+    return MemorySample(*(max((value for value in each if value is not None), default=None) for each in found))  # type: ignore[arg-type]
 
 
 def together(of: Iterable[Memory]) -> Memory:

@@ -19,6 +19,7 @@ from crash_points import in_child, reap
 from programs import ran
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc import tracking
 from tensorpipe_ipc.process import Memory, memory
 from tensorpipe_ipc.tracking import together
 
@@ -171,6 +172,24 @@ def test_the_thread_samples_and_ends() -> None:
     assert [sample.seconds for sample in tracked.samples] == sorted(sample.seconds for sample in tracked.samples)
     assert all(sample.rss > 0 for sample in tracked.samples)
     assert 0 < tracked.share < 1
+
+
+def test_a_long_time_takes_no_more_memory_and_keeps_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older samples are dropped, but not the first, nor what the highest of each figure was."""
+    monkeypatch.setattr(tracking, "MOST", 10)
+    with tp.MemoryTracker(None, children=False) as tracked:
+        first = tracked.samples[0]
+        held = mmap.mmap(-1, 96 * MIB)
+        held.write(b"x" * len(held))
+        highest = tracked.sample()
+        held.close()
+        lengths = {(tracked.sample(), len(tracked.samples))[1] for _ in range(100)}
+        assert tracked.samples[0] is first
+        assert highest not in tracked.samples
+        assert max(lengths) < 10
+        assert (tracked.peak.uss or 0) >= (highest.uss or 0) > 96 * MIB
+    assert tracked.growth.seconds > 0
+    assert (tracked.growth.uss or 0) < 48 * MIB
 
 
 def test_it_tracks_once_and_here(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.handlers import passed_a_handler
-from tensorpipe_ipc.headroom import headroom
+from tensorpipe_ipc.headroom import OUTDATED, headroom
 from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
@@ -168,6 +168,7 @@ class Arena(Extents):
         self.recent: defaultdict[int, deque[int]] = defaultdict(deque)
         self._older: defaultdict[int, deque[int]] = defaultdict(deque)
         self._purse = self._machine = self._grown = 0
+        self._looked = 0.0
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._hazard = 0
@@ -496,7 +497,8 @@ class Arena(Extents):
             room, others = self.capacity - self.segment.resident(), max(0, self._reserved() - counted)
             if room < nbytes and not force:
                 return False
-            if self._machine < nbytes or nbytes >= WORTH:
+            if self._machine < nbytes or nbytes >= WORTH or monotonic() > self._looked + OUTDATED:
+                self._looked = monotonic()
                 self._machine = min(headroom() - others - _tables(nbytes) - PURSE, max(ALLOWANCE, nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
                 if room < nbytes:

@@ -29,7 +29,7 @@ class QueueStatistics:
     messages_put: int
     """By this process."""
     bytes_put: int
-    """Payloads of these: tensors and arrays, not the numbers and strings beside them."""
+    """Payloads of these: tensors and arrays, not the numbers and strings beside them; of an object without any, its pickle."""
     messages_got: int
     """By this process."""
     bytes_got: int

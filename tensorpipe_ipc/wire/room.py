@@ -11,13 +11,12 @@ from time import monotonic
 from typing import TypeVar
 
 from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.headroom import addresses_left, headroom
+from tensorpipe_ipc.headroom import OUTDATED, addresses_left, headroom
 
 __all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
 
 LOOKED = 1 << 24  # bytes that are copied between two looks. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
-_OUTDATED = 0.1  # seconds from which on others may have taken what a look found
 # Bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later.
 _unlooked, _looked = LOOKED, 0.0
 _Made = TypeVar("_Made")
@@ -34,7 +33,7 @@ def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:
     """
     global _unlooked, _looked
     _unlooked += nbytes
-    if _unlooked < LOOKED and monotonic() < _looked + _OUTDATED:
+    if _unlooked < LOOKED and monotonic() < _looked + OUTDATED:
         return None
     addresses = addresses_left() if of_addresses else None
     left = headroom()
