@@ -245,8 +245,8 @@ class MemoryTracker:
         """The highest of each figure, each at its own moment. Of unique, proportional and shared memory the full samples
         tell. Resident memory is at least what the kernel kept as any one process's peak, which each tracker that begins
         on that process sets back: another one's, too."""
-        found = _highest([*self._dropped, *self.samples])
-        return found._replace(rss=max((watched.peak.rss for watched in self._seen), default=found.rss or 0))
+        found = _highest([*self.samples, *self._dropped])  # in this order: what is dropped meanwhile is in both
+        return found._replace(rss=max([found.rss or 0, *(watched.peak.rss for watched in list(self._seen))]))
 
     @property
     def growth(self) -> MemorySample:

@@ -80,6 +80,7 @@ def test_five_processes_on_one_lease_count_it_once() -> None:
     least = max(of["Shared_Clean"] + of["Shared_Dirty"] for of in each)
     assert found.shared == pytest.approx(max(proportional - unique, least), rel=0.01)
     assert found.rss > 5 * 256 * MIB, "each of the five has touched all of it"
+    assert tracked.peak.rss >= found.rss
     assert found.uss is not None
     assert found.shared is not None
     assert found.uss + found.shared < found.rss - 3 * 256 * MIB, "counted once"
