@@ -8,6 +8,8 @@ queue, but through a pipe or a manager. What goes through our queues needs none.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import multiprocessing
 from collections.abc import Callable, Iterable
 from multiprocessing import (
@@ -127,10 +129,15 @@ def Pool(
 def __getattr__(name: str) -> Any:
     """Return the other names of the two modules that people use: ``mp.connection``, ``mp.pool``, ``mp.reductions``.
 
+    A module of multiprocessing's is imported by its own name, so that there is one of it.
+
     Raises:
         AttributeError: neither has it.
     """
-    for module in (multiprocessing, torch.multiprocessing):
-        if hasattr(module, name):
-            return getattr(module, name)
+    if not name.startswith("__"):  # ``__path__`` would have Python run multiprocessing's files again, under this name
+        for module in (multiprocessing, torch.multiprocessing):
+            if hasattr(module, name):
+                return getattr(module, name)
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"multiprocessing.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

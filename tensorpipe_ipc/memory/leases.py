@@ -3,8 +3,9 @@
 **Release.** A lease's anchor is the *storage*: a NumPy view of the segment. ``torch.frombuffer`` keeps it until the storage
 dies, so until the last view, ``detach()``, ``.numpy()``, DLPack capsule or saved tensor is gone. A weak reference to that array
 is the release: when the array dies, its block becomes FREE, by one store. The release runs on any thread, in garbage
-collection, at interpreter exit, in a forked child. It takes no lock, and does nothing in a process other than the one that
-made the lease. A process's leases keep its arena, and with it the row that says so.
+collection, at interpreter exit, in a forked child. It takes no lock, and does nothing in a process other than the one that made
+the lease: also not in a child that has not been told yet, where a hook of somebody else's collects garbage. A process's leases
+keep its arena, and with it the row that says so.
 
 A block may also be held from the start, for tensors that are made in it (``hold``, loans.py). Both kinds can be *handed
 over* to a queue, if no other tensor lies on them. Then their tensors here become empty (``Handover``).
@@ -87,7 +88,7 @@ class Leases:
     gives_back = has_forked = False
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
-        self.arena, self.words = arena, arena.words
+        self.arena, self.rows, self.words = arena, arena.rows, arena.words
         self.budget = arena.capacity // 2 if budget is None else budget
         self.octets = arena.segment.octets
         self._address = self.octets.ctypes.data
@@ -97,8 +98,8 @@ class Leases:
         self._identity = identity_of(arena.segment.descriptor)
         self.early: dict[int, Octets] = {}  # by the word: HELD before a fork, while the get of it was not over
         self.leaving: dict[int, Handover] = {}  # by the word: being put at this moment
-        arena.rows.after_fork(self._in_child)
-        arena.rows.before_fork(self._before_fork)
+        self.rows.after_fork(self._in_child)
+        self.rows.before_fork(self._before_fork)
         self._forget()
 
     def _before_fork(self) -> bool:
@@ -121,7 +122,7 @@ class Leases:
         for handover in leaving:  # a signal's handler has forked in the middle of a put
             handover.empty()
         self._forget()
-        rows = self.arena.rows
+        rows = self.rows
         by, inherited = -1 if rows.fork_marker is None else rows.fork_marker.fileno(), self._inherited
         if set_apart(self.arena.segment, [(anchor.start, nbytes) for anchor, nbytes in inherited], by):
             self._inherited = []  # first: mapped again by another descriptor, they would be no fork marker
@@ -206,7 +207,7 @@ class Leases:
         anchor.leases, anchor.word, anchor.start = self, block >> 3, start
         anchor.nbytes, anchor.charge = counted, charge
         anchor.held = (self.words[block >> 3] | HOLDER) ^ HOLDER | self.arena.held
-        rows = self.arena.rows
+        rows = self.rows
         with rows.no_fork:
             if rows.spare is None:
                 rows.reserve_fork_marker()
@@ -258,7 +259,7 @@ class Leases:
         """
         words, word = self.words, taker.block >> 3
         array = self._anchored(taker.block, start, nbytes, charge, charge)
-        with self.arena.rows.no_fork:  # a child either has it as its own, or does not have it
+        with self.rows.no_fork:  # a child either has it as its own, or does not have it
             if words[word] & HOLDER != self.arena.writing or not self.arena.writing:
                 raise RuntimeError("a child that was forked in the middle of a call has returned into it")
             words[word + NBYTES] = nbytes
@@ -286,17 +287,17 @@ class Leases:
 
     def may_leave(self, anchor: _Anchor) -> bool:
         """Return whether no child of a fork may read the block."""
-        rows = self.arena.rows
+        rows = self.rows
         return anchor.forks == rows.forks or not rows.is_marked(anchor.forks + 1, rows.forks)
 
     def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
         handler raises inside a release. Without ``at_once`` it looks ten times a second at most.
         """
-        now = monotonic()
-        if not at_once and now < self._look_again:
+        now, process = monotonic(), self.process
+        if process != os.getpid() or (not at_once and now < self._look_again):
             return
-        self._look_again, process = now + PAUSE, self.process
+        self._look_again = now + PAUSE
         for anchor in list(self.live.values()):
             if anchor() is None:
                 _release(anchor)
@@ -307,7 +308,7 @@ class Leases:
                 continue
             held, first, last = entry
             if (first, last) not in answers:
-                answers[first, last] = self.arena.rows.is_marked(first, last)
+                answers[first, last] = self.rows.is_marked(first, last)
             # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
             if not answers[first, last] and word in self.kept and self.kept[word] is entry:
                 del self.kept[word]
@@ -430,7 +431,9 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         leases, word, held, forked = anchor.leases, anchor.word, anchor.held, anchor.forks
     except AttributeError:  # an exception of a signal's handler came while it was made: nobody knows it yet
         return
-    if anchor.process != leases.process:  # a forked child's copy: the block is the parent's
+    rows = leases.rows
+    if anchor.process != leases.process or (rows.is_forking and anchor.process != os.getpid()):
+        # A forked child's copy: the block is the parent's.
         leases._let_go_in_child(anchor)
         return
     starts, live, words, start = leases._starts, leases.live, leases.words, anchor.start
@@ -444,7 +447,7 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
     if word in live and live[word] is anchor:
         del live[word]  # no call since the look: nobody else releases it
         leases._room += anchor.charge
-        forks = leases.arena.rows.forks
+        forks = rows.forks
         if words[word] == held:
             if forked != forks:
                 leases.kept[word] = held, forked + 1, forks

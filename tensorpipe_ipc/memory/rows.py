@@ -99,6 +99,8 @@ class Rows:
         index: of the own row; -1 while not attached.
         incarnation: how often that row has been attached to, this process included.
         forks: how many times this process has forked while it had leases.
+        process: this one. It differs in a fork that has not been told yet: all that is here is its parent's.
+        is_forking: this process is just forking; or it is the child, and has not been told yet.
         spare: the descriptor of the next fork's fork marker; None: not open.
         fork_marker: in a child that has just been forked, the descriptor of the fork marker for it; None: none.
         no_fork: a lock while which no thread of this process forks. For a few microseconds, and nothing that waits.
@@ -108,12 +110,14 @@ class Rows:
         self.segment = segment
         self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
         self.no_fork = no_fork()
+        self.is_forking = False
         self._forget()
         # By the object whose methods they are: they go when it goes.
         self._before_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
         self._after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
     def _forget(self) -> None:
+        self.process = os.getpid()
         self.spare: OwnedFd | None = None
         self.fork_marker: OwnedFd | None = None
         self._untracked = 0  # the last fork without a fork marker
@@ -235,6 +239,7 @@ class Rows:
 
     def _leave_fork_marker(self) -> None:
         """Before a fork."""
+        self.is_forking = True
         if self._leaves_fork_marker:
             return
         due = [method(owner) for owner, method in list(self._before_fork.items())]
@@ -254,6 +259,7 @@ class Rows:
 
     def _let_go_in_parent(self) -> None:
         """After a fork, in the parent."""
+        self.is_forking = False
         if not self._leaves_fork_marker:
             return
         if self.spare is None:
@@ -280,7 +286,8 @@ class Rows:
         """In a forked child: pages that are mapped by it are the fork marker from now on."""
         self.fork_marker = None
 
-    def _keep_fork_marker(self) -> None:
+    def _end_in_child(self) -> None:
+        self.is_forking = False  # all else has been told
         if self.fork_marker is not None:  # nothing is mapped by it, and it may be that something should
             weakref.finalize(self.segment.memory, self.fork_marker.close).atexit = False
             self.fork_marker = None
@@ -352,8 +359,9 @@ class Rows:
         return ofd_locks.lock(self._descriptor, start, length)
 
     def unlock(self, start: int, length: int) -> None:
-        """Let go of bytes that ``try_lock`` or ``share_lock`` got. Without a row: nothing, as they went with it."""
-        if self._descriptor >= 0:
+        """Let go of bytes that ``try_lock`` or ``share_lock`` got. Without a row: nothing, as they went with it. In a fork that
+        has not been told yet: nothing, as the lock is its parent's, too."""
+        if self._descriptor >= 0 and self.process == os.getpid():
             ofd_locks.unlock(self._descriptor, start, length)
 
     def share_lock(self, byte: int) -> bool:
@@ -364,17 +372,21 @@ class Rows:
     def alone(self, byte: int) -> Iterator[bool]:
         """Hold the lock of a byte that nobody has: no other process, and not this one through its own description.
 
-        To be held once at a time. Never waits. False also where no descriptor is left.
+        To be held once at a time. Never waits, not even for another thread's fork. A collection may have led here while this
+        thread holds a lock of ``logging``, say, for which that fork waits. False also where no descriptor is left.
         """
         if self.is_locked(byte):
             yield False
             return
         try:
-            with self.no_fork, contextlib.suppress(OSError):  # a child that did not know it would keep the lock
+            with contextlib.suppress(OSError):
                 self._other = reopened(self.segment.descriptor, os.O_RDWR)
             yield self._other is not None and ofd_locks.lock(self._other.fileno(), byte, 1)
         finally:
-            self._other = None
+            other, self._other = self._other, None
+            if other is not None:  # a child that was forked while it was being opened has it, too, and does not know it
+                with contextlib.suppress(OSError):
+                    ofd_locks.unlock(other.fileno(), byte, 1)
 
     def _try_lock(self, row: int) -> bool:
         return self.try_lock(row_byte(row), 1)
@@ -474,6 +486,6 @@ def _after_fork_in_child() -> None:
     hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
     for rows in attached:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
-    hooks += [rows._keep_fork_marker for rows in attached]
+    hooks += [rows._end_in_child for rows in attached]
     call_all(hooks)
     _told = os.getpid()

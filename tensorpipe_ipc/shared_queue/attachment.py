@@ -170,9 +170,10 @@ class Attachment:
         others that are attached or were forked. If others still have queues, the process that made the segment does so: they
         keep all of the segment, and may never use it.
         """
-        if self.queues or self.lasts or self.rows.index < 0 or not self.words[GROWN]:
+        process = os.getpid()
+        if self.queues or self.lasts or self.rows.index < 0 or self.rows.process != process or not self.words[GROWN]:
             return
-        is_maker = self.arena.maker == os.getpid()
+        is_maker = self.arena.maker == process
         is_kept = bool(self.leases.live or self.leases.has_forked or self._others_live())
         if is_maker or is_kept:
             self.orphans.destroy_all()

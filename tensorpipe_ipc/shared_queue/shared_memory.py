@@ -15,6 +15,7 @@ list of one's own rather than from a lock or a thread-local; no HELD state for a
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from array import array
 from collections.abc import Callable
@@ -117,8 +118,13 @@ class SharedMemoryQueue:
         return sum(each.messages for each in operations), sum(each.nbytes for each in operations)
 
     def close(self) -> None:
-        """This process has the queue no more. What was received stays; what waits is for others to get, if there are any."""
+        """This process has the queue no more. What was received stays; what waits is for others to get, if there are any.
+
+        In a fork that has not been told yet it does nothing: all that the queue has begun is its parent's.
+        """
         queue = self._queue
+        if queue.process != os.getpid():
+            return
         if queue.is_open and self.attachment.queues.get(self.number, queue.handle) is queue.handle:
             self.gets.give_up()
             self._queue.close()

@@ -761,6 +761,154 @@ def test_a_child_that_has_other_files_by_the_numbers_of_its_descriptors(tmp_path
     assert not file.stat().st_size
 
 
+COLLECTED_IN_A_CHILD = """
+import gc, os, sys, time
+kind, waits = sys.argv[1], [False]
+(goes, go), (is_done, done) = os.pipe(), os.pipe()
+
+def collect():  # registered first, it is called first: the package has not told the child that it is one
+    if waits[0]:
+        os.read(goes, 1)
+        gc.collect()
+        os.write(done, b"x")
+
+os.register_at_fork(after_in_child=collect)
+import numpy as np, tensorpipe_ipc as tp
+gc.disable()
+
+def leased(value):
+    queue.put(np.full(100_000, value))
+    return queue.get()
+
+class Cycle:
+    def __init__(self, *it):
+        self.it, self.me = it, self
+
+queue = tp.Queue()
+first, garbage = leased(1.0), Cycle(leased(2.0) if kind == "tensor" else None)
+goes_0, go_0 = os.pipe()
+reader = os.fork()  # the first is kept for it
+if not reader:
+    os.read(goes_0, 1)
+    os._exit(0)
+if kind == "tensor":
+    del first
+os.write(go_0, b"x")
+os.waitpid(reader, 0)
+if kind == "queue":
+    for number in range(9):
+        leased(float(number))
+    queue.put(np.full(100_000, 3.0))
+    garbage, queue = Cycle(queue), None
+elif kind == "end":
+    consumer = tp.Consumer("fork-collects-%d" % os.getpid())
+    producer = tp.Producer(consumer.endpoint)
+    producer.put(np.full(100_000, 4.0))
+    assert consumer.get(20)[0] == 4
+    garbage = Cycle(producer, consumer)
+    del producer, consumer
+del garbage
+time.sleep(0.2)  # who may read is looked at ten times a second
+waits[0] = True
+child = os.fork()
+if not child:
+    os._exit(0)
+waits[0] = False
+queue = queue or tp.Queue()
+held = [leased(float(number)) for number in range(10, 16)]
+os.write(go, b"x")
+os.read(is_done, 1)
+more = [leased(float(number)) for number in range(20, 50)]
+os.waitpid(child, 0)
+gc.enable()
+gc.collect()
+more += [leased(float(number)) for number in range(50, 80)]
+print([np.unique(each).tolist() for each in held + more] == [[float(n)] for n in [*range(10, 16), *range(20, 80)]])
+"""
+
+
+@pytest.mark.parametrize("kind", ["tensor", "queue", "end"])
+def test_what_a_child_collects_before_it_is_told_is_its_parents(kind: str) -> None:
+    """A collection falls into a hook of another library, which comes before the package's own."""
+    done = ran("-W", "ignore", "-c", COLLECTED_IN_A_CHILD, kind)
+    assert (done.status, done.out) == (0, "True\n"), done.err
+
+
+COLLECTED_DURING_A_FORK = """
+import faulthandler, gc, os, sys, threading
+faulthandler.dump_traceback_later(30, exit=True)
+kind, lock, forks, waits = sys.argv[1], threading.Lock(), threading.Event(), [False]
+# As logging and concurrent.futures do. Registered first, it is called last.
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+os.register_at_fork(before=forks.set)
+import numpy as np, tensorpipe_ipc as tp
+gc.disable()
+
+class Cycle:
+    def __init__(self, *it):
+        self.it, self.me = it, self
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+array = np.full(100_000, 1.0)
+kept = tp.Queue()
+made = Cycle()
+if kind == "queue":
+    made.it = tp.Queue(), tp.Queue(5), tp.JoinableQueue()
+    for queue in made.it:
+        queue.put(array)
+elif kind == "context":
+    del kept
+    ctx = tp.get_context()
+    queue = ctx.Queue()
+    queue.put(array)
+    made.it = ctx, ctx.empty(100_000), queue.get()
+    del ctx, queue
+elif kind == "tensor":
+    kept.put(array)
+    made.it = kept.get(),
+elif kind == "loan":
+    queue = tp.Queue()
+    made.it = queue, queue.loan((1000,))
+    made.it[1].__enter__()
+elif kind == "end":
+    consumer = tp.Consumer("collected-%d" % os.getpid())
+    producer = tp.Producer(consumer.endpoint)
+    producer.put(array)
+    made.it = producer, consumer, consumer.get(20), tp.Consumer("idle-%d" % os.getpid())
+    producer.put(array)
+    del consumer, producer
+elif kind == "frames":
+    consumer = tp.Consumer("tcp://127.0.0.1:0", shared_memory="off")
+    producer = tp.Producer(consumer.endpoint, shared_memory="off")
+    putting = threading.Thread(target=producer.put, args=(array,))
+    putting.start()
+    made.it = producer, consumer, consumer.get(20)
+    putting.join()
+    del consumer, producer, putting
+del made
+forks.clear()
+with lock:  # which the fork waits for
+    forking = threading.Thread(target=fork)
+    forking.start()
+    forks.wait()
+    gc.collect()
+forking.join()
+print("collected")
+"""
+
+
+@pytest.mark.parametrize("kind", ["queue", "context", "tensor", "loan", "end", "frames"])
+def test_what_is_collected_during_a_fork_does_not_wait_for_it(kind: str) -> None:
+    """The fork waits for a lock that the collecting thread holds."""
+    done = ran("-W", "ignore", "-c", COLLECTED_DURING_A_FORK, kind)
+    assert (done.status, done.out) == (0, "collected\n"), done.err
+
+
 @pytest.mark.parametrize(
     "kind", ["gaps", "an array with gaps", "narrowed", "narrowed, with gaps", "restored", "frames"]
 )

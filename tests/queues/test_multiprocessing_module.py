@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from programs import ran
 
 import tensorpipe_ipc as tp
 import tensorpipe_ipc.multiprocessing as mp
@@ -24,6 +25,28 @@ def test_it_has_every_name_of_both_modules() -> None:
     assert mp.reductions is torch.multiprocessing.reductions
     with pytest.raises(AttributeError, match="nosuch"):
         _ = mp.nosuch
+
+
+SUBMODULES = """
+import importlib, multiprocessing
+import tensorpipe_ipc.multiprocessing as mp
+from tensorpipe_ipc.multiprocessing import managers, pool, shared_memory, sharedctypes
+for module in managers, pool, shared_memory, sharedctypes:
+    assert module is importlib.import_module("multiprocessing." + module.__name__.split(".")[1]), module
+for name in "context", "shared_memory", "spawn":
+    try:
+        importlib.import_module("tensorpipe_ipc.multiprocessing." + name)
+    except ModuleNotFoundError as error:
+        assert "not a package" in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_there_is_one_of_each_module_of_multiprocessings() -> None:
+    """A second one would have classes of its own, which are not what the first one raises and makes."""
+    done = ran("-c", SUBMODULES)
+    assert (done.status, done.out) == (0, ""), done.err
 
 
 def test_queues_and_contexts_are_ours_and_the_rest_is_not() -> None:
