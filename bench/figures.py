@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = "docs/benchmarks/figures.json"
 # The arguments of each part, and about how many seconds it takes.
 PARTS: dict[str, tuple[tuple[str, ...], float]] = {
-    "all": ((), 360),
+    "all": ((), 420),
     "queue": ((), 110),
     "dataloader": ((), 200),
     "endpoints": (("--scale", "0.5"), 70),

@@ -18,7 +18,7 @@ from bench.all.tree import PeerFailed, Tree
 
 __all__ = ["Field", "Spread", "Turn", "rows_of", "spread", "spread_to"]
 
-LEAST, MOST = 2, 15  # rounds
+LEAST, MOST = 5, 15  # rounds
 LATE = 2  # times the seconds of all rounds, after which one has to do: the machine is busy with something else
 Turn = Callable[[Tree, int], Sequence[float]]  # a tree, how many messages: microseconds of each
 
@@ -109,12 +109,12 @@ class Field:
         Args:
             names: who takes part.
             turn: what to do.
-            seconds: of the whole; there are at least two rounds (one, where that takes three times as long) and at most
+            seconds: of the whole; there are at least five rounds (fewer, where that takes three times as long) and at most
                 fifteen.
             each: seconds of one turn, about.
             most, least: messages of one turn.
             where: what this is, for who fails.
-            few: two rounds will do, and none that warms up: for turns that take seconds.
+            few: without a round that warms up: for turns that take seconds.
 
         Returns:
             Of each peer that did not fail, of each round, what the turn gave.

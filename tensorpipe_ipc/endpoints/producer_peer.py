@@ -19,6 +19,7 @@ class ProducerPeer(Peer):
         served: the last of the producer's own ``round``, its connections, that was dealt with.
         asked_at: when this consumer asked because of a gap, until the gap is filled.
         reassembly: the large message that is coming from it in pieces.
+        largest: bytes of the largest payloads that came from it in pieces, of one message.
         waiting: messages that are known to be in its queue. There may be more, as nobody else takes them.
     """
 
@@ -29,6 +30,7 @@ class ProducerPeer(Peer):
         self.served = hello.round
         self.asked_at = 0.0
         self.reassembly: Reassembly | None = None
+        self.largest = 0
         self.waiting = 0
 
     @property

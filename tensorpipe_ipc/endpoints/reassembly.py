@@ -4,8 +4,9 @@
 lease, as of a block of shared memory, but of this process's own memory. Returned memory is handed out again, because fresh
 memory costs more than the copy (``resend_buffer``).
 
-The first piece announces the size. Memory that is ready is used at once. Fresh memory is requested only when nearly all pieces
-have come; until then they wait in their frames. So no peer makes this process request memory for what it does not send.
+The first piece announces the size. If the peer has brought as much before, memory that is ready is used at once. Else memory
+is requested only when nearly all pieces have come; until then they wait in their frames. So no peer makes this process request
+memory for what it does not send, nor keeps memory from others by a word.
 
 A process with a limit on its addresses could not go on once ZeroMQ finds none for a frame: the connection would end, and the
 producer would send again, for ever. The pieces need twice the message's size for a moment. So a message that exceeds the limit
@@ -57,10 +58,8 @@ class BufferPool:
         self._received = 0  # bytes, ever
         self._gives_back_at = 0.0
 
-    def ready(self, nbytes: int) -> memoryview | None:
-        """So many bytes that were used before, if there are any. They are free again when nothing refers to them.
-
-        If there are none, the message waits in its frames until they are asked for: so it takes twice as much then.
+    def see_room_for(self, nbytes: int) -> None:
+        """See that a message may come that waits in its frames until memory for it is asked for: it takes twice as much then.
 
         Raises:
             ProtocolError: this machine does not have so much.
@@ -69,19 +68,25 @@ class BufferPool:
         most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if nbytes > most:
             raise ProtocolError(f"a message with payloads of {nbytes:,} bytes, and this machine has {most:,}")
+        made_with_room(self.give_back_at_times, _see_room_for, nbytes, 2)
+
+    def ready(self, nbytes: int) -> memoryview | None:
+        """So many bytes that were used before, if there are any. They are free again when nothing refers to them."""
         base = self._ready(_size(nbytes))
         if base is None:
-            made_with_room(self.give_back_at_times, _see_room_for, nbytes, 2)
             return None
         self._count(nbytes)
         return _region_on(base, nbytes, self)
 
-    def fresh(self, nbytes: int) -> memoryview:
-        """So many bytes, not initialised.
+    def memory(self, nbytes: int) -> memoryview:
+        """So many bytes, not initialised: such as are ready, else fresh ones.
 
         Raises:
             OutOfMemory: there is no such amount of memory.
         """
+        ready = self.ready(nbytes)
+        if ready is not None:
+            return ready
         self._count(nbytes)
         return _region_on(made_with_room(self.give_back_idle, _fresh, nbytes), nbytes, self)
 
@@ -152,24 +157,27 @@ class Reassembly:
 
     Attributes:
         refused: why there is no memory for them, "" as long as there is.
+        total: how many bytes they are.
     """
 
-    def __init__(self, sequence: int, first: Piece, buffers: BufferPool) -> None:
+    def __init__(self, sequence: int, first: Piece, buffers: BufferPool, largest: int = 0) -> None:
         """
         Args:
             sequence: the message's number.
             first: what one of its pieces says.
-            regions: where memory comes from.
+            buffers: where memory comes from.
+            largest: bytes of the largest payloads that the peer has brought, of one message.
 
         Raises:
             ProtocolError: this machine does not have so much memory.
         """
-        self.sequence = sequence
+        self.sequence, self.total = sequence, first.total
         self.refused = ""
-        self._total, self._buffers = first.total, buffers
-        self._region: memoryview | None = None
+        self._buffers = buffers
+        self._region = buffers.ready(self.total) if self.total <= largest else None
         try:
-            self._region = buffers.ready(self._total)
+            if self._region is None:
+                buffers.see_room_for(self.total)
         except OutOfMemory as refused:
             self.refused = str(refused)
         self._waiting: list[memoryview | bytearray] = []  # what came, one after the other, before there was a region
@@ -177,9 +185,14 @@ class Reassembly:
         self._is_torn = False  # whether an exception has left it unknown what of a piece is in its place
 
     @property
+    def has_come(self) -> bool:
+        """Return whether all pieces have come, and lie in their memory."""
+        return self._region is not None and self._filled == self.total
+
+    @property
     def is_complete(self) -> bool:
         """Return whether all pieces have come, or are dropped as there is no memory for them."""
-        return self._filled == self._total or self.refused != ""
+        return self._filled == self.total or self.refused != ""
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
@@ -191,8 +204,8 @@ class Reassembly:
         """
         said = piece_of(header)
         offset, end = said.offset, said.offset + len(piece)
-        if said.total != self._total or end > self._total:
-            raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self._total} announced")
+        if said.total != self.total or end > self.total:
+            raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self.total} announced")
         if self._is_torn:
             self._filled, self._waiting = 0, []
         if offset > self._filled:
@@ -210,8 +223,8 @@ class Reassembly:
     def _put(self, piece: memoryview, end: int) -> None:
         if self.refused:
             return
-        if self._region is None and end + _AHEAD >= self._total:
-            self._region = self._buffers.fresh(self._total)
+        if self._region is None and end + _AHEAD >= self.total:
+            self._region = self._buffers.memory(self.total)
             at = 0
             for waiting in self._waiting:
                 at = _place(waiting, self._region, at)
@@ -233,7 +246,7 @@ class Reassembly:
 
     def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
         """Return the message whose header has come, with the frames that came in pieces; without, where any is missing."""
-        if header.sequence != self.sequence or len(frames) > 1 or self._region is None or self._filled != self._total:
+        if header.sequence != self.sequence or len(frames) > 1 or self._region is None or not self.has_come:
             return header, frames
         try:
             schema = schema_of(header.schema)
@@ -245,7 +258,7 @@ class Reassembly:
             start = -(-end // ALIGN) * ALIGN
             end = start + size
             places.append((start, end))
-        if end != self._total:
+        if end != self.total:
             return header, frames
         return header, frames + [self._region[start:end] for start, end in places]
 

@@ -533,12 +533,14 @@ class Receiver(Participant):
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             return
         if peer.reassembly is None or peer.reassembly.sequence != header.sequence:
-            peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers)
+            peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
         try:
             is_in_place = peer.reassembly.add(header, frames[1])
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise
+        if peer.reassembly.has_come:
+            peer.largest = max(peer.largest, peer.reassembly.total)
         if not is_in_place:
             self._ask(peer)
 

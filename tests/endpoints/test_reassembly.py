@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tracemalloc
 from typing import Any, NamedTuple
@@ -147,6 +148,41 @@ def test_no_memory_is_asked_for_that_has_not_come() -> None:
         assert tracemalloc.get_traced_memory()[1] - began < total + (1 << 16)
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_an_announced_size_keeps_no_memory_from_others(brings: bool) -> None:
+    """Peers announce a message as large as those of another, whose memory lies ready. It is theirs if they have brought as
+    much before."""
+    tensor = torch.zeros(20 * PIECE, dtype=torch.uint8)
+    head, payload = exchange.sent(tensor)
+    with (
+        tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer,
+        tp.Producer(consumer.endpoint, shared_memory="off") as producer,
+        contextlib.ExitStack() as others,
+    ):
+        for _ in range(3):
+            assert len(_through(producer, consumer, tensor)) == len(tensor)
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                raw = others.enter_context(RawEnd(consumer.endpoint))
+                raw.say(hello("producer", round=1))
+                raw.until_answered(consumer)
+                if brings:
+                    for at in range(0, len(tensor), PIECE):
+                        raw.say(pack_piece(1, Piece(at, len(tensor))), payload[at : at + PIECE])
+                    raw.say(head)
+                    assert len(consumer.get(PATIENCE)) == len(tensor)
+                raw.say(pack_piece(1 + brings, Piece(0, len(tensor))), b"x")
+                with pytest.raises(tp.Empty):
+                    consumer.get(0.1)
+                assert len(_through(producer, consumer, tensor)) == len(tensor)
+            kept = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert consumer.statistics().rejected == 0
+        assert kept // len(tensor) == (3 if brings else 0)
 
 
 @pytest.mark.parametrize("size", [2, 1000])

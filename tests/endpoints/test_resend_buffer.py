@@ -728,8 +728,8 @@ def test_when_memory_is_asked_for(missing: int, is_asked_for: bool, monkeypatch:
     """A consumer asks for a message's memory when 8 KiB of it are missing, and not a byte earlier."""
     total = 3 * PIECE
     pool = BufferPool()
-    building, asked, fresh = Reassembly(1, Piece(0, total), pool), list[int](), pool.fresh
-    monkeypatch.setattr(pool, "fresh", lambda nbytes: (asked.append(nbytes), fresh(nbytes))[1])
+    building, asked, memory = Reassembly(1, Piece(0, total), pool), list[int](), pool.memory
+    monkeypatch.setattr(pool, "memory", lambda nbytes: (asked.append(nbytes), memory(nbytes))[1])
     frame = np.zeros(total - missing, np.uint8)
     kept = weakref.ref(frame)
     assert building.add(unpack(memoryview(_piece(0, total))), frame.data)
@@ -743,21 +743,21 @@ def test_what_this_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPa
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setattr(reassembly, "headroom", lambda: 2 * most - 1)
     with pytest.raises(OutOfMemory, match=rf"{most:,} bytes, .*: {2 * most - 1:,} bytes of memory are left"):
-        BufferPool().ready(most)
+        BufferPool().see_room_for(most)
     monkeypatch.setattr(reassembly, "headroom", lambda: 2 * most)
-    assert BufferPool().ready(most) is None
+    BufferPool().see_room_for(most)
     with pytest.raises(ProtocolError, match=rf"{most + 1:,} bytes, and this machine has {most:,}"):
-        BufferPool().ready(most + 1)
+        BufferPool().see_room_for(most + 1)
 
 
 def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the message, while it comes, and some for the rest of the process; what lies ready needs none of it."""
     regions, least = BufferPool(), 2 * PIECE + (1 << 25)
     monkeypatch.setattr(reassembly, "addresses_left", lambda: least)
-    assert regions.ready(PIECE) is None
+    regions.see_room_for(PIECE)
     monkeypatch.setattr(reassembly, "addresses_left", lambda: least - 1)
     with pytest.raises(OutOfMemory, match=rf"{PIECE:,} bytes, which .*: {least - 1:,} bytes are left .*ulimit -v"):
-        regions.ready(PIECE)
+        regions.see_room_for(PIECE)
     refused = Reassembly(1, Piece(0, PIECE), regions)
     frame = np.zeros(PIECE >> 1, np.uint8)
     kept = weakref.ref(frame)
@@ -765,7 +765,7 @@ def test_what_this_process_may_not_have_is_refused(monkeypatch: pytest.MonkeyPat
     del frame
     assert refused.refused
     assert kept() is None  # nor for later
-    region = regions.fresh(PIECE)
+    region = regions.memory(PIECE)
     del region
     assert regions.ready(PIECE) is not None
 
@@ -785,11 +785,11 @@ def test_announced_sizes_have_idle_memory_given_back_in_a_fifth_of_the_time(monk
     began = time.monotonic()
     while time.monotonic() < began + 0.5:
         with pytest.raises(OutOfMemory):
-            regions.ready(64 * PIECE)
+            regions.see_room_for(64 * PIECE)
     assert 1 < len(given) <= 6
     before = len(given)
     with pytest.raises(OutOfMemory):
-        regions.fresh(64 * PIECE)
+        regions.memory(64 * PIECE)
     assert len(given) == before + 1
 
 
@@ -831,11 +831,11 @@ def test_a_piece_beyond_what_was_announced(offset: int) -> None:
 
 def test_how_much_lies_ready_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer keeps returned memory up to the limit, to the byte. Beyond the limit the oldest goes."""
-    limit = 2 * len(BufferPool().fresh(PIECE).obj.whole)  # type: ignore[attr-defined]
+    limit = 2 * len(BufferPool().memory(PIECE).obj.whole)  # type: ignore[attr-defined]
     for most, left in ((limit, 2), (limit - 1, 1)):
         monkeypatch.setattr(reassembly, "IDLE_AT_MOST", most)
         regions = BufferPool()
-        handed_out = [regions.fresh(PIECE) for _ in range(2)]
+        handed_out = [regions.memory(PIECE) for _ in range(2)]
         last = handed_out[-1].obj.whole  # type: ignore[attr-defined]
         while handed_out:
             del handed_out[0]
