@@ -185,14 +185,9 @@ class Reassembly:
         self._is_torn = False  # whether an exception has left it unknown what of a piece is in its place
 
     @property
-    def has_come(self) -> bool:
-        """Return whether all pieces have come, and lie in their memory."""
-        return self._region is not None and self._filled == self.total
-
-    @property
     def is_complete(self) -> bool:
-        """Return whether all pieces have come, or are dropped as there is no memory for them."""
-        return self._filled == self.total or self.refused != ""
+        """Return whether all pieces have come: they lie in their memory, or are dropped as there is none for them."""
+        return self._filled == self.total
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
@@ -246,7 +241,7 @@ class Reassembly:
 
     def completed(self, header: Header, frames: list[Any]) -> tuple[Header, list[Any]]:
         """Return the message whose header has come, with the frames that came in pieces; without, where any is missing."""
-        if header.sequence != self.sequence or len(frames) > 1 or self._region is None or not self.has_come:
+        if header.sequence != self.sequence or len(frames) > 1 or self._region is None or not self.is_complete:
             return header, frames
         try:
             schema = schema_of(header.schema)

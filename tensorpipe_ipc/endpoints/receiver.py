@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 import weakref
 from collections import deque
@@ -21,6 +22,7 @@ from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
 from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, piece_of
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
+from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
 __all__ = ["NOTHING", "Receiver"]
 
@@ -335,6 +337,8 @@ class Receiver(Participant):
         ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.gets.holds_back)
         listens, incoming = began >= self._listens_from, False
         found = [] if listens else self.socket.wait_any(0)
+        if not (listens or ready or any(fd in sharing for fd in found)):
+            found += self._wait_for_queues(min(timeout, SLICE, self._listens_from - began))
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
             spent = time.thread_time()
             self.ensure_greeted()
@@ -355,6 +359,14 @@ class Receiver(Participant):
         elif not ready:
             self.look_around()
             ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.tickets.unread())
+
+    def _wait_for_queues(self, timeout: float) -> list[int]:
+        """Wait for those that had something a moment ago. Return which have now: a quick consumer empties them each time."""
+        queues = select.poll()
+        lately = [fd for fd, peer in self._sharing.items() if peer.heard > self._drained - SLICE]
+        for fd in lately:
+            queues.register(fd, select.POLLIN)
+        return [fd for fd, _ in queues.poll(1000 * timeout)] if lately and timeout > 0 else []
 
     def pump(self, timeout: float) -> Arrived | None:
         """See Participant. While a queue has messages, all that is none of its own has a fifth of the time."""
@@ -429,7 +441,7 @@ class Receiver(Participant):
                 self.conversation.reject(error, peer)
             raise
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
-            self.conversation.reject(error)
+            self.conversation.reject(error, peer)
             self._break_off(peer)
         return NOTHING
 
@@ -539,7 +551,7 @@ class Receiver(Participant):
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise
-        if peer.reassembly.has_come:
+        if peer.reassembly.is_complete and not peer.reassembly.refused:
             peer.largest = max(peer.largest, peer.reassembly.total)
         if not is_in_place:
             self._ask(peer)
@@ -570,7 +582,9 @@ class Receiver(Participant):
             raise OutOfMemory(f"{self.endpoint}: a message from {arrived.peer} was dropped: {arrived.refused}")
         peer = arrived.peer
         reassembly = peer.reassembly
-        if reassembly is not None and reassembly.sequence == arrived.header.sequence and reassembly.refused:
+        if reassembly is None or reassembly.sequence != arrived.header.sequence or not reassembly.refused:
+            return
+        if reassembly.is_complete:  # else nobody has sent what there is no memory for
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
     def give_back_idle(self) -> int:

@@ -113,7 +113,7 @@ def check_folder(path: str) -> None:
     if is_runtime and (found.st_uid != os.geteuid() or found.st_mode & 0o077):
         raise Refused(
             f"{folder} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be "
-            f"yours (uid {os.geteuid()}) with mode 0700: remove it, or chmod 700"
+            f"yours (uid {os.geteuid()}) with mode 0700: remove it, chmod 700, or set XDG_RUNTIME_DIR to another folder"
         )
     _check_chain(folder, 0)
 

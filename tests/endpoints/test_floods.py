@@ -337,6 +337,23 @@ def test_what_is_rejected_has_a_fifth_of_the_time_while_a_queue_has_messages() -
             child.call(children.abandon)
 
 
+def test_what_is_rejected_has_a_fifth_of_the_time_of_a_consumer_that_finds_its_queue_empty() -> None:
+    """It takes each message as soon as it is there. So in between there is none, and what is damaged takes milliseconds."""
+    count, few = 1000, 100
+    with tp.Consumer(LOOPBACK, maxsize=4) as consumer, Child() as child, RawEnd(consumer.endpoint) as raw:
+        child.call(children.open_producer, consumer.endpoint, maxsize=4)
+        putting = in_thread(lambda: child.call(children.put_numbers, 0, count))
+        came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until it is known
+        raw.say(hello("producer", window=few))
+        for number in range(few):
+            raw.say(pack(Kind.DATA, 1 + number, _dict_with_one_key_twice(2000)))
+        came += [consumer.get(PATIENCE)[1] for _ in range(count - 20)]
+        assert consumer.statistics().rejected < few / 4
+        assert came == [*range(count)]
+        putting()
+        child.call(children.abandon)
+
+
 def _dict_with_one_key_twice(size: int) -> bytes:
     """Return the schema of a dict that no Python has. That is known when all of it is read."""
     keys = [msgspec.msgpack.encode(number) for number in [*range(1 << 40, (1 << 40) + size - 1), 1 << 40]]

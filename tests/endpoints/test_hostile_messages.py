@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import signal
 import socket
 import struct
@@ -28,7 +29,7 @@ from tensorpipe_ipc import serializers
 from tensorpipe_ipc.endpoints import conversation, peers
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import torch_save
-from tensorpipe_ipc.wire.header import Kind, pack, unpack
+from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece, unpack
 from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered
 
 pytestmark = pytest.mark.limit(30)
@@ -194,6 +195,17 @@ def _rejected(consumer: tp.Consumer) -> str:
         with contextlib.suppress(tp.Empty):
             consumer.get(0.02)
     return consumer.statistics().last_rejection
+
+
+def test_memory_for_what_never_came_is_not_missed() -> None:
+    """Somebody announces all memory of this machine, sends a byte, and says that this was the message: ``get`` goes on."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with _talk(producers=None) as (consumer, raw):
+        raw.say(pack_piece(1, Piece(0, most)), b"x")
+        raw.say(pack(Kind.DATA, 1))
+        assert _rejected(consumer)
+        raw.say(*exchange.sent("the next", sequence=2))
+        assert consumer.get(PATIENCE) == "the next"
 
 
 @pytest.mark.parametrize("op", [Op.BYTES, Op.NDARRAY, Op.UNTYPED, Op.TYPED])

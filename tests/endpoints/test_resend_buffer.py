@@ -1115,7 +1115,7 @@ def test_one_that_comes_back(said: int, known: int, taken: int, lost: int) -> No
 
 
 def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message whose pieces there was none for; not one that is complete, nor another one."""
+    """The message whose pieces there was none for, once they have come; not one that is complete, nor another one."""
     with tp.Consumer(LOOPBACK) as consumer:
         link, one = side_of(consumer), _peer(0)
         link.check_memory(_arrived(one, 1))
@@ -1124,6 +1124,8 @@ def test_whose_memory_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reassembly, "addresses_left", lambda: 0)
         one.reassembly = Reassembly(1, Piece(0, 8), BufferPool())
         link.check_memory(_arrived(one, 2))
+        link.check_memory(_arrived(one, 1))
+        assert one.reassembly.add(unpack(memoryview(_piece(0, 8))), memoryview(bytes(8)))
         with pytest.raises(OutOfMemory, match=r"pid 2 .* sent a message with payloads of 8 bytes"):
             link.check_memory(_arrived(one, 1))
 

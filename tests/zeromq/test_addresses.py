@@ -290,7 +290,8 @@ def test_an_open_runtime_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     (tmp_path / "tensorpipe_ipc").mkdir()
     (tmp_path / "tensorpipe_ipc").chmod(mode)
     with pytest.raises(
-        Refused, match=f"with mode {mode:04o}; it must be yours .* with mode 0700: remove it, or chmod 700"
+        Refused,
+        match=f"with mode {mode:04o}; it must be yours .* with mode 0700: remove it, chmod 700, or set XDG_RUNTIME_DIR",
     ):
         Consumer("frames")
     with pytest.raises(Refused, match="must be yours"):
