@@ -281,10 +281,17 @@ def have_no_time_for_strangers(end: Any, seconds: float) -> None:
 
 
 def take_long_to_hear(monkeypatch: pytest.MonkeyPatch, end: Any, seconds: float) -> None:
-    """Have an end take so many seconds for each thing that is said to it."""
+    """Have an end compute for so many seconds for each thing that is said to it."""
     conversation = conversation_of(end)
     hear = conversation._interpret
-    monkeypatch.setattr(conversation, "_interpret", lambda *came: (time.sleep(seconds), hear(*came))[1])
+
+    def hear_slowly(*came: Any) -> Any:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
+        return hear(*came)
+
+    monkeypatch.setattr(conversation, "_interpret", hear_slowly)
 
 
 def size_of_file(presence: Presence) -> int:

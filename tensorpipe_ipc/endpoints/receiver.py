@@ -21,6 +21,7 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
 from tensorpipe_ipc.wire.header import MAX_NAMES, Ending, Header, Hello, Kind, names_size, pack, piece_of
+from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE
 
@@ -31,6 +32,9 @@ _AGAIN = 0.5  # seconds
 REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
 _FAREWELL = 1.0  # seconds that a goodbye has to leave
+_POLL_UNIT = (
+    0.001  # seconds; poll would round a shorter wait up, and an honest producer's pieces wait as long each time
+)
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
@@ -362,11 +366,13 @@ class Receiver(Participant):
 
     def _wait_for_queues(self, timeout: float) -> list[int]:
         """Wait for those that had something a moment ago. Return which have now: a quick consumer empties them each time."""
-        queues = select.poll()
         lately = [fd for fd, peer in self._sharing.items() if peer.heard > self._drained - SLICE]
+        if not lately or timeout < _POLL_UNIT:
+            return []
+        queues = select.poll()
         for fd in lately:
             queues.register(fd, select.POLLIN)
-        return [fd for fd, _ in queues.poll(1000 * timeout)] if lately and timeout > 0 else []
+        return [fd for fd, _ in queues.poll(timeout // _POLL_UNIT)]
 
     def pump(self, timeout: float) -> Arrived | None:
         """See Participant. While a queue has messages, all that is none of its own has a fifth of the time."""
@@ -385,8 +391,11 @@ class Receiver(Participant):
             self._listened(self._spent)
 
     def _listened(self, spent: float) -> None:
-        # Of the last turn only: what was heard while no queue had anything took nothing from one.
-        self._listens_from = time.monotonic() + 4 * (time.thread_time() - spent)
+        # Of the last turn only: what was heard while no queue had anything took nothing from one. But of less than poll can
+        # wait for, which many short turns would never be kept waiting for.
+        now = time.monotonic()
+        owed = min(max(self._listens_from - now, 0), _POLL_UNIT)
+        self._listens_from = now + owed + 4 * (time.thread_time() - spent)
 
     def take(self, peer: ProducerPeer, decode: Decode, lease_from: int) -> Any:
         """Return the next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
@@ -555,6 +564,8 @@ class Receiver(Participant):
             peer.largest = max(peer.largest, peer.reassembly.total)
         if not is_in_place:
             self._ask(peer)
+        elif len(frames[1]) >= BULK:
+            self._spent = time.thread_time()  # its time is a message's, and no talk
 
     def _lacks_pieces(self, peer: ProducerPeer, header: Header) -> bool:
         """Return whether pieces are missing of a message that is expected, and will come again.

@@ -286,6 +286,24 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
         child.call(children.abandon)
 
 
+def test_a_large_message_in_frames_has_its_turns_while_a_queue_has_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in pieces. They are none of what is no message, and of which little is heard then."""
+    large = bytes(20 * MIB)
+    with tp.Consumer(LOOPBACK, maxsize=500) as consumer, Child() as quick, Child() as slow:
+        quick.call(children.open_producer, consumer.endpoint, maxsize=500)
+        slow.call(children.open_producer, consumer.endpoint, shared_memory="off")
+        putting = in_thread(lambda: slow.call(children.put, large, large))
+        assert consumer.get(PATIENCE) == large  # so the next one's memory is ready
+        quick.call(children.put_numbers, 0, 500)
+        take_long_to_hear(monkeypatch, consumer, 0.002)
+        count = 1
+        while consumer.get(PATIENCE) != large:
+            count += 1
+        assert count < 60, "several of the queue's for each piece"
+        putting()
+        quick.call(children.abandon)
+
+
 def test_errors_name_some_of_many_peers() -> None:
     """However many strangers are peers, the text of an error is short."""
     with tp.Consumer(LOOPBACK) as consumer, contextlib.ExitStack() as stack:
