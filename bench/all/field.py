@@ -102,7 +102,7 @@ class Field:
         most: int,
         where: str,
         least: int = 3,
-        few: bool = False,
+        cold: bool = False,
     ) -> dict[str, list[Sequence[float]]]:
         """Rounds in which every peer has its turn.
 
@@ -114,7 +114,7 @@ class Field:
             each: seconds of one turn, about.
             most, least: messages of one turn.
             where: what this is, for who fails.
-            few: without a round that warms up: for turns that take seconds.
+            cold: without a round that warms up: for turns that take seconds.
 
         Returns:
             Of each peer that did not fail, of each round, what the turn gave.
@@ -122,7 +122,7 @@ class Field:
         end = time.monotonic() + seconds
         counts: dict[str, int] = {}
         found: dict[str, list[Sequence[float]]] = {}
-        for number in range(1 if few else 0, MOST + 1):
+        for number in range(1 if cold else 0, MOST + 1):
             now = time.monotonic()
             if (number > LEAST and now > end) or (number > 1 and now > end + LATE * seconds):
                 break

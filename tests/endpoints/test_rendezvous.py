@@ -676,6 +676,7 @@ def test_a_ticket_that_names_no_block(ticket: int) -> None:
         with pytest.raises(tp.PeerLost, match="it broke the rules of the queue"):
             consumer.get(PATIENCE)
         assert consumer.statistics().rejected >= 1
+        assert "(from producer " in consumer.statistics().last_rejection
         with Child() as child:
             child.call(children.open_producer, "blocks")
             child.begin(children.put, "from another")
