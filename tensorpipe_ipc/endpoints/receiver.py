@@ -32,9 +32,7 @@ _AGAIN = 0.5  # seconds
 REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
 _FAREWELL = 1.0  # seconds that a goodbye has to leave
-_POLL_UNIT = (
-    0.001  # seconds; poll would round a shorter wait up, and an honest producer's pieces wait as long each time
-)
+_POLL_UNIT = 0.001  # seconds; poll rounds up a shorter wait, and each piece of a large message would wait as long
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
@@ -391,8 +389,8 @@ class Receiver(Participant):
             self._listened(self._spent)
 
     def _listened(self, spent: float) -> None:
-        # Of the last turn only: what was heard while no queue had anything took nothing from one. But of less than poll can
-        # wait for, which many short turns would never be kept waiting for.
+        # Of the last turn only: what was heard while no queue had anything took nothing from one. A rest that is too short to
+        # wait for is carried over; else many short turns would never wait.
         now = time.monotonic()
         owed = min(max(self._listens_from - now, 0), _POLL_UNIT)
         self._listens_from = now + owed + 4 * (time.thread_time() - spent)
