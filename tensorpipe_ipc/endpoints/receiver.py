@@ -71,6 +71,7 @@ class Receiver(Participant):
         self._misses = 0
         self._spent = 0.0  # when the last turn began, in this thread's processor time
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
+        self._rests = False  # whether it is not before, either, if none has: what came last was rejected
         self.met_any = False
         self.asked: ProducerPeer
         self.duplicates = 0
@@ -339,14 +340,14 @@ class Receiver(Participant):
         ready.extend(peer for peer in sharing.values() if peer.queue is not None and peer.queue.gets.holds_back)
         listens, incoming = began >= self._listens_from, False
         found = [] if listens else self.socket.wait_any(0)
-        if not (listens or ready or any(fd in sharing for fd in found)):
+        if self._rests and not (listens or ready or any(fd in sharing for fd in found)):
             found += self._wait_for_queues(min(timeout, SLICE, self._listens_from - began))
         if listens or not (ready or any(fd in sharing for fd in found)):  # it is its turn, or no queue has anything
             spent = time.thread_time()
             self.ensure_greeted()
             incoming = not self.socket.is_silent()
             if not incoming:  # else it is known what it was when it has been heard
-                self._listened(spent)
+                self._listened(spent, rests=False)
             found = self.socket.wait_any(0 if incoming or ready else timeout)
         for fd in found:
             if fd in sharing:
@@ -377,23 +378,24 @@ class Receiver(Participant):
         if not self._sharing:
             return super().pump(timeout)
         self.conversation.look_now_and_then()  # which is no talk of anybody's
-        self._spent = time.thread_time()
+        self._spent, rejected = time.thread_time(), self.conversation.rejected
         arrived = super().pump(timeout)
         if arrived is None:
-            self._listened(self._spent)
+            self._listened(self._spent, rests=self.conversation.rejected > rejected)
         return arrived
 
     def was_in_vain(self) -> None:
         """Note that what ``pump`` returned is rejected: its time is that of all that is no message."""
         if self._sharing:
-            self._listened(self._spent)
+            self._listened(self._spent, rests=True)
 
-    def _listened(self, spent: float) -> None:
+    def _listened(self, spent: float, *, rests: bool) -> None:
         # Of the last turn only: what was heard while no queue had anything took nothing from one. A rest that is too short to
         # wait for is carried over; else many short turns would never wait.
         now = time.monotonic()
         owed = min(max(self._listens_from - now, 0), _POLL_UNIT)
         self._listens_from = now + owed + 4 * (time.thread_time() - spent)
+        self._rests = rests
 
     def take(self, peer: ProducerPeer, decode: Decode, lease_from: int) -> Any:
         """Return the next message of a peer's queue, as ``decode`` makes it; NOTHING, if there is none after all."""
