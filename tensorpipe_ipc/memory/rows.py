@@ -115,6 +115,10 @@ class Rows:
         # By the object whose methods they are: they go when it goes.
         self._before_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
         self._after_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+        # Also one without a row: a child forked by a process that has not used it is to know that it is not that process.
+        with self.no_fork:
+            _known.add(self)
+            watch(_after_fork_in_child, before=_before_fork, in_parent=_after_fork_in_parent)
 
     def _forget(self) -> None:
         self.process = os.getpid()
@@ -150,8 +154,6 @@ class Rows:
         with self.no_fork, self._mutex:
             if self.index >= 0:
                 return
-            _attached.add(self)
-            watch(_after_fork_in_child, before=_before_fork, in_parent=_after_fork_in_parent)
             try:
                 owned = reopened(self.segment.descriptor, os.O_RDWR)
             except OSError as failed:
@@ -466,26 +468,26 @@ class Rows:
             yield record_of(row, number)
 
 
-_attached: weakref.WeakSet[Rows] = weakref.WeakSet()
+_known: weakref.WeakSet[Rows] = weakref.WeakSet()
 _told = 0  # the process that was told that it is a fork
 
 
 def _before_fork() -> None:
-    call_all([rows._leave_fork_marker for rows in list(_attached)])
+    call_all([rows._leave_fork_marker for rows in list(_known)])
 
 
 def _after_fork_in_parent() -> None:
-    call_all([rows._let_go_in_parent for rows in list(_attached)])
+    call_all([rows._let_go_in_parent for rows in list(_known)])
 
 
 def _after_fork_in_child() -> None:
     global _told
     if _told == os.getpid():
         return
-    attached = list(_attached)
-    hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in attached]
-    for rows in attached:
+    known = list(_known)
+    hooks: list[Callable[[], None]] = [rows._drop_in_child for rows in known]
+    for rows in known:
         hooks += [functools.partial(method, owner) for owner, method in list(rows._after_fork.items())]
-    hooks += [rows._end_in_child for rows in attached]
+    hooks += [rows._end_in_child for rows in known]
     call_all(hooks)
     _told = os.getpid()

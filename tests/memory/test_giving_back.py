@@ -1222,3 +1222,30 @@ def test_threads_make_queues_while_another_looks_whether_any_is_taken() -> None:
             sys.setswitchinterval(interval)
             done.set()
             making()
+
+
+def put_and_stay(there: Any, stays: Any) -> None:
+    for number in range(20):
+        there.put(octets(MIB, number))
+    assert stays.wait(LIMIT)  # and not in a queue, where it would give idle memory back
+
+
+def fork_one_that_puts(there: Any, stays: Any) -> None:
+    assert reap(in_child(lambda: put_and_stay(there, stays))) == 0
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.kills)])
+def test_a_child_of_one_that_has_not_used_its_queue_keeps_no_memory(method: str) -> None:
+    """Its parent was given the queue, and forks: the child is no copy of anything that was in use."""
+    ctx = tp.get_context(method)
+    there, stays = ctx.Queue(), ctx.Event()
+    process = ctx.Process(target=fork_one_that_puts, args=(there, stays))
+    process.start()
+    for number in range(20):
+        assert there.get(timeout=LIMIT)[0] == number
+    wait_for(lambda: there.trim() >= 0 and resident(there) < MIB)
+    stays.set()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    vars(ctx).clear()
