@@ -8,7 +8,7 @@ import signal
 from types import TracebackType
 from typing import Any
 
-__all__ = ["is_a_signals", "passed_a_handler", "raise_signals"]
+__all__ = ["is_a_signals", "passed_a_handler", "raise_signals", "reraise_from_handler"]
 
 
 def is_a_signals(error: BaseException, trace: TracebackType | None) -> bool:
@@ -30,6 +30,12 @@ def passed_a_handler(trace: TracebackType | None) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def reraise_from_handler(error: BaseException) -> None:
+    """Raise an exception again that went through the code of a signal's handler: for the first line of an ``except``."""
+    if passed_a_handler(error.__traceback__):
+        raise error
 
 
 def raise_signals(error: BaseException, before: BaseException | None) -> None:

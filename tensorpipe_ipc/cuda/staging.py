@@ -33,7 +33,7 @@ import torch
 
 from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.serializers.base import check_memory, dense_order
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
@@ -350,8 +350,7 @@ def _see_it_takes_tensors(device: torch.device) -> None:
     try:
         torch.empty(1, device="cpu").to(device)
     except Exception as error:  # each backend that is missing has a type of its own
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         raise ValueError(f"device={str(device)!r}: torch has no such device here: {error}") from error
 
 
@@ -359,8 +358,7 @@ def _device(device: Any) -> torch.device:
     try:
         return torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         raise ValueError(f"device={device!r} names no device: {error}") from None
 
 

@@ -70,7 +70,7 @@ from typing import Any
 import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.headroom import OUTDATED, headroom
 from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
@@ -351,8 +351,7 @@ class Arena(Extents):
             if old:
                 self._partition(size_class, old, min(len(old), 4))
         except IndexError as error:  # another thread is at it, too
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
         return free
 
     def _partition(self, size_class: int, blocks: deque[int], looks: int) -> None:

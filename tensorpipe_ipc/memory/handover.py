@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.memory.leases import Handover, Leases
 from tensorpipe_ipc.wire.direct import is_marked, mark
 from tensorpipe_ipc.wire.dtypes import WIDEST
@@ -185,8 +185,7 @@ def _counts() -> bool:
             warnings.simplefilter("ignore")  # torch warns about typed storages
             return all(map(_is_seen, _ALIASES))
     except (AttributeError, TypeError, RuntimeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return False
 
 

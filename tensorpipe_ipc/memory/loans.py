@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.memory.arena import HEADER, Taker
 from tensorpipe_ipc.memory.leases import LEAST, Leases, Octets
 from tensorpipe_ipc.wire.direct import mark
@@ -158,8 +158,7 @@ def _own_memory(spec: TensorSpec) -> torch.Tensor:
     try:
         return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     except (RuntimeError, TypeError) as error:  # TypeError: a size of over 63 bits
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         raise OutOfMemory(
             f"a tensor of shape {spec.shape} takes {spec.nbytes} bytes of this process's own memory, which it has not: "
             f"{str(error).partition(chr(10))[0]}; send it in parts"

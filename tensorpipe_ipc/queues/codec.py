@@ -19,7 +19,7 @@ from torch.storage import UntypedStorage
 from tensorpipe_ipc.cuda import on_device
 from tensorpipe_ipc.cuda.staging import arrival_of, staged
 from tensorpipe_ipc.errors import Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.memory.handover import Frame, handover_of, placed, values_and_frames
 from tensorpipe_ipc.memory.leases import Handover, Octets
 from tensorpipe_ipc.queues import pickling
@@ -133,8 +133,7 @@ class Codec:
         try:
             return None, pickling.dump(obj), None
         except Exception as error:
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             flat = _flat(obj) if may_be_tree(obj) else None
             if flat is None or flat.has_one_twice() or any(map(is_shared_by_torch, flat.leaves)):
                 raise
@@ -155,8 +154,7 @@ class Codec:
                 storage = obj.untyped_storage()
                 is_shared = storage.is_shared()
             except (NotImplementedError, RuntimeError) as error:  # it has none
-                if passed_a_handler(error.__traceback__):
-                    raise
+                reraise_from_handler(error)
                 is_shared = True
             if not is_shared:
                 self._last_had_no_leaves = False
@@ -313,8 +311,7 @@ def _memory_of(leaves: list[torch.Tensor]) -> tuple[list[UntypedStorage] | None,
         apart = len(set(map(UntypedStorage.data_ptr, storages))) == len(storages)
         shared = True in map(UntypedStorage.is_shared, storages)
     except (NotImplementedError, RuntimeError) as error:  # one has no storage
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         storages, apart, shared = [], len(leaves) < 2, True
     return storages if apart else None, shared and any(map(is_shared_by_torch, leaves))
 

@@ -32,7 +32,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from tensorpipe_ipc.borrowed import reducers, shared_descriptor, sharer, storage_classes
 from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.forks import watch
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
 from tensorpipe_ipc.wire.metas import OPAQUE
@@ -132,8 +132,7 @@ def is_shared_by_torch(tensor: torch.Tensor) -> bool:
         if not storage.is_shared():
             return False
     except (NotImplementedError, RuntimeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return False  # it has no storage
     return (
         _is_shared(storage)
@@ -149,8 +148,7 @@ def _is_shared(storage: UntypedStorage) -> bool:
     try:
         return int(shared_descriptor(storage)) >= 0  # without a descriptor, torch has mapped a file
     except RuntimeError as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return True  # shared by name: torch's "file_system" strategy
 
 
@@ -163,8 +161,7 @@ def _of_handle(process: int, rebuild: Any, *arguments: Any) -> Any:
     try:
         return rebuild(*arguments)
     except (OSError, EOFError, RuntimeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # this process itself lacks descriptors or memory
         raise PeerLost(
@@ -227,8 +224,7 @@ def take_back(handles: Iterable[Handle]) -> None:
         try:
             rebuild(*arguments)
         except (OSError, EOFError, RuntimeError) as error:  # it was used before
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
 
 
 # ---- both ways ----

@@ -15,7 +15,7 @@ import torch
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import Closed, OutOfMemory, ProtocolError, SharedMemoryError, UnsupportedLeaf
-from tensorpipe_ipc.handlers import passed_a_handler, raise_signals
+from tensorpipe_ipc.handlers import raise_signals, reraise_from_handler
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta, meta_of
 from tensorpipe_ipc.wire.room import lacks_room
@@ -192,8 +192,7 @@ def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.cpu()
     except RuntimeError as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         if "fork" not in str(error):
             raise
         raise Closed(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError, TensorPipeError, UnsupportedLeaf
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import Serializer, expect
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 from tensorpipe_ipc.wire.metas import TensorMeta
@@ -38,8 +38,7 @@ class Checked:
         except TensorPipeError:
             raise
         except Exception as error:
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             raise UnsupportedLeaf(
                 f"serializer {self.name!r} failed on {tensor.dtype} {list(tensor.shape)}: {error!r}"
             ) from error
@@ -51,8 +50,7 @@ class Checked:
         except TensorPipeError:
             raise
         except Exception as error:
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             raise ProtocolError(f"serializer {self.name!r} could not decode {meta!r}: {error!r}") from error
 
 

@@ -23,7 +23,7 @@ import torch
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
 from tensorpipe_ipc.errors import OutOfMemory, UnsupportedLeaf
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import Serializer, any_size, check_memory, check_size, dense_order
 from tensorpipe_ipc.wire.dtypes import NARROW, is_narrowed
 from tensorpipe_ipc.wire.layout import BULK, LazyPayload
@@ -130,8 +130,7 @@ class Narrowing:
         try:
             narrow = torch.empty_like(wide, dtype=self.wire_dtype)
         except RuntimeError as error:  # torch has no type for it
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             raise _no_memory(wide, self.wire_dtype, error) from None
         narrow.copy_(wide)
         if self.any_suspect(narrow):
@@ -239,8 +238,7 @@ class _Cast(LazyPayload):
         try:
             narrow = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch has no type for it
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             raise _no_memory(self.row, self._narrowing.wire_dtype, error) from None
         memory: memoryview = narrow.numpy().data
         self.write_into(memory)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.base import any_size, describe, plain
 from tensorpipe_ipc.wire.metas import METAS, NUMPY_DIMS, TensorMeta
 
@@ -53,8 +53,7 @@ class Raw:
                 if address:
                     return meta, meta.window(address)
         except (RuntimeError, KeyError) as error:
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
         return _encode_other(tensor, self.most())
 
     def decode(self, meta: TensorMeta, payload: memoryview) -> torch.Tensor:

@@ -73,7 +73,7 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import passed_a_handler, reraise_from_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
 
@@ -426,8 +426,7 @@ class TokenPipe:
                 nbytes = _tee(self.fd, writer.fileno(), _FIRST)
                 content = os.read(reader.fileno(), nbytes) if nbytes else b""
         except OSError as error:
-            if passed_a_handler(error.__traceback__):
-                raise
+            reraise_from_handler(error)
             return False
         return not DOORBELLS.issuperset(memoryview(content).cast("Q"))
 

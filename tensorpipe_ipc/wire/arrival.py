@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.metas import LeafMeta
 from tensorpipe_ipc.wire.restoring import restore
 from tensorpipe_ipc.wire.room import see_room_to_take
@@ -62,8 +62,7 @@ def widened(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         wide = torch.empty_like(tensor, dtype=dtype)
     except RuntimeError as error:  # torch has no type for it
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         raise OutOfMemory(
             f"floats are restored in {tensor.numel() * dtype.itemsize:,} bytes: {str(error).partition(chr(10))[0]}; "
             "let go of memory, or take them as they crossed (restore=False)"

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from tensorpipe_ipc.errors import ProtocolError
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
@@ -456,6 +456,5 @@ def _view(span: torch.Tensor, leaf: LeafMeta, *, restored: bool = False) -> torc
             span.untyped_storage(), leaf.offset // leaf.row.itemsize, leaf.shape, leaf.strides
         )
     except (RuntimeError, TypeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         raise ProtocolError(f"a view that its span does not hold: {error}") from None

@@ -8,7 +8,7 @@ import torch
 from torch.storage import UntypedStorage
 
 from tensorpipe_ipc.borrowed import is_zero_tensor
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.dtypes import is_narrowed
 from tensorpipe_ipc.wire.flatten import kinds_of
 from tensorpipe_ipc.wire.layout import ALIGN, overlaps
@@ -28,8 +28,7 @@ def storages_of(leaves: list[torch.Tensor]) -> list[UntypedStorage]:
     try:
         return list(map(torch.Tensor.untyped_storage, leaves))
     except (NotImplementedError, RuntimeError) as error:  # one has none: those are copied to be sent
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return [storage for leaf in leaves for storage in _storage_of(leaf)]
 
 
@@ -121,8 +120,7 @@ def _storage_of(leaf: torch.Tensor) -> list[UntypedStorage]:
     try:
         return [leaf.untyped_storage()]
     except (NotImplementedError, RuntimeError) as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return []
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tensorpipe_ipc.handlers import passed_a_handler
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.room import lacks_room
 
 __all__ = ["LARGEST_FRAGMENT", "FRAGMENT", "in_fragments", "joined"]
@@ -43,8 +43,7 @@ def joined(fragments: Sequence[memoryview]) -> tuple[list[memoryview], str]:
         for frame in _frames(fragments):
             found.append(frame)
     except MemoryError as error:
-        if passed_a_handler(error.__traceback__):
-            raise
+        reraise_from_handler(error)
         return found[:1] or [*fragments[:1]], str(error) or "there is no memory to put its fragments together"
     return found, ""
 
