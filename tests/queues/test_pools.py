@@ -313,15 +313,19 @@ def ignore_termination() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def occupy(pid: int) -> None:
-    """Have a worker be at work for good; others are done at once."""
-    while os.getpid() == pid:
+def occupy(pid: int, at_work: tuple[int, int]) -> None:
+    """Have a worker be at work for good; another is done once that one is, and not before: it would take both tasks."""
+    if os.getpid() != pid:
+        os.read(at_work[0], 1)
+        return
+    os.write(at_work[1], b"x")
+    while True:
         signal.pause()
 
 
 def run_and_tell(kind: Any, line: Any) -> None:
     """A program that has workers, tells who they are, and waits to be killed."""
-    ctx = small_context("fork")
+    ctx, at_work = small_context("fork"), os.pipe()
     if kind.startswith("masked"):  # as programs do that wait for signals by sigwait
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if kind.startswith("deaf"):
@@ -332,7 +336,7 @@ def run_and_tell(kind: Any, line: Any) -> None:
         pool = ctx.Pool(2)
         pids = [each.pid for each in pool._pool]
         if kind.startswith("busy"):
-            occupied = pool.map_async(occupy, [pids[-1]] * 2, 1)
+            occupied = pool.starmap_async(occupy, [(pids[-1], at_work)] * 2, 1)
             waiting = [pool.apply_async(time.sleep, (0.5,)) for _ in range(200)]
             waiting[0].wait()
             assert not occupied.ready()
