@@ -287,7 +287,7 @@ def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_w
 
 
 def test_a_large_message_in_frames_has_its_turns_while_a_queue_has_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in pieces. They are none of what is no message, and of which little is heard then."""
+    """It comes in pieces, which are parts of a message: each has a turn, as a message of the queue has."""
     large = bytes(20 * MIB)
     with tp.Consumer(LOOPBACK, maxsize=500) as consumer, Child() as quick, Child() as slow:
         quick.call(children.open_producer, consumer.endpoint, maxsize=500)

@@ -325,7 +325,7 @@ def occupy(pid: int, at_work: tuple[int, int]) -> None:
 
 def run_and_tell(kind: Any, line: Any) -> None:
     """A program that has workers, tells who they are, and waits to be killed."""
-    ctx, at_work = small_context("fork"), os.pipe()
+    ctx = small_context("fork")
     if kind.startswith("masked"):  # as programs do that wait for signals by sigwait
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     if kind.startswith("deaf"):
@@ -333,6 +333,7 @@ def run_and_tell(kind: Any, line: Any) -> None:
         assert executor.submit(add, 1, 2).result() == 3
         pids = list(executor._processes)
     elif kind.endswith("pool"):
+        at_work = os.pipe()  # the workers inherit it
         pool = ctx.Pool(2)
         pids = [each.pid for each in pool._pool]
         if kind.startswith("busy"):
