@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _FIRST_TIME_NAMESPACE = 0xEFFFFFFA  # the kernel's PROC_TIME_INIT_INO
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)  # a process, or it is hidden
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -218,7 +219,11 @@ def started(pid: int) -> float:
 def family(pid: int) -> list[int]:
     """Return the ids of a process and all that descend from it. One whose parent has ended is no member any more.
 
-    The kernel's own lists of children are read, for each thread of each process: some 15 us a thread.
+    The kernel's own lists of children are read, for each thread of each process: some 15 us a thread. A child may be missing
+    from them while a thread of its parent ends.
+
+    Raises:
+        OSError: no descriptor is left to look with.
     """
     if not os.path.exists("/proc/thread-self/children"):  # as the kernel was built
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -226,9 +231,9 @@ def family(pid: int) -> list[int]:
         return []
     found = [pid]
     for parent in found:  # which grows meanwhile
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_GONE):
             for task in os.listdir(f"/proc/{parent}/task"):
-                with contextlib.suppress(OSError), open(f"/proc/{parent}/task/{task}/children", "rb") as file:
+                with contextlib.suppress(*_GONE), open(f"/proc/{parent}/task/{task}/children", "rb") as file:
                     found += map(int, file.read().split())
     return found
 

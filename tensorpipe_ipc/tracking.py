@@ -102,18 +102,23 @@ class _Watched:
     """A process, its first, last and highest figures."""
 
     def __init__(self, pid: int, since: float) -> None:
-        self.pid, self.started, self.ended = pid, since, False
+        self.pid, self.started = pid, since
+        self.is_member, self._is_gone = True, False
         self.is_peak_known = reset_peak_rss(pid)
         self.first: Memory | None = None
         self.last = self.peak = Memory(0, 0, 0, 0, 0)
 
+    @property
+    def ended(self) -> bool:
+        return self._is_gone or not self.is_member
+
     def look(self) -> Memory | None:
         try:
             found = memory(self.pid)
-            self.ended = not found.rss  # a zombie
+            self._is_gone = not found.rss  # a zombie
         except (ProcessLookupError, PermissionError):  # it ended, or became another user's, as sudo does
-            self.ended = True
-        if self.ended:
+            self._is_gone = True
+        if self._is_gone:
             return None
         self.last = found
         if self.first is None:
@@ -125,7 +130,7 @@ class _Watched:
 
     def read(self) -> int:
         rss = resident(self.pid)
-        self.ended = not rss
+        self._is_gone = not rss
         if rss > self.peak.rss:
             self.peak = self.peak._replace(rss=rss)
         return rss
@@ -392,13 +397,16 @@ class MemoryTracker:
     def _look_for_members(self) -> None:
         members = self._members()
         for watched in self._living():
-            watched.ended = watched.pid not in members
+            watched.is_member = watched.pid in members
         known = {watched.pid for watched in self._living()}
-        seen = {(watched.pid, watched.started) for watched in self._seen}  # a zombie is a member until it is waited for
+        ended = {(watched.pid, watched.started): watched for watched in self._seen if watched.ended}
         for pid in members:
             if pid not in known:
                 with contextlib.suppress(ProcessLookupError):
-                    if (pid, since := started(pid)) not in seen:
+                    since = started(pid)
+                    if (pid, since) in ended:  # a zombie is a member until it is waited for; or the last look missed it
+                        ended[pid, since].is_member = True
+                    else:
                         self._seen.append(_Watched(pid, since))
 
     def _members(self) -> list[int]:

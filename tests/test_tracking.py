@@ -279,6 +279,45 @@ def test_a_handler_and_a_forked_child_read_figures_while_samples_are_taken() -> 
             assert reap(in_child(lambda: memory.peak)) == 0
 
 
+def test_a_lack_of_descriptors_takes_no_living_process_for_ended() -> None:
+    """A sample comes out full, or raises. Once there are descriptors again, the next one finds all processes."""
+    code = """
+import os, resource, threading, time
+import tensorpipe_ipc as tp
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+told, tell = os.pipe()
+if not os.fork():
+    os.close(tell)
+    os.read(told, 1)
+    os._exit(0)
+done = threading.Event()
+def fill_and_free():
+    while not done.is_set():
+        taken = []
+        try:
+            while True:
+                taken.append(os.dup(0))
+        except OSError:
+            for fd in taken:
+                os.close(fd)
+with tp.MemoryTracker(None) as memory:
+    before = memory.sample().processes
+    thread = threading.Thread(target=fill_and_free)
+    thread.start()
+    found, refused, deadline = set(), 0, time.monotonic() + 20
+    while refused < 300 and time.monotonic() < deadline:
+        try:
+            found.add(memory.sample().processes)
+        except OSError:
+            refused += 1
+    done.set()
+    thread.join()
+    print(refused > 0, before, found <= {2}, memory.sample().processes, any(each.ended for each in memory.processes))
+"""
+    done = ran("-c", code)
+    assert (done.out, done.err) == ("True 2 True 2 False\n", "")
+
+
 def test_a_lack_of_descriptors_ends_no_tracker() -> None:
     """Samples are left out meanwhile, and taken again afterwards. The block's own exception comes out of it."""
     code = """
