@@ -2,7 +2,7 @@
 
 A full memory cgroup kills, it does not refuse: touching a page, ``posix_fallocate`` and MADV_POPULATE_WRITE alike end
 in the OOM killer. So what is left is looked up before shared memory grows. Others may take it in the meantime: this is
-a check, not a guarantee.
+a check, not a guarantee. The less is left, the more often it is looked up (``until_the_next_look``).
 
 A cgroup's usage counts the files that its processes read, too. A program that reads more than its limit, as training does,
 is at that limit for ever. The kernel takes this cache back before it kills, so it counts as left, as in ``MemAvailable``.
@@ -19,12 +19,15 @@ import os
 import resource
 from collections.abc import Iterator
 
-__all__ = ["OUTDATED", "addresses_left", "headroom"]
+__all__ = ["OUTDATED", "addresses_left", "headroom", "until_the_next_look"]
 
 OUTDATED = 0.1  # seconds from which on others may have taken what a look found
 
 ROOT = "/sys/fs/cgroup"  # where the limits of cgroups are read
 PROC = "/proc"  # where the memory of the machine is read, and the cgroup of this process
+# Bytes of a cgroup that are left to what nobody counts: the refusal itself, small objects, the kernel's own batches of
+# pages. Without it, a process that was about to be told was killed.
+_SPARE = 1 << 21
 # cgroup version 1 writes "no limit" as a number near 2 ** 63
 _UNLIMITED = 1 << 60
 # Fields of memory.stat. In version 1 only the fields with the prefix "total_" include the subtree.
@@ -39,9 +42,14 @@ def headroom() -> int:
     for limit, usage in files:
         with contextlib.suppress(OSError, ValueError):  # the value "max", or a file that this kernel lacks
             most = _number(limit)
-            if most < _UNLIMITED and (left := most - _number(usage)) < room:
+            if most < _UNLIMITED and (left := most - _number(usage) - _SPARE) < room:
                 room = min(room, left + _cache(os.path.dirname(usage)))
     return max(0, room)
+
+
+def until_the_next_look(left: int, most: int) -> int:
+    """Return how many of the bytes that are left may be used without another look: few enough that several processes may."""
+    return min(most, left // 16)
 
 
 def addresses_left() -> int | None:

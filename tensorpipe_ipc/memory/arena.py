@@ -71,7 +71,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.headroom import OUTDATED, headroom
+from tensorpipe_ipc.headroom import OUTDATED, headroom, until_the_next_look
 from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
 from tensorpipe_ipc.memory.rows import Rows
@@ -109,7 +109,7 @@ GENERATIONS = 1 << 32
 HOLDER = (1 << GENERATION_AT) - 1  # a state without its generation: step, row, incarnation
 _ROW = HOLDER - ((1 << STEP_BITS) - 1)
 
-ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom (about 60 us each)
+ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom, at most (about 60 us each)
 PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
 STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
 PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
@@ -498,7 +498,8 @@ class Arena(Extents):
                 return False
             if self._machine < nbytes or nbytes >= WORTH or monotonic() > self._looked + OUTDATED:
                 self._looked = monotonic()
-                self._machine = min(headroom() - others - _tables(nbytes) - PURSE, max(ALLOWANCE, nbytes))
+                left = headroom() - others - _tables(nbytes) - PURSE
+                self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
                 if room < nbytes:
                     self.words[OVER] = 1

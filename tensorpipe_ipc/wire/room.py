@@ -1,7 +1,8 @@
 """Room: whether there is memory for the copies that messages take. A full cgroup kills, it does not refuse.
 
 So what put gathers and get copies is counted. The memory that is left is looked up before the first copy, then once for each
-16 MiB of them, and where the last look is over 100 ms ago. Idle memory must not be why there is too little.
+16 MiB of them, or a sixteenth of what is left, and where the last look is over 100 ms ago. Idle memory must not be why there
+is too little.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from time import monotonic
 from typing import TypeVar
 
 from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.headroom import OUTDATED, addresses_left, headroom
+from tensorpipe_ipc.headroom import OUTDATED, addresses_left, headroom, until_the_next_look
 
 __all__ = ["LOOKED", "lacks_room", "made_with_room", "see_room_to_take"]
 
-LOOKED = 1 << 24  # bytes that are copied between two looks. A look takes 60 us
+LOOKED = 1 << 24  # bytes that are copied between two looks, at most. A look takes 60 us
 _SPARE = 1 << 25  # bytes of addresses (``ulimit -v``) that are left to the rest of the process
 # Bytes copied since the last look. Another thread's addition may be lost: the next look comes a little later.
 _unlooked, _looked = LOOKED, 0.0
@@ -41,8 +42,7 @@ def lacks_room(nbytes: int, *, of_addresses: bool = False) -> int | None:
         left = min(left, max(0, addresses - (_SPARE if nbytes >= LOOKED else 0)))
     if nbytes + (nbytes >> 9) > left:  # the page tables of the copy count, too
         return left
-    if nbytes + LOOKED <= left:  # else each copy is looked at: the next ones might take more than there is
-        _unlooked, _looked = 0, monotonic()
+    _unlooked, _looked = LOOKED - until_the_next_look(left - nbytes, LOOKED), monotonic()
     return None
 
 

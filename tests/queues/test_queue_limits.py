@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import wait_until
 from crash_points import die, in_child, reap
 from guard import others
 from inside import set_lease_budget, shared_queue_of
@@ -329,13 +330,13 @@ def fake_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_cgroup(tmp_path: Path, fake_proc: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Two cgroups, one in the other, in files; set limit and usage of the outer one."""
+    """Two cgroups, one in the other, in files; set limit and usage of the outer one, beside the 2 MiB that are left alone."""
     inner = tmp_path / "outer" / "inner"
     inner.mkdir(parents=True)
 
     def set_outer(limit: int, usage: int) -> None:
         (tmp_path / "outer" / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "outer" / "memory.current").write_text(f"{usage}\n")
+        (tmp_path / "outer" / "memory.current").write_text(f"{usage - 2 * MIB}\n")
 
     for limit in ("memory.max", "memory.high"):
         (inner / limit).write_text("max\n")
@@ -473,9 +474,48 @@ def test_a_real_cgroup_does_not_kill(tmp_path: Path) -> None:
             assert done.status == 0, done.err
             assert re.fullmatch(r"refused True [23]\d\n", done.out), done.out  # half of what there was at first
         finally:
-            group.rmdir()
+            _remove(group)
         return
     print("no memory cgroup may be made here: the tests before this one show it on files")
+
+
+KEPT_COPIES = """
+import multiprocessing, torch
+from tensorpipe_ipc.errors import OutOfMemory
+from tensorpipe_ipc.queues.tensor_queue import Queue
+torch.set_num_threads(1)
+queue, kept = Queue(), []
+def feed():
+    while True:
+        queue.put(torch.ones(250_000))
+feeder = multiprocessing.get_context("fork").Process(target=feed, daemon=True)
+feeder.start()
+try:
+    while True:
+        kept.append(queue.get(timeout=20, copy=True))
+except OutOfMemory:
+    print("refused")
+finally:
+    feeder.kill()
+"""
+
+
+@pytest.mark.kills
+def test_copies_of_1_mb_do_not_have_a_real_cgroup_kill_either() -> None:
+    """Another process puts meanwhile: both look at what is left, the more often the less that is."""
+    for group in _cgroups(256 * MIB):
+        try:
+            done = ran("-c", f"open('{group}/cgroup.procs', 'w').write('0')\n" + KEPT_COPIES)
+            assert (done.status, done.out) == (0, "refused\n"), done.err
+        finally:
+            _remove(group)
+        return
+    print("no memory cgroup may be made here: the tests before this one show it on files")
+
+
+def _remove(group: Path) -> None:
+    wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
 
 
 def _cgroups(limit: int) -> Iterator[Path]:
