@@ -158,6 +158,7 @@ class Reassembly:
     Attributes:
         refused: why there is no memory for them, "" as long as there is.
         total: how many bytes they are.
+        filled: how many have come, from the first on.
     """
 
     def __init__(self, sequence: int, first: Piece, buffers: BufferPool, largest: int = 0) -> None:
@@ -181,13 +182,13 @@ class Reassembly:
         except OutOfMemory as refused:
             self.refused = str(refused)
         self._waiting: list[memoryview | bytearray] = []  # what came, one after the other, before there was a region
-        self._filled = 0
+        self.filled = 0
         self._is_torn = False  # whether an exception has left it unknown what of a piece is in its place
 
     @property
     def is_complete(self) -> bool:
         """Return whether all pieces have come: they lie in their memory, or are dropped as there is none for them."""
-        return self._filled == self.total
+        return self.filled == self.total
 
     def add(self, header: Header, piece: memoryview) -> bool:
         """Put a piece in its place, once. False if one before it is missing.
@@ -202,16 +203,16 @@ class Reassembly:
         if said.total != self.total or end > self.total:
             raise ProtocolError(f"a piece of bytes {offset} to {end} of {said.total}, in {self.total} announced")
         if self._is_torn:
-            self._filled, self._waiting = 0, []
-        if offset > self._filled:
+            self.filled, self._waiting = 0, []
+        if offset > self.filled:
             return False
-        if end > self._filled:
+        if end > self.filled:
             self._is_torn = True
             try:
-                self._put(piece[self._filled - offset :], end)
+                self._put(piece[self.filled - offset :], end)
             except OutOfMemory as refused:
                 self.refused, self._waiting = str(refused), []
-            self._filled = end
+            self.filled = end
             self._is_torn = False
         return True
 
@@ -227,7 +228,7 @@ class Reassembly:
         if self._region is None:
             self._wait(piece)
         else:
-            _place(piece, self._region, self._filled)
+            _place(piece, self._region, self.filled)
 
     def _wait(self, piece: memoryview) -> None:
         """Keep a piece for later. Short ones are put together: each costs some hundred bytes beside its own."""

@@ -555,6 +555,7 @@ class Receiver(Participant):
             return
         if peer.reassembly is None or peer.reassembly.sequence != header.sequence:
             peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
+        before = peer.reassembly.filled
         try:
             is_in_place = peer.reassembly.add(header, frames[1])
         except ProtocolError:
@@ -564,7 +565,7 @@ class Receiver(Participant):
             peer.largest = max(peer.largest, peer.reassembly.total)
         if not is_in_place:
             self._ask(peer)
-        elif len(frames[1]) >= BULK:
+        elif peer.reassembly.filled >= before + BULK:
             self._spent = time.thread_time()  # its time is a message's, and no talk
 
     def _lacks_pieces(self, peer: ProducerPeer, header: Header) -> bool:

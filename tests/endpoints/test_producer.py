@@ -671,9 +671,9 @@ def test_a_strangers_long_frame_takes_no_copy(monkeypatch: pytest.MonkeyPatch) -
         meet(producer, consumer)
         stranger.say(*[bytes(FRAGMENT)] * 40, b"end")
         wait_until(side_of(consumer).socket.has_incoming)
+        producer.put("friend", PATIENCE)  # which looks, where the last look is long ago
         looks = list[int]()
         monkeypatch.setattr(headroom, "_available", lambda: looks.append(1) or 8 << 20)  # type: ignore[func-returns-value]
-        producer.put("friend", PATIENCE)
         assert consumer.get(PATIENCE) == "friend"
         with pytest.raises(tp.Empty):
             consumer.get(0.1)
