@@ -1431,7 +1431,7 @@ def test_daemon_threads_open_ends_again_and_again_while_the_program_ends() -> No
 
 
 _LEAVES_AN_END = """
-import multiprocessing.util, sys, threading
+import multiprocessing, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 import tensorpipe_ipc as tp
 
@@ -1443,10 +1443,8 @@ def put():
     elif by == "a pool that is idle by then":
         pool = ThreadPoolExecutor(1)
         pool.submit(producer.put, 7, 30).result()
-    else:
-        has_returned = threading.Event()
-        multiprocessing.util.Finalize(None, has_returned.set, exitpriority=1000)
-        threading.Thread(target=lambda: (has_returned.wait(), producer.put(7, 30))).start()
+    else:  # the main thread counts as ended once it waits for the others
+        threading.Thread(target=lambda: (threading.main_thread().join(), producer.put(7, 30))).start()
 
 if __name__ == "__main__":
     with tp.Consumer("left-open", shared_memory=sys.argv[2]) as consumer:
