@@ -1,10 +1,10 @@
 """Presence: how an end sees that another end on this host is open, and how it ended.
 
 An open end over ipc or tcp keeps the user's runtime folder open, and a lock on one byte of it. (Linux locks bytes of a folder
-as those of a file, whether or not they exist.) The byte's number is the end's *token*, a random number that HELLO tells. The
-kernel drops the lock when the end lets go of it, or when its process dies. HELLO also tells a mark of the folder. A peer that
-has the same folder open asks the kernel for the lock. So it learns at once that the end is gone, whatever happened to the
-connection, and whether or not the process lives on.
+as those of a file, whether or not they exist.) The end's *token* is a random number that HELLO tells, and the byte's number is
+a hash of it. The kernel drops the lock when the end lets go of it, or when its process dies. HELLO also tells a mark of the
+folder. A peer that has the same folder open asks the kernel for the lock. So it learns at once that the end is gone, whatever
+happened to the connection, and whether or not the process lives on.
 
 * No name says whether an end is open. A folder that was removed, or made anew, is still the folder of the ends that have it
   open, and no other folder gets its number meanwhile. An end that opens later has another folder.
@@ -19,6 +19,8 @@ Each end has a file of its own in that folder, which tells how it ended::
 * While the end is open, the file holds what there is to tell people (``published_status``).
 * A closing end overwrites that with how it ended, drops its lock, and removes the name, in this order. A peer that has the
   file open reads the ending there, even if the GOODBYE was lost with a connection. A killed end leaves no ending.
+* Everybody may read in /proc/locks which bytes are locked. No token is learnt from that: a connector's token is a secret
+  between it and its binders, by which they know it again.
 * Any program that reaches a binder's port learns the binder's token. So a binder's token is looked up only for a peer that says
   WELCOME. A connector that names it is out of sight.
 * The file is found by listing the folder, which belongs to this user alone, and by comparing names. No path leads out of it.
@@ -53,7 +55,7 @@ SUFFIX = ".end"
 _NAME = re.compile(r"([0-9a-f]{16})\.end")
 _BINDS = 1 << 61  # of a token
 _LONGEST = 1 << 16  # bytes of last words: some for each of the most peers that an end may have
-_TOKENS = 1 << 62  # a lock's place is a number of 63 bits
+_BYTES = 1 << 62  # a lock's place is a number of 63 bits
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = _READ_ONLY | os.O_DIRECTORY
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -116,7 +118,7 @@ class Presence:
             _open_here.add(self)
             self._folder = owned(os.open, folder, _FOLDER)
         found = os.fstat(self._folder.fileno())
-        if not _is_ours(found) or not read_lock(self._folder.fileno(), self.token):
+        if not _is_ours(found) or not read_lock(self._folder.fileno(), _byte_of(self.token)):
             raise OSError(errno.EACCES, f"{folder} is another's by now, or locked by another program")
         sweep()
         self.folder = _mark_of(found)
@@ -131,7 +133,7 @@ class Presence:
     def sees(self, token: int) -> bool:
         """Return whether another end in the same folder is open. Of one that is closed itself: True. Any thread may ask."""
         folder = self._folder  # which another thread may close at any moment, but for this
-        return folder is None or (token < _TOKENS and is_locked(folder.fileno(), token))
+        return folder is None or is_locked(folder.fileno(), _byte_of(token))
 
     def sight_of(self, token: int, folder: int) -> Sight:
         """Look for another end.
@@ -169,7 +171,7 @@ class Presence:
                 os.pwrite(self._file.fileno(), text, 0)
                 os.ftruncate(self._file.fileno(), len(text))  # after it: what it stands in is not given back before
             self._has_said = True
-        unlock(self._folder.fileno(), self.token, 1)
+        unlock(self._folder.fileno(), _byte_of(self.token), 1)
         with contextlib.suppress(OSError):
             os.unlink(_name_of(self.token), dir_fd=self._folder.fileno())
         sweep()
@@ -237,7 +239,7 @@ def sweep() -> None:
         folder = opened.fileno()
         for name in os.listdir(folder) if _is_ours(os.fstat(folder)) else ():
             found = _NAME.fullmatch(name)
-            if found and not is_locked(folder, int(found[1], 16) % _TOKENS):
+            if found and not is_locked(folder, _byte_of(int(found[1], 16))):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
 
@@ -245,6 +247,12 @@ def sweep() -> None:
 def is_binders(token: int) -> bool:
     """Return whether a token is that of an end that binds."""
     return token >= _BINDS
+
+
+def _byte_of(token: int) -> int:
+    """Return the number of the byte that the end with a token locks."""
+    digest = hashlib.blake2b(token.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % _BYTES
 
 
 def _name_of(token: int) -> str:

@@ -38,7 +38,7 @@ from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import PUBLIC, SECRET
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
 from tensorpipe_ipc.zeromq import address_claim
-from tensorpipe_ipc.zeromq.addresses import parse
+from tensorpipe_ipc.zeromq.addresses import parse, runtime_folder
 from tensorpipe_ipc.zeromq.curve import read_keys
 
 pytestmark = pytest.mark.limit(20)
@@ -114,6 +114,74 @@ def _was_not_touched(victim: subprocess.Popen[bytes], seen: list[str]) -> None:
     victim.stdin.write(b"exit 7\n")
     victim.stdin.close()
     assert victim.wait(PATIENCE) == 7
+
+
+def _numbers_that_everybody_reads() -> list[int]:
+    """The numbers of the bytes of the runtime folder that are locked: any user's program, in any container, reads them, too."""
+    with open("/proc/locks", encoding="ascii") as lines:
+        found = [line.split()[5:7] for line in lines if "->" not in line]
+    inode = os.stat(runtime_folder()).st_ino
+    return [int(number) for place, number in found if int(place.rpartition(":")[2]) == inode]
+
+
+def _listen(consumer: tp.Consumer) -> None:
+    with pytest.raises(tp.Empty):
+        consumer.get(0.02)
+
+
+def _claim_to_be(role: str, who: Any, folder: int, endpoint: str, hear: Callable[[], Any]) -> None:
+    """Say HELLO, and goodbye, in the name of an end of which everything is known that is to be learnt outside.
+
+    Args:
+        hear: has the binder hear that.
+    """
+    numbers = _numbers_that_everybody_reads()
+    assert len(numbers) == 2
+    for number in numbers:
+        with RawEnd(endpoint) as raw:
+            raw.say(hello(role, identity=who, end=number, folder=folder, round=1000))
+            for _ in range(10):  # of which nobody may be told anything
+                hear()
+                if not raw.is_quiet(0.01):
+                    answer = raw.hear_header()
+                    raw.say(pack(Kind.GOODBYE, hello_of(answer).sequence if answer.kind == Kind.WELCOME else 0))
+                    break
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_a_producers_place_is_not_taken_by_what_everybody_may_read(shared_memory: str) -> None:
+    """Process, start time and folder of an end are public, and so are the locks that tell that it is open."""
+    with tp.Consumer(LOOPBACK, shared_memory=shared_memory) as consumer, Child() as child:
+        child.call(children.open_producer, consumer.endpoint, shared_memory=shared_memory)
+        putting = in_thread(lambda: child.call(children.put_numbers, 0, 1))
+        assert consumer.get(PATIENCE) == ("", 0)
+        putting()
+        who, folder = child.call(children.own_identity), conversation_of(consumer).folder
+        _claim_to_be("producer", who, folder, consumer.endpoint, lambda: _listen(consumer))
+        with pytest.raises(tp.Empty):
+            consumer.get(0.2)
+        putting = in_thread(lambda: child.call(children.put_numbers, 1, 5))
+        assert [consumer.get(PATIENCE) for _ in range(4)] == [("", number) for number in range(1, 5)]
+        putting()
+        child.call(children.close)
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_a_consumers_place_is_not_taken_by_what_everybody_may_read(shared_memory: str) -> None:
+    """As for a producer's: what is put for it comes to it."""
+    with tp.Producer(LOOPBACK, bind=True, shared_memory=shared_memory) as producer, Child() as child:
+        child.call(children.open_consumer, producer.endpoint, bind=False, shared_memory=shared_memory)
+        taking = in_thread(lambda: child.call(children.take, 1))
+        producer.put(0, PATIENCE)
+        assert taking() == [0]
+        who, folder = child.call(children.own_identity), conversation_of(producer).folder
+        _claim_to_be("consumer", who, folder, producer.endpoint, producer.statistics)
+        taking = in_thread(lambda: child.call(children.take, 4))
+        for number in range(4):
+            producer.put(number, PATIENCE)
+        assert taking() == [*range(4)]
 
 
 @needs_root
