@@ -175,6 +175,8 @@ class GetEnd:
             deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
         """
         queue = self._queue
+        if self.leases.kept:
+            self.leases.settle(at_once=False)
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -253,6 +255,8 @@ class GetEnd:
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
         queue, messages = self._queue, list[Any]()
+        if self.leases.kept:
+            self.leases.settle(at_once=False)
         operation = queue.batch(GET, self._batches)
         if operation is None:
             return [self._get(deadline, decode, lease_from)]

@@ -167,7 +167,8 @@ class OpenQueue:
             return None
 
     def take_up(self) -> None:
-        """Finish what exceptions ended, as far as it can be judged now."""
+        """Finish what exceptions ended, as far as it can be judged now, and free what only a fork's children kept."""
+        self.leases.settle(at_once=False)
         for _ in range(len(self.unfinished)):
             if not self.unfinished:  # another thread takes it up
                 return

@@ -111,7 +111,7 @@ class PutEnd:
             ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
         queue = self._queue
-        if queue.unfinished:
+        if queue.unfinished or queue.leases.kept:
             queue.take_up()
         try:
             operation = self._singles[-1]
@@ -195,7 +195,7 @@ class PutEnd:
         if operation is None:  # only single operations count tasks
             self.put(*messages[0], timeout)
             return 1
-        if queue.unfinished:
+        if queue.unfinished or queue.leases.kept:
             queue.take_up()
         deadline = None if timeout is None else monotonic() + timeout
         words, count, process = self.words, len(messages), queue.process
@@ -263,7 +263,7 @@ class PutEnd:
             Full: there was no room in time. The text says who holds what.
         """
         queue = self._queue
-        if queue.unfinished:
+        if queue.unfinished or queue.leases.kept:
             queue.take_up()
         at = _room(handover, len(metadata))
         if not at or self.words[handover.word] != handover.held:
@@ -507,7 +507,6 @@ class PutEnd:
     def _idle(self) -> None:
         self._refuse_if_shut()
         self.attachment.recover_dead_in_turn()
-        self.attachment.leases.settle(at_once=False)
         self.arena.mind_idle()
         self._queue.take_up()
 

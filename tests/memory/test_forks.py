@@ -27,7 +27,7 @@ from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.errors import Empty, SharedMemoryError
 
 SIZE = 100_000  # items
 LIMIT = 20
@@ -488,6 +488,41 @@ def test_a_get_that_waits_gives_back_what_children_kept(ctx: Any, gates: list[Ga
     helped.open()
     assert there.get() == "done"
     assert reap(pid) == reap(helper) == 0
+
+
+def _polled(there: Any) -> None:
+    with contextlib.suppress(Empty):
+        there.get_nowait()
+
+
+_SMALL_CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "puts": lambda there, empty: there.put(1),
+    "puts and gets": lambda there, empty: (there.put(1), there.get(timeout=LIMIT)),
+    "puts and gets copies": lambda there, empty: (there.put(torch.ones(SIZE)), there.get(timeout=LIMIT, copy=True)),
+    "puts and gets many": lambda there, empty: (there.put_many([1, 2]), there.get_many(2, LIMIT)),
+    "polls": lambda there, empty: _polled(empty),
+}
+
+
+@pytest.mark.parametrize("calls", _SMALL_CALLS)
+def test_what_a_child_kept_comes_back_whatever_its_parent_does(ctx: Any, gates: list[Gate], calls: str) -> None:
+    """Others find room by that, though the parent makes no lease, nor waits."""
+    there, empty, data, (helped, *_) = ctx.Queue(), ctx.Queue(), ctx.Queue(), gates
+    set_lease_budget(ctx.tensorpipe_attachment().leases, CAPACITY)
+    large = torch.ones(CAPACITY - (8 << 20), dtype=torch.uint8)
+    data.put(large)
+    got = data.get(copy=False, timeout=LIMIT)
+    helper = in_child(helped.wait)
+    del got
+    data.put("waits, so that the next one has to find room")
+    helped.open()
+    assert reap(helper) == 0
+    producer = in_child(lambda: data.put(large, timeout=LIMIT / 2))
+    ended, status = 0, 0
+    while not ended:  # at the latest when the put gives up
+        _SMALL_CALLS[calls](there, empty)
+        ended, status = os.waitpid(producer, os.WNOHANG)
+    assert status == 0
 
 
 NO_DESCRIPTOR = """
