@@ -22,6 +22,7 @@ from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
 from tensorpipe_ipc.wire.room import see_room_to_take
+from tensorpipe_ipc.wire.threads import always_alone_in_a_child
 
 __all__ = ["TorchSave"]
 
@@ -69,9 +70,7 @@ class TorchSave:
         file, before = io.BufferedReader(_Memory(payload)), sys.exc_info()[1]
         _check_archive(meta, file, len(payload))
         try:
-            with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
-                warnings.simplefilter("ignore")  # of what torch deprecates in its own format
-                loaded = torch.load(file, map_location="cpu", weights_only=True)
+            loaded = _load(file)
         # A damaged file can end anywhere inside torch's reader, and does so with any exception.
         except Exception as error:
             raise_signals(error, before)
@@ -85,6 +84,13 @@ class TorchSave:
         if vars(tensor):  # the sender's own stay behind; NumPy reads memory where one (``__array_interface__``) says
             raise ProtocolError(f"a torch.save file of a tensor with attributes {sorted(vars(tensor))}")
         return tensor
+
+
+@always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
+def _load(file: io.BufferedReader) -> Any:
+    with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+        warnings.simplefilter("ignore")  # of what torch deprecates in its own format
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 class _Memory(io.RawIOBase):

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["alone_in_a_child"]
+__all__ = ["alone_in_a_child", "always_alone_in_a_child"]
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -30,11 +30,22 @@ def alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     Its first tensor has as many items as it deals with, or else its object's ``row`` has.
     """
+    alone = always_alone_in_a_child(function)
+
+    @functools.wraps(function)
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        return (function if _items(arguments) < _SPLIT else alone)(*arguments, **named)
+
+    return called
+
+
+def always_alone_in_a_child(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate a function that computes as ``alone_in_a_child`` does, however few items it deals with."""
 
     @functools.wraps(function)
     def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
         is_child = _was_forked or os.getpid() != _imported_by
-        if not is_child or _items(arguments) < _SPLIT or (count := torch.get_num_threads()) == 1:
+        if not is_child or (count := torch.get_num_threads()) == 1:
             return function(*arguments, **named)
         try:
             torch.set_num_threads(1)

@@ -970,6 +970,26 @@ def test_what_is_collected_during_a_fork_does_not_wait_for_it(kind: str) -> None
     assert (done.status, done.out) == (0, "collected\n"), done.err
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_child_waits_for_none_of_torchs_threads_to_check_a_sparse_tensor(layout: torch.layout) -> None:
+    """Of any size: torch splits its check of the indices among threads, however few they are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    there = tp.Queue(serializer="torch_save")
+    torch.ones(1000, 1000).add_(1)  # the parent has used them
+    there.put(torch.eye(3).to_sparse(layout=layout))
+
+    def child_does() -> None:
+        assert there.get(timeout=1).layout is layout
+        assert torch.get_num_threads() == 2
+
+    try:
+        assert reap(in_child(child_does, alarm=LIMIT)) == 0
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(
     "kind", ["gaps", "an array with gaps", "narrowed", "narrowed, with gaps", "restored", "frames"]
 )
