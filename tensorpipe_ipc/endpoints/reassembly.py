@@ -16,6 +16,7 @@ complete.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import time
@@ -109,8 +110,9 @@ class BufferPool:
     def take_back(self, base: Any) -> None:
         """Keep memory that nothing refers to any more, for the next message."""
         self._idle.appendleft(base)
-        while sum(map(len, self._idle.copy())) > IDLE_AT_MOST:
-            self._idle.pop()
+        with contextlib.suppress(IndexError):  # another thread has emptied it
+            while sum(map(len, self._idle.copy())) > IDLE_AT_MOST:
+                self._idle.pop()
         if self._is_closed:
             self._idle.clear()
 

@@ -87,7 +87,7 @@ class TorchSave:
 
 
 @always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
-def _load(file: io.BufferedReader) -> Any:
+def _load(file: IO[bytes]) -> Any:
     with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
         warnings.simplefilter("ignore")  # of what torch deprecates in its own format
         return torch.load(file, map_location="cpu", weights_only=True)

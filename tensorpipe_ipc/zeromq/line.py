@@ -181,7 +181,7 @@ class Line:
             return f"what the binder said makes no sense (libzmq's {number:#x})"
         if has_keys:
             return "the binder broke it off: server= may not be its public key; or it is busy, and lets in nobody yet"
-        return "the binder broke it off: it may want keys, or be no end of ours"
+        return "the binder broke it off: it may be stopped, want keys, or be no end of ours"
 
     @property
     def was_answered(self) -> bool:
