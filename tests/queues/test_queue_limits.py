@@ -100,19 +100,23 @@ FEW_DESCRIPTORS = """
 import os, resource, torch
 from tensorpipe_ipc.queues.tensor_queue import Queue
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-queue = Queue()
-before = len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+queue, large = Queue(), torch.ones(40_000, dtype=torch.uint8)
+def used():
+    with open("/proc/self/maps") as lines:
+        return len(os.listdir("/proc/self/fd")), len(lines.readlines())
+queue.put(large)
+queue.get(timeout=10)  # the first lease costs a descriptor
+before = used()
 small, held = torch.arange(10), []
 for _ in range(10):
     for _ in range(10_000):
         queue.put(small)
     held += [queue.get(timeout=10) for _ in range(10_000)]
-large = torch.ones(40_000, dtype=torch.uint8)
 for _ in range(3000):
     queue.put(large)
     held.append(queue.get(timeout=10))
 leases = len(queue._queue.leases.live)
-after = len(os.listdir("/proc/self/fd")), len(open("/proc/self/maps").readlines())
+after = used()
 assert all(int(tensor.sum()) == 45 for tensor in held[:100_000]) and all(int(t.sum()) == 40_000 for t in held[100_000:])
 print(len(held), leases, after[0] - before[0], after[1] - before[1] < 50)
 """
