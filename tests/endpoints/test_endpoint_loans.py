@@ -28,7 +28,7 @@ def met(producer_binds: bool, **options: Any) -> Iterator[tuple[tp.Producer, tp.
     copy = options.pop("copy", "auto")
     with (
         tp.Producer("loans", bind=producer_binds, linger=0, **options) as producer,
-        tp.Consumer("loans", bind=not producer_binds, copy=copy) as consumer,
+        tp.Consumer("loans", bind=not producer_binds, copy=copy, accept=serializer_names()) as consumer,
     ):
         putting = in_thread(lambda: producer.put("met", PATIENCE))
         assert consumer.get(PATIENCE) == "met"
