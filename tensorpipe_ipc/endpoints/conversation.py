@@ -437,6 +437,7 @@ class Conversation:
         self.peers.came += 1
         peer = self.peers.get(routing)
         if self._hangs_up and not self._may_speak(routing, peer, frames):
+            self.socket.waste()
             self.socket.received()
             return
         is_strange = self._hangs_up and (peer is None or not peer.brought and not peer.is_seen())
@@ -508,13 +509,15 @@ class Conversation:
         routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
-        if peer is None:
-            strangers.note_answered(routing)
-        elif before is not None and (before.taken != message.stood or message.last_size >= BULK):
+        if peer is not None and before is not None and (before.taken != message.stood or message.last_size >= BULK):
             strangers.brought(before)
-        elif strangers.is_idle_too_long(peer):
-            self.reject(IDLES, peer)
-            self.socket.hang_up()
+        else:
+            self.socket.waste()
+            if peer is None:
+                strangers.note_answered(routing)
+            elif strangers.is_idle_too_long(peer):
+                self.reject(IDLES, peer)
+                self.socket.hang_up()
         if message.began and not (routing in self.peers and self.peers[routing].is_seen()):
             strangers.took(time.thread_time() - message.began)
 

@@ -171,6 +171,7 @@ class Binder(FrameSocket):
         routing = frames[0]
         if routing in reader.hung_up:  # and it had many frames
             reader.dropped += 1
+            reader.waste()
             self.received()
             return None
         if len(routing) != _NAME:
@@ -206,10 +207,12 @@ class Binder(FrameSocket):
         return self._gate is not None and time.monotonic() - self._gate.let_in_at < _FIRST_WORD
 
     def has_incoming(self) -> bool:
-        """See FrameSocket."""
+        """See FrameSocket. Beside a queue that always has messages nothing else finds that nothing more has come."""
         if self._gate is not None:
             self._gate.answer()
         self._is_silent = not (self._reader.frames or int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
+        if self._is_silent:
+            self._reader.give_back_at_last()
         return not self._is_silent
 
     def is_connected(self, timeout: float = 0) -> bool:  # noqa: ARG002 - it waits for nobody

@@ -58,6 +58,7 @@ class FrameReader:
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
         self._owed = 0  # frames that were dropped since memory was last given back
+        self._is_wasted = False
         self._gives_back_from = 0.0
 
     def read(self, *, wait: bool) -> bool:
@@ -82,18 +83,24 @@ class FrameReader:
                     self._receive_frame(_DO_NOT_WAIT)  # libzmq has the whole message
             except zmq.Again:
                 self._is_torn = False
-                self._give_back(_GIVE_BACK_AT_LAST)
+                self.give_back_at_last()
                 return False
             self._is_torn = False
         return not self._has_surplus or self._drop_surplus()
 
     def received(self) -> None:
         """The message in hand has been dealt with."""
-        self.frames, self.surplus = [], ""
+        if self._is_wasted:
+            self._owed += len(self.frames)
+        self.frames, self.surplus, self._is_wasted = [], "", False
 
     def waste(self) -> None:
         """The message in hand is of no use: its frames are as good as dropped."""
-        self._owed += len(self.frames)
+        self._is_wasted = True
+
+    def give_back_at_last(self) -> None:
+        """Nothing more has come: have memory given back, if much was dropped."""
+        self._give_back(_GIVE_BACK_AT_LAST)
 
     def _begin(self, flags: tuple[int]) -> bool:
         """Receive the first frame. Return whether there is a message to go on with."""
@@ -124,7 +131,7 @@ class FrameReader:
             return False
         self.surplus = f"a message of {self._came} bytes in over {len(self.frames) - 1} frames"
         self._has_surplus = False
-        self._give_back(_GIVE_BACK_AT_LAST)
+        self.give_back_at_last()
         return True
 
     def _drop_frames(self) -> bool:

@@ -22,6 +22,7 @@ import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from inside import have_no_time_for_strangers, side_of, take_long_to_hear
+from programs import ran, started
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
@@ -322,6 +323,60 @@ def test_a_piece_that_comes_again_has_no_messages_turn(monkeypatch: pytest.Monke
             consumer.get(PATIENCE)
         assert consumer.statistics().rejected == 0, "each had a turn, as a message of the queue has"
         quick.call(children.abandon)
+
+
+_SHORT_MESSAGES = """
+import sys, zmq
+from tensorpipe_ipc.wire.header import Kind, pack
+context = zmq.Context()
+socket = context.socket(zmq.DEALER)
+socket.setsockopt(zmq.SNDHWM, 0)
+socket.connect(sys.argv[1])
+for _ in range(150_000):
+    socket.send_multipart([pack(Kind.DATA, 1), bytes(40)])
+context.destroy(linger=20_000)
+print("said")
+"""
+
+
+def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None:
+    """They came while the consumer computed. libzmq holds 10 MB of short messages in far more."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
+        before = psutil.Process().memory_info().rss
+        assert ran("-c", _SHORT_MESSAGES, consumer.endpoint).out == "said\n"
+        assert psutil.Process().memory_info().rss - before > 50 * MIB
+        wait_in_vain(consumer, lambda: not side_of(consumer).socket.has_incoming())
+        assert consumer.statistics().rejected > 100_000
+        wait_in_vain(consumer, lambda: psutil.Process().memory_info().rss - before < 20 * MIB)
+
+
+_LONG_MESSAGES = """
+import sys, time, zmq
+from tensorpipe_ipc.wire.header import Kind, pack
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.SNDHWM, 0)
+socket.connect(sys.argv[1])
+for _ in range(2000):
+    socket.send_multipart([pack(Kind.DATA, 1), bytes(1 << 16)])
+time.sleep(100)
+"""
+
+
+def test_memory_of_a_strangers_messages_comes_back_beside_a_queue_that_always_has_some() -> None:
+    """Nothing is read from the socket then but what its descriptor tells of. The stranger stays."""
+    with tp.Consumer(LOOPBACK) as consumer, Child() as friend:
+        friend.call(children.open_producer, consumer.endpoint)
+        friend.begin(children.put_without_end, 100)
+        consumer.get(PATIENCE)
+        resident = psutil.Process().memory_info
+        before, deadline = resident().rss, time.monotonic() + 3 * PATIENCE
+        with started("-c", _LONG_MESSAGES, consumer.endpoint):
+            wait_until(lambda: resident().rss - before > 100 * MIB)
+            while resident().rss - before > 20 * MIB:
+                assert time.monotonic() < deadline
+                for _ in range(1000):
+                    consumer.get(PATIENCE)
+        friend.kill()
 
 
 def test_errors_name_some_of_many_peers() -> None:
