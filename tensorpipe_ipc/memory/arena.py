@@ -74,7 +74,7 @@ from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.headroom import OUTDATED, headroom, until_the_next_look
 from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
 from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
-from tensorpipe_ipc.memory.rows import Rows
+from tensorpipe_ipc.memory.rows import Prepared, Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, OVER, PAGE_LOCKED, Segment
 
 __all__ = [
@@ -146,6 +146,21 @@ class Arena(Extents):
         maker: the process whose arena was the segment's first, where this is that one; else 0.
     """
 
+    # As long as this process has no row: ``_unattached``.
+    writing: int
+    held: int
+    queued: int
+    own: list[int]
+    free: defaultdict[int, list[int]]
+    recent: defaultdict[int, deque[int]]
+    _fresh: defaultdict[int, list[int]]
+    _older: defaultdict[int, deque[int]]
+    _purse: int
+    _machine: int
+    _grown: int
+    _looked: float
+    _hazard: int
+
     def __init__(self, segment: Segment, capacity: int | None = None) -> None:
         """
         Args:
@@ -161,17 +176,9 @@ class Arena(Extents):
         self._forget()
 
     def _forget(self) -> None:
-        self.writing = self.held = self.queued = 0
-        self.own = [0] * _SIZE_CLASSES
-        self.free: defaultdict[int, list[int]] = defaultdict(list)
-        self._fresh: defaultdict[int, list[int]] = defaultdict(list)
-        self.recent: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._older: defaultdict[int, deque[int]] = defaultdict(deque)
-        self._purse = self._machine = self._grown = 0
-        self._looked = 0.0
+        vars(self).update(_unattached())
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
-        self._hazard = 0
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
 
     @property
@@ -194,22 +201,27 @@ class Arena(Extents):
         self._join()
         self.rows.attach(finish or self.finish, self._begin)  # not kept: it is a method of what keeps this
 
-    def _begin(self, row: int) -> None:
-        """This process has a row, and what belongs to that. No other thread of it allocates yet."""
-        self._forget()
-        holder = self.rows.incarnation << (STEP_BITS + ROW_BITS) | row << STEP_BITS
-        self.writing, self.queued, self.held = (holder | step for step in (WRITING, QUEUED, HELD))
-        self.own = [
-            max(1, (1 << size_class) >> 20) << 32 | size_class << 16 | row + 1 for size_class in range(_SIZE_CLASSES)
-        ]
-        self._hazard = hazard_word(row, ALLOCATING)
+    def _begin(self, row: int, incarnation: int) -> Prepared:
+        """Return what is to be changed in this arena once it has a row."""
         first = hazard_word(row, 0)
         for start, stop in self.written(8 * first, 8 * (first + HAZARDS)):
             for word in range(max(first, start >> 3), stop >> 3):
                 self.words[word] = 0  # the dead one's
         self.words[row_word(row) + RESERVED] = 0
-        for extent in self._extents(row):
-            self._has(*extent)
+        holder = incarnation << (STEP_BITS + ROW_BITS) | row << STEP_BITS
+        prepared = _unattached()
+        prepared |= {
+            "writing": holder | WRITING,
+            "queued": holder | QUEUED,
+            "held": holder | HELD,
+            "own": [max(1, (1 << each) >> 20) << 32 | each << 16 | row + 1 for each in range(_SIZE_CLASSES)],
+            "_hazard": hazard_word(row, ALLOCATING),
+        }
+        for start, size_class, units in self._extents(row):
+            lists = (prepared[name][size_class] for name in ("free", "_fresh", "_older"))
+            for blocks, some in zip(lists, self._sorted(start, size_class, units), strict=True):
+                blocks += some
+        return vars(self), prepared
 
     # ---- allocation ----
 
@@ -781,6 +793,25 @@ class Arena(Extents):
             busy = (states != FREE) & (states != KEPT)
             rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
             yield rows, self.numbers[(blocks[busy] >> 3) + NBYTES]
+
+
+def _unattached() -> dict[str, Any]:
+    """Return the attributes of an arena that depend on its row, where it has none."""
+    return {
+        "writing": 0,
+        "held": 0,
+        "queued": 0,
+        "own": [0] * _SIZE_CLASSES,
+        "free": defaultdict(list),
+        "_fresh": defaultdict(list),
+        "recent": defaultdict(deque),
+        "_older": defaultdict(deque),
+        "_purse": 0,
+        "_machine": 0,
+        "_grown": 0,
+        "_looked": 0.0,
+        "_hazard": 0,
+    }
 
 
 def size_class_of(nbytes: int) -> int:

@@ -78,7 +78,7 @@ from tensorpipe_ipc.memory.segment import Segment, identity_of
 from tensorpipe_ipc.owned_fd import OwnedFd, reopened
 from tensorpipe_ipc.process import identity
 
-__all__ = ["FINISHED", "INCARNATIONS", "Rows"]
+__all__ = ["FINISHED", "INCARNATIONS", "Prepared", "Rows"]
 
 INCARNATIONS = 4096 // 8  # word index
 FINISHED = 8192 // 8
@@ -88,8 +88,12 @@ _INCARNATION_LIMIT = 1 << 16  # as many bits as a block's state has for it; it g
 _NO_COUNTS = memoryview(bytes(32)).cast("Q")
 
 
-def _nothing(_: int) -> None:
-    """Do nothing about a row that nothing else is known of."""
+Prepared = tuple[dict[str, Any], dict[str, Any]]  # the attributes of an object, and what is to be changed in them
+
+
+def _nothing(_row: int, _incarnation: int) -> Prepared:
+    """Return what is to be changed where nothing else is known of the row."""
+    return {}, {}
 
 
 class Rows:
@@ -140,72 +144,97 @@ class Rows:
 
     # ---- attaching ----
 
-    def attach(self, finish: Callable[[int], bool], taken: Callable[[int], None] = _nothing) -> None:
+    def attach(self, finish: Callable[[int], bool], prepare: Callable[[int, int], Prepared] = _nothing) -> None:
         """Take a row, unless this process has one.
+
+        A signal's handler, or a finalizer, may come in here at any call, and need a row itself. Then it takes one, and what was
+        begun here is given up: until the end all of it is in local variables, and its locks go with its description.
 
         Args:
             finish: called with a dead row whose lock is held; says whether nothing is left to do in it.
-            taken: called with the row that has become this process's, before any other thread of it may use the row. Again,
-                perhaps with another row, after an exception.
+            prepare: called with the row and its incarnation, before the row is this process's. Returns an object's ``vars``,
+                and what is to be changed there when it is. It may be called again, with another row, and changes nothing else.
 
         Raises:
             SharedMemoryError: all rows are taken, or no descriptor is left.
         """
         with self.no_fork, self._mutex:
+            while self.index < 0:
+                try:
+                    owned = reopened(self.segment.descriptor, os.O_RDWR)
+                except OSError as failed:
+                    raise SharedMemoryError(
+                        failed.errno, f"the segment could not be opened again: {failed.strerror}"
+                    ) from failed
+                # Its locks would say that everybody else is dead.
+                if identity_of(owned.fileno()) != self.segment.identity:
+                    raise SharedMemoryError(
+                        errno.EBADF,
+                        "this process closed the segment's descriptor, and has another file open by that number",
+                    )
+                self._attach_by(owned, finish, prepare)
+
+    def _attach_by(
+        self, owned: OwnedFd, finish: Callable[[int], bool], prepare: Callable[[int, int], Prepared]
+    ) -> None:
+        """Take a row by a description, unless this process has one by the end of it."""
+        descriptor, before = owned.fileno(), self._owned
+        try:
             if self.index >= 0:
                 return
-            try:
-                owned = reopened(self.segment.descriptor, os.O_RDWR)
-            except OSError as failed:
-                raise SharedMemoryError(
-                    failed.errno, f"the segment could not be opened again: {failed.strerror}"
-                ) from failed
-            # Its locks would say that everybody else is dead.
-            if identity_of(owned.fileno()) != self.segment.identity:
-                raise SharedMemoryError(
-                    errno.EBADF,
-                    "this process closed the segment's descriptor, and has another file open by that number",
-                )
-            try:
-                self._owned, self._descriptor = owned, owned.fileno()
-                self._adopt(self._find(finish), taken)
-            except BaseException:
-                if self.index < 0:  # else it would be open for ever, and a row locked
-                    self._owned, self._descriptor = None, -1
-                raise
+            self._owned, self._descriptor = owned, descriptor  # for ``finish``; no call since the look
+            row = self._find(descriptor, finish)
+            if self.index >= 0:
+                return
+            incarnation, inherited = self._adopt(row)
+            into, prepared = prepare(row, incarnation)
+            update = into.update
+            if self.index < 0:
+                update(prepared)  # no call since the look
+            if self.index < 0:  # the same
+                self.incarnation, self._inherited = incarnation, inherited
+                self._owned, self._descriptor = owned, descriptor
+                self.index = row  # last: other threads look at it without waiting, and go on if it is there
+        except BaseException:
+            number = -1 if before is None else before.fileno()
+            if self.index < 0:  # else it would be open for ever, and a row locked
+                self._owned, self._descriptor = before, number
+            if self._owned is not owned:
+                owned.close()  # who keeps the exception keeps this frame
+            raise
 
-    def _find(self, finish: Callable[[int], bool]) -> int:
+    def _find(self, descriptor: int, finish: Callable[[int], bool]) -> int:
+        """Return a row that is locked by a description, and in which nothing is left to do."""
         used = self.used()
         for row in used:
-            if self._try_lock(row):
+            if ofd_locks.lock(descriptor, row_byte(row), 1):
                 if self.is_finished(row) or finish(row):
                     return row
-                self._unlock(row)
+                ofd_locks.unlock(descriptor, row_byte(row), 1)
         for row in sorted(set(range(MAX_ROWS)) - set(used)):
-            if self._try_lock(row):
+            if ofd_locks.lock(descriptor, row_byte(row), 1):
                 if not self.words[INCARNATIONS + row]:
                     return row
-                self._unlock(row)
+                ofd_locks.unlock(descriptor, row_byte(row), 1)
         raise SharedMemoryError(
             errno.EUSERS,
             f"all {MAX_ROWS} rows of the segment are taken: by living processes, or by dead ones of which forked children "
             "still have tensors",
         )
 
-    def _adopt(self, row: int, taken: Callable[[int], None]) -> None:
-        words, base = self.words, row_word(row)
+    def _adopt(self, row: int) -> tuple[int, dict[int, list[Operation]]]:
+        """Have a row say that it is this process's. Return its incarnation, and the operations whose tallies go on."""
+        words, base, inherited = self.words, row_word(row), dict[int, list[Operation]]()
         me = identity()
-        self.incarnation = (words[INCARNATIONS + row] + 1) % _INCARNATION_LIMIT or 1
-        words[INCARNATIONS + row] = self.incarnation  # from here on the row is not finished
-        words[base + INCARNATION], words[base + PID] = self.incarnation, me.pid
+        incarnation = (words[INCARNATIONS + row] + 1) % _INCARNATION_LIMIT or 1
+        words[INCARNATIONS + row] = incarnation  # from here on the row is not finished
+        words[base + INCARNATION], words[base + PID] = incarnation, me.pid
         words[base + STARTED], words[base + NAMESPACE] = int(me.started), me.namespace
-        self._inherited = {}
         for record in self.records(row):
             clear_counters(words, record.counters)  # the dead one's
             if record.size == 1 and words[record.tally]:
-                self._inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
-        taken(row)
-        self.index = row  # last: other threads look at it without waiting, and go on if it is there
+                inherited.setdefault(words[record.purpose_word], []).append(Operation(self.segment, record))
+        return incarnation, inherited
 
     # ---- forks ----
 
@@ -332,14 +361,14 @@ class Rows:
             True  # with no call since the look: no other thread and no handler comes in between
         )
         try:
-            held = self._try_lock(row)
+            held = self.try_lock(row_byte(row), 1)
             yield held
         finally:
             try:
                 if held:  # perhaps: an exception may have come when it was just locked
-                    self._unlock(row)
+                    self.unlock(row_byte(row), 1)
             except BaseException:  # a handler's, which may have come before it was unlocked
-                self._unlock(row)
+                self.unlock(row_byte(row), 1)
                 raise
             finally:
                 self._is_recovering = False
@@ -389,12 +418,6 @@ class Rows:
             if other is not None:  # a child that was forked while it was being opened has it, too, and does not know it
                 with contextlib.suppress(OSError):
                     ofd_locks.unlock(other.fileno(), byte, 1)
-
-    def _try_lock(self, row: int) -> bool:
-        return self.try_lock(row_byte(row), 1)
-
-    def _unlock(self, row: int) -> None:
-        self.unlock(row_byte(row), 1)
 
     def describe(self, row: int) -> str:
         """Return the process of a row, for people."""

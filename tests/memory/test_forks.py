@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import mmap
 import os
@@ -523,6 +524,38 @@ def test_what_a_child_kept_comes_back_whatever_its_parent_does(ctx: Any, gates: 
         _SMALL_CALLS[calls](there, empty)
         ended, status = os.waitpid(producer, os.WNOHANG)
     assert status == 0
+
+
+def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_it_is(ctx: Any) -> None:
+    """At each moment of a process's first put the handler of a signal may get a lease, and keep it."""
+    there, other, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
+    while has_more:
+        point += 1 + point // 50
+        told, go = Gate(), Gate()
+        there.put(torch.full((SIZE,), 5.0))
+
+        def use_first(point: int, told: Gate, go: Gate) -> None:
+            kept = list[torch.Tensor]()
+            get = lambda: kept.append(there.get(timeout=LIMIT))  # noqa: E731
+            run_traced(lambda: other.put(len(kept)), point, get, SIGNAL_CHECKS, before=False)
+            there.put(len(kept))
+            told.open()
+            go.wait()
+            assert all(each.eq(5).all() for each in kept)
+
+        child = in_child(functools.partial(use_first, point, told, go))
+        told.wait()
+        has_more = there.qsize() == 1  # else no handler has run, and the first message is still there
+        for _ in range(2):
+            there.put(torch.full((SIZE,), 99.0))  # in memory that is free
+        go.open()
+        assert reap(child) == 0, f"at point {point}"
+        while there.qsize():
+            there.get(timeout=LIMIT)
+        other.get(timeout=LIMIT)
+        for gate in (told, go):
+            gate.close()
+    assert point > 500
 
 
 NO_DESCRIPTOR = """
