@@ -187,11 +187,11 @@ def peak_rss(pid: int) -> int:
 
 
 def resident(pid: int) -> int:
-    """Resident memory of a process, in bytes; 0 when it has ended."""
+    """Resident memory of a process, in bytes; 0 when it has ended, or is another user's and hidden."""
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
             return int(file.read(128).split()[1]) * _PAGE
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
 
 
@@ -202,6 +202,7 @@ def started(pid: int) -> float:
 
     Raises:
         ProcessLookupError: there is no such process (any more).
+        PermissionError: it is another user's, and hidden.
         OSError: no descriptor is left to look with.
     """
     try:

@@ -402,7 +402,7 @@ class MemoryTracker:
         ended = {(watched.pid, watched.started): watched for watched in self._seen if watched.ended}
         for pid in members:
             if pid not in known:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # or another user's, and hidden
                     since = started(pid)
                     if (pid, since) in ended:  # a zombie is a member until it is waited for; or the last look missed it
                         ended[pid, since].is_member = True

@@ -534,6 +534,14 @@ def put_without_end(ends: Ends, size: int) -> None:
             ends.producer.put(tree, 0.1)
 
 
+def take_and_drop(ends: Ends, count: float) -> None:
+    """Take so many messages; math.inf: until killed."""
+    while count > 0:
+        with contextlib.suppress(tp.Empty):
+            ends.consumer.get(0.1)
+            count -= 1
+
+
 def be_stage(ends: Ends, upstream: str, downstream: str) -> str:
     """Pass on what comes, plus 1, until it ends. Returns how it ended."""
     try:

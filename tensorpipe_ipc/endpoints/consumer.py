@@ -133,8 +133,8 @@ class Consumer(End):
             producers: when a stream ends. "auto": as soon as all producers that came have left, and one came. A number: when so
                 many have left, however late they come. None: never, as for a server; then one that fails or vanishes is logged
                 and counted, and not raised.
-            peer_timeout: seconds after the last sign of life until a producer counts as gone that is out of sight: on another
-                host, or with another runtime folder. Producers of this user on this host are seen to be there or not.
+            peer_timeout: over tcp, seconds after the last sign of life until a producer counts as gone that is out of sight: on
+                another host, or with another runtime folder. Producers of this user on this host are seen to be there or not.
 
         Raises:
             UnknownSerializer: a name in ``accept`` is not registered; the known ones are named.

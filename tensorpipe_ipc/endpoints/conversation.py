@@ -57,7 +57,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -79,6 +79,7 @@ from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
+from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.wire.header import (
     Ending,
     Header,
@@ -686,6 +687,9 @@ class Conversation:
             self._tears = self.socket.tears.count
             self._tore()
         self._give_up_early(self.socket.routing, self.socket.reads_out)
+        for attachment in self._attachments():
+            if attachment.leases.kept:  # a get that has messages to take looks there, too
+                attachment.leases.settle(at_once=False)
         again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:
@@ -781,9 +785,12 @@ class Conversation:
 
     def trim(self) -> int:
         """Give back all memory of this end's queues that nobody needs now, whichever process has it. Return its bytes."""
+        return sum(attachment.trim() for attachment in self._attachments())
+
+    def _attachments(self) -> Collection[Attachment]:
+        """Return the pieces of memory that this end's queues lie in."""
         queues = [*(peer.queue for peer in self.peers.values() if peer.queue), *self.standby.queues()]
-        attachments = {id(queue.attachment): queue.attachment for queue in queues}
-        return sum(attachment.trim() for attachment in attachments.values())
+        return {id(queue.attachment): queue.attachment for queue in queues}.values()
 
 
 def _welcome_in(frames: list[Any]) -> Hello | None:

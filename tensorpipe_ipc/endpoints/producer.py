@@ -124,8 +124,8 @@ class Producer(End):
                 (``device=``), sees theirs, and has passed a self-test. They arrive as copies in memory of the consumer's own.
                 Such a message is lost if this process ends before it was taken. Else they are staged, and ``statistics()``
                 says why. With ``wire_dtype`` they always are.
-            peer_timeout: seconds after the last sign of life until a consumer counts as gone that is out of sight: on another
-                host, or with another runtime folder. Consumers of this user on this host are seen to be there or not.
+            peer_timeout: over tcp, seconds after the last sign of life until a consumer counts as gone that is out of sight: on
+                another host, or with another runtime folder. Consumers of this user on this host are seen to be there or not.
 
         Raises:
             UnknownSerializer: no serializer of that name; the known ones are named.

@@ -117,10 +117,12 @@ class Attachment:
     def trim(self) -> int:
         """Give back all memory of the arena that no process needs now. Return the number of bytes."""
         self.attach()
+        before = self.arena.segment.resident()
         self.recover_dead()
         self.orphans.destroy_all()
         self.leases.settle()
-        return self.arena.trim()
+        self.arena.trim()
+        return max(0, before - self.arena.segment.resident())
 
     def allocate(self, nbytes: int, taker: Taker) -> int:
         """Return a block for so many bytes, now. Its state is WRITING, and the taker has it.

@@ -23,10 +23,13 @@ _RCVMORE = int(zmq.RCVMORE)
 # name, the header, an empty one that ends what was cut off. An empty frame is two bytes on the wire, and hundreds here.
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
-_DROPPED_AT_ONCE = 500  # messages of those who were hung up on
-# Of them, or frames, while more come; and when all are dropped. libzmq held short ones in 64 bytes each, and one of 34 bytes or
-# more that came alone in some KB.
-_GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 200_000, 1000
+_DROPPED_AT_ONCE = 500  # frames of those who were hung up on
+_GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = (
+    12 << 20,
+    1 << 20,
+)  # bytes that were dropped, while more come; and when all are dropped
+# Bytes that libzmq held a frame in beside its own: 64 of a short one, some KB of one of 34 bytes or more that came alone.
+_BESIDE = 640
 # Times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces.
 _GIVE_BACK_RARELY = 20
 
@@ -57,7 +60,7 @@ class FrameReader:
         self._came = 0  # bytes of the message in hand
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
-        self._owed = 0  # frames that were dropped since memory was last given back
+        self._owed = 0  # bytes that were dropped since memory was last given back
         self._is_wasted = False
         self._gives_back_from = 0.0
 
@@ -91,8 +94,12 @@ class FrameReader:
     def received(self) -> None:
         """The message in hand has been dealt with."""
         if self._is_wasted:
-            self._owed += len(self.frames)
+            self._owed += sum(map(len, self.frames)) + _BESIDE * len(self.frames)
         self.frames, self.surplus, self._is_wasted = [], "", False
+        if (
+            self._owed >= _GIVE_BACK_AFTER
+        ):  # beside friends whose messages never end it is not found that nothing more has come
+            self._give_back(_GIVE_BACK_AFTER)
 
     def waste(self) -> None:
         """The message in hand is of no use: its frames are as good as dropped."""
@@ -139,8 +146,7 @@ class FrameReader:
         for _ in range(_SURPLUS_AT_ONCE):
             if not self._socket.getsockopt(_RCVMORE):
                 return True
-            self._socket.recv(_DO_NOT_WAIT[0], copy=False)
-            self._owed += 1
+            self._owed += len(self._socket.recv(_DO_NOT_WAIT[0], copy=False)) + _BESIDE
         return False
 
     def _give_back(self, least: int) -> None:
@@ -177,15 +183,28 @@ class NamedFrameReader(FrameReader):
     def _begin(self, flags: tuple[int]) -> bool:
         """Receive who sent the next message, and its first frame. Drop, as fast as can be, what comes before it of those who
         were hung up on. Return whether there is one, after no more of that than takes a millisecond."""
-        frames = self.frames
-        for _ in range(_DROPPED_AT_ONCE):
+        frames, left = self.frames, _DROPPED_AT_ONCE
+        while left > 0:
             self.frames.extend(map(self._socket.recv, flags))
             flags = _DO_NOT_WAIT
             self._receive_frame(flags)
-            if frames[0] not in self.hung_up or frames[1].more:
+            if frames[0] not in self.hung_up:
+                return True
+            left -= 1 + self._drop_further()
+            if frames[1].more:  # the rest is surplus
                 return True
             self.dropped += 1
-            self._owed += 1
+            self._owed += len(frames[1]) + _BESIDE
             frames.clear()
             self._give_back(_GIVE_BACK_AFTER)
         return False
+
+    def _drop_further(self) -> int:
+        """Drop all frames of a message but its last, or as many as a turn may take. Return how many."""
+        for count in range(_SURPLUS_AT_ONCE):
+            if not self.frames[1].more:
+                return count
+            self._owed += len(self.frames[1]) + _BESIDE
+            self._receive_frame(_DO_NOT_WAIT)
+            del self.frames[1]
+        return _SURPLUS_AT_ONCE

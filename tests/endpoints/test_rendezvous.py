@@ -16,9 +16,9 @@ import pytest
 import torch
 import zoo
 from children import PATIENCE, Child, in_thread, wait_until
-from crash_points import told_by_child
+from crash_points import in_child, reap, told_by_child
 from inside import conversation_of, forget_offered_queues, reach_anew, side_of
-from raw_ends import RawEnd, hello, hello_of, refusal_of
+from raw_ends import RawEnd, hello, hello_of, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.cli.doctor import attached
@@ -762,3 +762,36 @@ def test_lengths_beyond_the_block() -> None:
             queue.words[word + index] = before
         assert consumer.get(PATIENCE) == "will be spoilt"
         del queue
+
+
+def _shared_memory() -> int:
+    """Return the bytes of memory that this process's shared memory costs."""
+    found = set[tuple[int, int]]()
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:tensorpipe_ipc" in os.readlink(f"/proc/self/fd/{each}"):
+                status = os.stat(f"/proc/self/fd/{each}")
+                found.add((status.st_ino, status.st_blocks * 512))
+    return sum(nbytes for _, nbytes in found)
+
+
+@pytest.mark.parametrize("has_left", [False, True], ids=["attached", "left"])
+def test_memory_that_only_a_child_kept_comes_back_while_a_consumer_waits(has_left: bool) -> None:
+    """Though no message comes any more, and whether its producer is still there or not."""
+    go, gone = os.pipe()
+    with tp.Consumer("kept", producers=None) as consumer, Child() as child:
+        child.call(children.open_producer, "kept")
+        child.begin(children.put_and_overwrite, (4 << 20,), 1, PATIENCE)
+        got = consumer.get(PATIENCE)
+        child.result()
+        helper = in_child(lambda: os.read(go, 1))
+        del got
+        if has_left:
+            child.call(children.close)
+            wait_in_vain(consumer, lambda: not consumer.statistics().peers)
+        assert _shared_memory() > 16 << 20
+        os.write(gone, b"x")
+        assert reap(helper) == 0
+        wait_in_vain(consumer, lambda: _shared_memory() < 1 << 20)
+    for each in (go, gone):
+        os.close(each)
