@@ -54,6 +54,7 @@ import numpy as np
 
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.forks import call_all, no_fork, watch
+from tensorpipe_ipc.handlers import passed_a_handler
 from tensorpipe_ipc.memory import ofd_locks
 from tensorpipe_ipc.memory.row import (
     BATCH,
@@ -103,6 +104,7 @@ class Rows:
         index: of the own row; -1 while not attached.
         incarnation: how often that row has been attached to, this process included.
         forks: how many times this process has forked while it had leases.
+        forked: how many times this process has forked, or more, and those that it descends from.
         process: this one. It differs in a fork that has not been told yet: all that is here is its parent's.
         is_forking: this process is just forking; or it is the child, and has not been told yet.
         spare: the descriptor of the next fork's fork marker; None: not open.
@@ -115,6 +117,7 @@ class Rows:
         self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
         self.no_fork = no_fork()
         self.is_forking = False
+        self.forked = 0
         self._forget()
         # By the object whose methods they are: they go when it goes.
         self._before_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], bool]] = weakref.WeakKeyDictionary()
@@ -148,7 +151,8 @@ class Rows:
         """Take a row, unless this process has one.
 
         A signal's handler, or a finalizer, may come in here at any call, and need a row itself. Then it takes one, and what was
-        begun here is given up: until the end all of it is in local variables, and its locks go with its description.
+        begun here is given up: until the end all of it is in local variables, and its locks go with its description. If it
+        forks, the child has that description, too. So neither takes a row by it: both begin anew.
 
         Args:
             finish: called with a dead row whose lock is held; says whether nothing is left to do in it.
@@ -160,9 +164,12 @@ class Rows:
         """
         with self.no_fork, self._mutex:
             while self.index < 0:
+                process, forked = os.getpid(), self.forked
                 try:
                     owned = reopened(self.segment.descriptor, os.O_RDWR)
                 except OSError as failed:
+                    if self.index >= 0:
+                        return
                     raise SharedMemoryError(
                         failed.errno, f"the segment could not be opened again: {failed.strerror}"
                     ) from failed
@@ -172,36 +179,59 @@ class Rows:
                         errno.EBADF,
                         "this process closed the segment's descriptor, and has another file open by that number",
                     )
-                self._attach_by(owned, finish, prepare)
+                self._attach_by(owned, (process, forked), finish, prepare)
 
     def _attach_by(
-        self, owned: OwnedFd, finish: Callable[[int], bool], prepare: Callable[[int, int], Prepared]
+        self,
+        owned: OwnedFd,
+        since: tuple[int, int],
+        finish: Callable[[int], bool],
+        prepare: Callable[[int, int], Prepared],
     ) -> None:
-        """Take a row by a description, unless this process has one by the end of it."""
-        descriptor, before = owned.fileno(), self._owned
+        """Take a row by a description, unless this process has one by the end of it.
+
+        Args:
+            since: the process, and how often it had forked, when the description was not open yet.
+        """
+        descriptor, before, (process, forked) = owned.fileno(), self._owned, since
         try:
-            if self.index >= 0:
+            if self.index >= 0 or self.forked != forked:
                 return
             self._owned, self._descriptor = owned, descriptor  # for ``finish``; no call since the look
             row = self._find(descriptor, finish)
-            if self.index >= 0:
+            if self.index >= 0 or self.forked != forked:
                 return
             incarnation, inherited = self._adopt(row)
             into, prepared = prepare(row, incarnation)
             update = into.update
-            if self.index < 0:
+            if self.index < 0 and self.forked == forked:
                 update(prepared)  # no call since the look
-            if self.index < 0:  # the same
+            if self.index < 0 and self.forked == forked:  # the same
                 self.incarnation, self._inherited = incarnation, inherited
                 self._owned, self._descriptor = owned, descriptor
                 self.index = row  # last: other threads look at it without waiting, and go on if it is there
-        except BaseException:
-            number = -1 if before is None else before.fileno()
-            if self.index < 0:  # else it would be open for ever, and a row locked
-                self._owned, self._descriptor = before, number
-            if self._owned is not owned:
-                owned.close()  # who keeps the exception keeps this frame
-            raise
+        except (OSError, ValueError) as error:
+            # One that has a row by now needs no other. A child has nothing of what its parent had begun.
+            is_over = self.index >= 0 or process != os.getpid()
+            if not is_over or passed_a_handler(error.__traceback__):
+                raise
+        finally:
+            self._give_up(owned, before, process)
+
+    def _give_up(self, owned: OwnedFd, before: OwnedFd | None, process: int) -> None:
+        """Have a description no more, unless this process's row was taken by it.
+
+        Args:
+            before: the one that an interrupted attempt of this process works by.
+            process: the one that has opened it.
+        """
+        number = -1 if before is None else before.fileno()
+        if self.index < 0:  # else it would be open for ever, and a row locked
+            self._owned, self._descriptor = before, number
+        if self._owned is not owned:
+            if process == os.getpid():  # a child that was forked meanwhile has it open, too
+                ofd_locks.unlock(owned.fileno(), 0, 0)  # all that was locked by it
+            owned.close()  # who keeps an exception keeps the frames
 
     def _find(self, descriptor: int, finish: Callable[[int], bool]) -> int:
         """Return a row that is locked by a description, and in which nothing is left to do."""
@@ -271,6 +301,7 @@ class Rows:
     def _leave_fork_marker(self) -> None:
         """Before a fork."""
         self.is_forking = True
+        self.forked += 1
         if self._leaves_fork_marker:
             return
         due = [method(owner) for owner, method in list(self._before_fork.items())]

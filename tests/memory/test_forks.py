@@ -558,6 +558,53 @@ def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_i
     assert point > 500
 
 
+def test_a_child_that_a_handler_forks_while_its_process_takes_a_queue_into_use_has_a_part_of_its_own(ctx: Any) -> None:
+    """It stays in the handler. Each is seen to hold what it got, and its parent's death to free that."""
+    there, pids, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
+    while has_more:
+        point += 1 + point // 10
+        go = Gate()
+        for value in (5.0, 6.0):
+            there.put(torch.full((SIZE,), value))
+
+        def holders() -> set[int]:
+            """Tell who holds messages, but for this process, which has put them."""
+            return {int(each.process.split()[1]) for each in there.statistics().holders} - {os.getpid()}
+
+        def hold(count: int, go: Gate) -> None:
+            kept = there.get(timeout=LIMIT)
+            pids.put((os.getpid(), count))
+            go.wait()
+            os._exit(not kept.eq(kept[0]).all())
+
+        def use_first(point: int, go: Gate) -> None:
+            forked = list[int]()
+
+            def fork() -> None:
+                forked.append(os.fork())
+                if not forked[0]:
+                    hold(1, go)
+
+            run_traced(ctx.tensorpipe_attachment().attach, point, fork, SIGNAL_CHECKS, before=False)
+            hold(len(forked), go)
+
+        parent = in_child(functools.partial(use_first, point, go))
+        told = [pids.get(timeout=LIMIT)]
+        has_more = told[0][1] == 1
+        told += [pids.get(timeout=LIMIT)] if has_more else []
+        assert holders() == {pid for pid, _ in told}, f"at point {point}"
+        os.kill(parent, signal.SIGKILL)
+        assert reap(parent) == -signal.SIGKILL
+        assert holders() == {pid for pid, _ in told} - {parent}, f"at point {point}"
+        go.open()
+        while holders():
+            time.sleep(0.001)  # it ends by itself, and nobody can wait for it
+        while there.qsize():
+            there.get(timeout=LIMIT)
+        go.close()
+    assert point > 50
+
+
 NO_DESCRIPTOR = """
 import os, resource, sys, torch, warnings
 import tensorpipe_ipc as tp
