@@ -694,7 +694,7 @@ class Conversation:
         for peer in list(self.peers.values()):
             if peer.queue is not None:
                 peer.queue.arena.mind_idle(peer.queue.attachment.recover_dead)
-            if self.peers.is_gone(peer, again):
+            if self.peers.is_gone(peer, again) and not self._admission.is_undecided(peer):
                 self.peers.leaves(peer, How.LOST)
                 again = True
                 # There may be a thousand, and letting go of one takes the owner a millisecond.

@@ -33,6 +33,7 @@ REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
 _FAREWELL = 1.0  # seconds that a goodbye has to leave
 _POLL_UNIT = 0.001  # seconds; poll rounds up a shorter wait, and each piece of a large message would wait as long
+_A_TURN = 0.001  # seconds of what is rejected
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
@@ -374,14 +375,24 @@ class Receiver(Participant):
         return [fd for fd, _ in queues.poll(timeout // _POLL_UNIT)]
 
     def pump(self, timeout: float) -> Arrived | None:
-        """See Participant. While a queue has messages, all that is none of its own has a fifth of the time."""
+        """See Participant. While a queue has messages, all that is none of its own has a fifth of the time.
+
+        A turn comes once for each of the caller's messages at most. So one that begins with what is rejected goes on with
+        more of that for a while: else hundreds of connections of strangers would be heard one by one.
+        """
         if not self._sharing:
             return super().pump(timeout)
-        self.conversation.look_now_and_then()  # which is no talk of anybody's
-        self._spent, rejected = time.thread_time(), self.conversation.rejected
+        here = self.conversation
+        here.look_now_and_then()  # which is no talk of anybody's
+        self._spent = time.thread_time()
+        before = rejected = here.rejected
         arrived = super().pump(timeout)
-        if arrived is None:
-            self._listened(self._spent, rests=self.conversation.rejected > rejected)
+        while arrived is None and here.rejected > rejected and time.thread_time() - self._spent < _A_TURN:
+            rejected = here.rejected
+            if self.socket.has_incoming():
+                arrived = super().pump(0)
+        if arrived is None or here.rejected > before:
+            self._listened(self._spent, rests=here.rejected > before)
         return arrived
 
     def was_in_vain(self) -> None:

@@ -3,7 +3,8 @@
 * Strangers are those that are no peers, and peers out of sight that have brought nothing yet. They have a fifth of the time
   together, and more for a moment, as many may come at once. Over that, a stranger is hung up on unheard, unless it is seen
   to be an end of this user. It connects anew by itself, until there is time for it.
-* A stranger that says more than one thing at a time is hung up on.
+* A stranger that says more than one thing at a time is hung up on, and one that has said several: those of many connections are
+  read so seldom that each seems to come at its own time.
 * A peer that keeps the rules says things that bring nothing where a line is cut: all that was in flight comes once or twice
   again. One that says more of that at a time is hung up on.
 * A connection whose end has no more to say by it may still bring what was on its way, and no more.
@@ -29,7 +30,11 @@ _AT_ONCE = 1.0  # seconds of that which are let go by: many may come at a time
 IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
 _IDLE_AGAIN = 1.0  # seconds
 ANSWER_AGAIN = 0.1  # seconds in which one connection is answered once
+ANSWERS = 4  # that one connection has
 REMEMBERED = 1000  # ends that have ended, and connections, at most of each
+_NO_PEERS = (
+    1 << 14
+)  # connections that are no peers: each has its turn, and is forgotten before that where there are more
 
 
 class Strangers:
@@ -38,7 +43,7 @@ class Strangers:
     def __init__(self, window: int) -> None:
         self._window = window
         self._heard_from = 0.0  # when there is time for somebody who is no peer
-        self._answered: dict[bytes, float] = {}  # when one that is no peer was answered
+        self._answered: dict[bytes, tuple[float, int]] = {}  # when one that is no peer was answered, and how often
         self._idle: dict[bytes, tuple[int, float]] = {}  # what brought nothing, and since when that is counted
         self._over: dict[bytes, int] = {}  # what was said since by connections whose ends have no more to say by them
 
@@ -60,12 +65,15 @@ class Strangers:
         return self._over[routing] > IDLE + 4 * self._window
 
     def was_answered(self, routing: bytes) -> bool:
-        """Return whether one that is no peer was answered just now: it may ask for ever, and never read."""
-        return time.monotonic() - self._answered.get(routing, 0.0) < ANSWER_AGAIN
+        """Return whether one that is no peer was answered just now, or several times: it may ask for ever, and never read."""
+        last, count = self._answered.get(routing, (0.0, 0))
+        return count >= ANSWERS or time.monotonic() - last < ANSWER_AGAIN
 
     def note_answered(self, routing: bytes) -> None:
         """Note that one that is no peer was answered, or need not be."""
-        remember(self._answered, routing, time.monotonic())
+        last, count = self._answered.pop(routing, (0.0, 0))
+        now = time.monotonic()
+        remember(self._answered, routing, (now, count + (now - last > ANSWER_AGAIN)), _NO_PEERS)
 
     def are_a_crowd(self) -> bool:
         """Return whether there is no time for a stranger now."""
@@ -96,8 +104,8 @@ class Strangers:
         return count > IDLE + 4 * (window if peer.is_seen() else min(window, peer.brought))
 
 
-def remember(known: dict[Any, Any], one: Any, value: Any = None) -> None:
-    """Add one to those of whom the last thousand are known."""
+def remember(known: dict[Any, Any], one: Any, value: Any = None, most: int = REMEMBERED) -> None:
+    """Add one to those of whom the last ``most`` are known."""
     known[one] = value
-    while len(known) > REMEMBERED:
+    while len(known) > most:
         del known[next(iter(known))]

@@ -52,7 +52,7 @@ _BACKLOG = 1024  # so that a burst of strangers does not crowd out a friend, who
 # again 0.2 s later.
 _FIRST_WORD = 0.35
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
-_HUNG_UP = 4096  # connections that may have said more before they were hung up on
+_HUNG_UP = 1 << 14  # connections that may have said more before they were hung up on
 _numbers = itertools.count()
 
 

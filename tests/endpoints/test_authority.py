@@ -178,6 +178,7 @@ def test_a_consumers_place_is_not_taken_by_what_everybody_may_read(shared_memory
         assert taking() == [0]
         who, folder = child.call(children.own_identity), conversation_of(producer).folder
         _claim_to_be("consumer", who, folder, producer.endpoint, producer.statistics)
+        wait_until(lambda: len(producer.statistics().peers) == 1)  # its goodbye is heard
         taking = in_thread(lambda: child.call(children.take, 4))
         for number in range(4):
             producer.put(number, PATIENCE)

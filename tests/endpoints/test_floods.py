@@ -378,7 +378,7 @@ def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_h
         resident = psutil.Process(child.pid).memory_info
         before = resident().rss
         with started("-c", said, endpoint):
-            wait_until(lambda: resident().rss - before > 100 * MIB)
+            wait_until(lambda: resident().rss - before > 50 * MIB)
             child.begin(children.take_and_drop, math.inf)
             wait_until(lambda: resident().rss - before < 20 * MIB)
         friend.kill()
@@ -402,6 +402,25 @@ def test_what_had_come_by_who_was_hung_up_on_is_dropped_at_once_beside_a_queue(f
             consumer.get(PATIENCE)
             got += 1
             assert got < 50 * count, "some 4 of a friend's for each is usual, and 160 if each has a turn"
+        friend.kill()
+
+
+def test_strangers_of_many_connections_have_few_turns_each_beside_a_queue() -> None:
+    """A connection is read so seldom that what it says seems to come at its own time. Friends in frames wait for all of it."""
+    connections, each, got = 100, 40, 0
+    with tp.Consumer(LOOPBACK) as consumer, Child() as friend, contextlib.ExitStack() as stack:
+        friend.call(children.open_producer, consumer.endpoint)
+        friend.begin(children.put_without_end, 100)
+        consumer.get(PATIENCE)
+        for _ in range(connections):
+            line = stack.enter_context(RawLine(consumer.endpoint))
+            line.say(*[pack(Kind.DATA, 1)] * each)
+        while consumer.statistics().rejected < connections * each:
+            consumer.get(PATIENCE)
+            got += 1
+            assert got < 50 * connections * each, (
+                "some 3 of a friend's for each are usual, and many more if each has a turn"
+            )
         friend.kill()
 
 
@@ -429,7 +448,7 @@ def test_what_is_no_message_has_a_fifth_of_the_time_while_a_queue_has_messages()
             wait_until(side_of(consumer).socket.has_incoming)
             before = consumer.statistics().rejected
             came += [consumer.get(PATIENCE)[1] for _ in range(2 * count - 20)]
-            assert consumer.statistics().rejected - before < count / 2, "as one for each of both producers"
+            assert consumer.statistics().rejected - before < 2 * count, "of five times as many as there are messages"
         assert sorted(came) == sorted([*range(count)] * 2)
         for child in (one, two):
             child.call(children.abandon)

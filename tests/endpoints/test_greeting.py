@@ -51,6 +51,19 @@ def _put_silently(ends: children.Ends, *trees: Any) -> None:
     children.put(ends, *trees)
 
 
+def _put_after_one_word(ends: children.Ends, *trees: Any) -> None:
+    """The same after one HELLO, which names no queue where none was free."""
+    socket = side_of(ends.producer).socket
+    real, said = socket.send_small, list[bool]()
+
+    def say_once(*what: Any) -> bool:
+        said.append(True)
+        return len(said) > 1 or real(*what)
+
+    socket.send_small = say_once
+    children.put(ends, *trees)
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("maxsize", [64, 8, 3])
 def test_a_consumer_that_computes_gets_all_that_was_put_meanwhile(endpoint: str, maxsize: int) -> None:
@@ -355,6 +368,32 @@ def test_who_claimed_a_queue_put_nothing_and_was_killed() -> None:
         last.call(children.open_producer, "busy")
         last.call(children.put, "from the next")
         assert consumer.get(PATIENCE) == "from the next"
+
+
+@pytest.mark.parametrize("put_any", [False, True], ids=["nothing", "a message"])
+def test_who_was_heard_of_and_claimed_a_queue_and_was_killed_counts_once(put_any: bool) -> None:
+    """Its HELLO named no queue, as none was free. A stream of three goes on until the third has left."""
+    with tp.Consumer("busy", producers=3) as consumer, Child() as first, Child() as second, Child() as third:
+        for child in (first, second):
+            child.call(children.open_producer, "busy")
+            child.call(children.put, "from one")
+        third.call(children.open_producer, "busy")
+        third.begin(_put_after_one_word, *["from the killed one"] * put_any)
+        if put_any:
+            third.wait_until_blocked()  # it has said HELLO
+        assert [consumer.get(PATIENCE) for _ in range(2)] == ["from one"] * 2
+        third.result()
+        third.kill()
+        second.call(children.close)
+        if put_any:
+            assert consumer.get(PATIENCE) == "from the killed one"
+        with pytest.raises(tp.Empty):
+            consumer.get(1)
+        assert (consumer.statistics().ended, consumer.statistics().vanished) == (1, put_any)
+        first.call(children.close)
+        if put_any:
+            with pytest.raises(tp.PeerLost, match=f"pid {third.pid} "):
+                consumer.get(PATIENCE)
 
 
 def test_what_was_put_survives_its_producer() -> None:
