@@ -184,10 +184,10 @@ class Admission:
 
     def is_undecided(self, peer: Peer) -> bool:
         """Return whether a peer that is gone may be one that has claimed a queue, and whose next HELLO was not heard."""
-        return peer.hello.identity.pid in self._here.standby.claimants and self._may_have_claimed(peer)
-
-    def _may_have_claimed(self, peer: Peer) -> bool:
-        return self._here.socket.binds and not (peer.settled or peer.sight.is_out_of_sight) and peer.sight.is_gone()
+        here = self._here
+        if not here.socket.binds or peer.settled or peer.sight.is_out_of_sight:
+            return False
+        return any(queue.is_claimed_by(peer.hello) for queue in here.standby.queues())
 
     def take_in_deserted(self) -> None:
         """Take in, and at once let go, those who claimed a queue, put into it, and died before their HELLO had left.
@@ -205,8 +205,7 @@ class Admission:
             terms = SharedMemoryTerms("auto", os.geteuid(), attached=queue.offer.token)
             role = "producer" if here.role == "consumer" else "consumer"
             hello = Hello(role, dead, queue.maxsize, shared_memory=terms)
-            of_it = [each for each in here.peers.values() if each.hello.identity.pid == queue.claimant]
-            for known in list(filter(self._may_have_claimed, of_it))[:1]:
+            for known in [each for each in here.peers.values() if not each.settled and queue.is_claimed_by(each.hello)]:
                 known.hello = msgspec.structs.replace(known.hello, shared_memory=terms)
                 here.peers.leaves(known, How.LOST)
             peer = here.owner.new_peer(os.urandom(8), hello, Sight())

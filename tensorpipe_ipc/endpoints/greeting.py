@@ -232,7 +232,7 @@ class Greeting:
                 if error.errno != errno.EBUSY:  # else another end has taken it
                     failed = error
             else:
-                if queue.claim(min(self._here.window, offer.maxsize)):
+                if queue.claim(min(self._here.window, offer.maxsize), self._here.end):
                     return queue
         if failed is not None:
             raise failed

@@ -45,6 +45,7 @@ __all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
 
 WISHES = ("auto", "off", "require")
 _STAT = 1 << 12  # bytes; more than /proc/PID/stat has
+_PIDS, _ENDS = 1 << 24, 1 << 40  # of the word that says who has claimed a queue: Linux has no more pids than 1 << 22
 _SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binders, and has 128 TiB
 
 
@@ -113,13 +114,14 @@ class PairQueue(SharedMemoryQueue):
         self._is_claimed = False  # by an end of this process
         self.rows.after_fork(self.close)
 
-    def claim(self, maxsize: int) -> bool:
+    def claim(self, maxsize: int, end: int = 0) -> bool:
         """Take a queue that is there for whoever comes. Whether nobody had, of all processes and of this one's threads.
 
         The lock goes with this process, or when it closes the queue. What was claimed once is nobody else's after that.
 
         Args:
             maxsize: how many messages may be in it from now on; not more than before.
+            end: the token of the end that takes it.
         """
         if self.words[self.record.claimed] or self._is_claimed:
             return False
@@ -128,7 +130,7 @@ class PairQueue(SharedMemoryQueue):
         byte = self.record.block + 1
         try:
             if self.rows.try_lock(byte, 1) and not self.words[self.record.claimed]:
-                self.words[self.record.claimed] = os.getpid()
+                self.words[self.record.claimed] = (end % _ENDS) * _PIDS + os.getpid()
                 if maxsize < self.maxsize:
                     assert self.credits is not None
                     os.read(self.credits.fd, 8 * (self.maxsize - maxsize))
@@ -147,7 +149,12 @@ class PairQueue(SharedMemoryQueue):
     @property
     def claimant(self) -> int:
         """The process whose connector has taken it; 0 as long as none has."""
-        return self.words[self.record.claimed]
+        return self.words[self.record.claimed] % _PIDS
+
+    def is_claimed_by(self, hello: Hello) -> bool:
+        """Return whether the end that says a HELLO has taken it."""
+        claim = self.words[self.record.claimed]
+        return claim % _PIDS == hello.identity.pid and claim // _PIDS == hello.end % _ENDS
 
     def let_go(self) -> None:
         """Have an end of this process let go of it. To the kernel a binder here and its connector are one."""

@@ -64,6 +64,23 @@ def _put_after_one_word(ends: children.Ends, *trees: Any) -> None:
     children.put(ends, *trees)
 
 
+_others: list[tp.Producer] = []
+
+
+def _say_hello(ends: children.Ends) -> None:
+    """Say HELLO while no queue is free, and put nothing."""
+    with contextlib.suppress(tp.Full):
+        ends.producer.wait_for(1, timeout=0.1)
+
+
+def _put_silently_from_another_end(_: children.Ends, endpoint: str, *trees: Any) -> None:
+    """Do as ``_put_silently``, from a further end of the same process."""
+    _others.append(tp.Producer(endpoint))
+    side_of(_others[-1]).socket.send_small = lambda *_: True
+    for tree in trees:
+        _others[-1].put(tree, PATIENCE)
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("maxsize", [64, 8, 3])
 def test_a_consumer_that_computes_gets_all_that_was_put_meanwhile(endpoint: str, maxsize: int) -> None:
@@ -394,6 +411,26 @@ def test_who_was_heard_of_and_claimed_a_queue_and_was_killed_counts_once(put_any
         if put_any:
             with pytest.raises(tp.PeerLost, match=f"pid {third.pid} "):
                 consumer.get(PATIENCE)
+
+
+def test_two_ends_of_one_process_that_was_killed_count_as_two() -> None:
+    """One said HELLO and claimed nothing. The other claimed a queue, and was not heard of."""
+    with tp.Consumer("busy", producers=4) as consumer, Child() as first, Child() as second, Child() as killed:
+        for child in (first, second):
+            child.call(children.open_producer, "busy")
+            child.call(children.put, "from one")
+        killed.call(children.open_producer, "busy")
+        killed.call(_say_hello)
+        assert [consumer.get(PATIENCE) for _ in range(2)] == ["from one"] * 2
+        wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 3)
+        killed.call(_put_silently_from_another_end, "busy", "from the other end")
+        killed.kill()
+        for child in (first, second):
+            child.call(children.close)
+        assert consumer.get(PATIENCE) == "from the other end"
+        with pytest.raises(tp.PeerLost, match=f"pid {killed.pid} .*pid {killed.pid} "):
+            consumer.get(PATIENCE)
+        assert (consumer.statistics().ended, consumer.statistics().vanished) == (2, 2)
 
 
 def test_what_was_put_survives_its_producer() -> None:
