@@ -7,7 +7,7 @@ import functools
 import mmap
 import os
 
-__all__ = ["MAP_NORESERVE", "libc", "map_over", "private_memory", "punch_hole"]
+__all__ = ["MAP_NORESERVE", "libc", "map_over", "private_memory", "punch_hole", "trim_malloc"]
 
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # Linux's, of every machine but a few (alpha, mips, parisc)
@@ -23,6 +23,13 @@ def libc() -> ctypes.CDLL:
 def punch_hole(descriptor: int, start: int, stop: int) -> bool:
     """Give back the memory of a file's bytes in [start, stop), which then read as zeros. Return whether that was done."""
     return int(libc().fallocate(descriptor, _PUNCH_HOLE, ctypes.c_long(start), ctypes.c_long(stop - start))) == 0
+
+
+def trim_malloc() -> None:
+    """Have malloc give back what it keeps of what was let go, in all of this process. Some C libraries keep it."""
+    trim = getattr(libc(), "malloc_trim", None)  # glibc's only
+    if trim is not None:
+        trim(0)
 
 
 def private_memory(nbytes: int) -> mmap.mmap:

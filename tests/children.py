@@ -542,6 +542,19 @@ def take_and_drop(ends: Ends, count: float) -> None:
             count -= 1
 
 
+def put_many_large(ends: Ends, nbytes: int, count: int) -> None:
+    """Put messages of so many bytes each."""
+    for _ in range(count):
+        ends.producer.put(torch.ones(nbytes, dtype=torch.uint8), timeout=PATIENCE)
+
+
+def trim(ends: Ends) -> None:
+    """Give back the memory of all the child's ends that nobody needs."""
+    for end in (ends.producer, ends.consumer):
+        if end is not None:
+            end.trim()
+
+
 def be_stage(ends: Ends, upstream: str, downstream: str) -> str:
     """Pass on what comes, plus 1, until it ends. Returns how it ended."""
     try:

@@ -77,6 +77,7 @@ from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
+from tensorpipe_ipc.memory.leases import keeping, settle_kept
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.shared_queue.attachment import Attachment
@@ -194,7 +195,9 @@ class Conversation:
         has_parted: whether this end is not open yet, or has begun to close: it says nothing.
         refusal: what its binder refused this connector with; None if it did not.
         is_leaving: whether it takes in nobody any more but connectors that have claimed a queue of it.
+        hangs_up: whether strangers reach this end, and are hung up on.
         strangers: its accounts of those that are no peers.
+        nbytes: of the last frames of all messages that came, ever.
         rejected: incoming messages that were dropped.
         last_rejection: why the last was; "" as long as none was.
         hears_again: whether the message in hand is to be read again.
@@ -219,14 +222,14 @@ class Conversation:
         self.events: deque[Event] = deque()
         self.has_parted = True
         self.refusal: Exception | None = None
-        self.rejected = 0
+        self.nbytes = self.rejected = 0
         self.last_rejection = ""
         self._in_hand: _InHand | None = None
         self.hears_again = False
         self.is_leaving = False
         self._early: list[tuple[bytes, Header, list[Any]]] = []  # messages of a binder whose WELCOME was torn
         self.strangers = Strangers(opening.window)
-        self._hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
+        self.hangs_up = bind and address.scheme == "tcp"  # over ipc nobody but this user connects
         self.looks = 0
         self._looked = 0.0  # when
         self.opened_at = 0.0
@@ -437,11 +440,11 @@ class Conversation:
             return
         self.peers.came += 1
         peer = self.peers.get(routing)
-        if self._hangs_up and not self._may_speak(routing, peer, frames):
+        if self.hangs_up and not self._may_speak(routing, peer, frames):
             self.socket.waste()
             self.socket.received()
             return
-        is_strange = self._hangs_up and (peer is None or not peer.brought and not peer.is_seen())
+        is_strange = self.hangs_up and (peer is None or not peer.brought and not peer.is_seen())
         stood = 0 if peer is None else peer.taken
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
@@ -467,7 +470,8 @@ class Conversation:
         message, self._in_hand = self._in_hand, None
         if message is None:
             return
-        if self._hangs_up:
+        self.nbytes += message.last_size
+        if self.hangs_up:
             self._judge(message)
         self.socket.received()
         if not self.greeting.said_at:  # the owner, or this, has news for a binder
@@ -687,9 +691,8 @@ class Conversation:
             self._tears = self.socket.tears.count
             self._tore()
         self._give_up_early(self.socket.routing, self.socket.reads_out)
-        for attachment in self._attachments():
-            if attachment.leases.kept:  # a get that has messages to take looks there, too
-                attachment.leases.settle(at_once=False)
+        if keeping:  # a get that has messages to take looks there, too
+            settle_kept()
         again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
         for peer in list(self.peers.values()):
             if peer.queue is not None:

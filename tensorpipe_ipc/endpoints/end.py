@@ -34,19 +34,20 @@ class End:
         return self._participant.endpoint
 
     def trim(self) -> int:
-        """Give back the shared memory between this end and its peers that nobody needs now, whichever process has it.
+        """Give back the memory that nobody needs now.
 
+        It is what this end shares with its peers, whichever process has it, and what it keeps ready for frames.
         Memory that lies idle for some seconds is given back anyway, while either end puts or waits.
 
         Returns:
-            How many bytes that were; 0 without shared memory.
+            How many bytes that were, but for what malloc kept.
 
         Raises:
             Closed: the end is closed or was forked.
             Busy: another thread uses it.
         """
         with self._guard:
-            return self._participant.conversation.trim()
+            return self._participant.trim()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -8,10 +8,16 @@ from collections.abc import Callable
 from tensorpipe_ipc.endpoints.conversation import Conversation, Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Event
 from tensorpipe_ipc.endpoints.peer import Peer, ending_by
+from tensorpipe_ipc.libc import trim_malloc
 from tensorpipe_ipc.wire.header import Ending, failed
 
 __all__ = ["Participant"]
 
+IDLE = 3.0  # seconds in which next to nothing came or went by the socket, so that memory that lies ready for it is given back
+_NEXT_TO_NOTHING, _WORTH = (
+    1 << 16,
+    1 << 20,
+)  # bytes: of what the ends say about themselves, and that are worth giving back
 STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
@@ -42,6 +48,7 @@ class Participant:
         self.lost = 0
         self._drained = 0.0
         self._tended = 0  # after how many looks around
+        self._idle_from, self._carried_then, self._carried_at_last = 0.0, 0, 0
 
     @property
     def endpoint(self) -> str:
@@ -117,6 +124,7 @@ class Participant:
         if conversation.looks != self._tended:
             self._tended = conversation.looks
             self._tend()
+            self._mind_idle()
         return None
 
     def ensure_greeted(self) -> None:
@@ -154,6 +162,34 @@ class Participant:
         """See who is still there; see ``Conversation.look_around``."""
         self.conversation.look_around(at_once=at_once)
         self._handle_events()
+
+    def _mind_idle(self) -> None:
+        """Give back what lies ready for messages in frames, and what malloc keeps of them, once there were none for a while."""
+        now, carried = time.monotonic(), self._carried()
+        if carried - self._carried_then > _NEXT_TO_NOTHING:
+            self._idle_from, self._carried_then = now + IDLE, carried
+        elif now >= self._idle_from and carried - self._carried_at_last > _WORTH:
+            self._carried_at_last = carried
+            self._drop_idle()
+            trim_malloc()
+
+    def trim(self) -> int:
+        """Give back all memory that lies ready, also what malloc keeps. Return its bytes, malloc's not counted."""
+        nbytes = self.give_back_idle()
+        trim_malloc()
+        return nbytes
+
+    def give_back_idle(self) -> int:
+        """Give back the memory that lies ready for further messages. Return the number of bytes."""
+        return self._drop_idle() + self.conversation.trim()
+
+    def _drop_idle(self) -> int:
+        """Let go of what lies ready for messages in frames. Return the number of bytes."""
+        raise NotImplementedError
+
+    def _carried(self) -> int:
+        """Return how many bytes came and went by the socket, ever, as far as memory was kept for them."""
+        return self.conversation.nbytes
 
     def look_now_and_then(self) -> None:
         """See who is still there, where that was not done for a while."""

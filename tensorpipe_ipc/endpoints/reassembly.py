@@ -102,10 +102,14 @@ class BufferPool:
         return nbytes
 
     def give_back_idle(self) -> int:
-        """Give back what lies idle. Return the number of bytes."""
+        """Give back what lies idle, here and with others. Return the number of bytes."""
+        return self.drop_idle() + self._trim()
+
+    def drop_idle(self) -> int:
+        """Give back what lies idle here. Return the number of bytes."""
         nbytes = sum(map(len, self._idle.copy()))
         self._idle.clear()
-        return nbytes + self._trim()
+        return nbytes
 
     def take_back(self, base: Any) -> None:
         """Keep memory that nothing refers to any more, for the next message."""

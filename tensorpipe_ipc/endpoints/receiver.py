@@ -33,7 +33,7 @@ REMEMBERED = 1000  # producers that vanished, at most
 _TOLD = 16  # producers that did not end well, and are named
 _FAREWELL = 1.0  # seconds that a goodbye has to leave
 _POLL_UNIT = 0.001  # seconds; poll rounds up a shorter wait, and each piece of a large message would wait as long
-_A_TURN = 0.001  # seconds of what is rejected
+_A_TURN = 0.0003  # seconds of what is rejected
 _TICK = 0.2  # seconds between two looks at who is still there, for who waits on the descriptor alone
 NOTHING: Any = object()  # there is no message, as None might be one
 
@@ -377,8 +377,8 @@ class Receiver(Participant):
     def pump(self, timeout: float) -> Arrived | None:
         """See Participant. While a queue has messages, all that is none of its own has a fifth of the time.
 
-        A turn comes once for each of the caller's messages at most. So one that begins with what is rejected goes on with
-        more of that for a while: else hundreds of connections of strangers would be heard one by one.
+        A turn comes once for each of the caller's messages at most. So where strangers reach the port, one that begins with
+        what is rejected goes on with more of that for a while: else hundreds of their connections would be heard one by one.
         """
         if not self._sharing:
             return super().pump(timeout)
@@ -387,13 +387,16 @@ class Receiver(Participant):
         self._spent = time.thread_time()
         before = rejected = here.rejected
         arrived = super().pump(timeout)
-        while arrived is None and here.rejected > rejected and time.thread_time() - self._spent < _A_TURN:
+        while here.hangs_up and arrived is None and here.rejected > rejected and self._has_time():
             rejected = here.rejected
-            if self.socket.has_incoming():
-                arrived = super().pump(0)
+            arrived = super().pump(0)
         if arrived is None or here.rejected > before:
             self._listened(self._spent, rests=here.rejected > before)
         return arrived
+
+    def _has_time(self) -> bool:
+        """Return whether a turn that began with what is rejected goes on: something has come, and it has not taken long."""
+        return time.thread_time() - self._spent < _A_TURN and self.socket.has_incoming()
 
     def was_in_vain(self) -> None:
         """Note that what ``pump`` returned is rejected: its time is that of all that is no message."""
@@ -610,9 +613,9 @@ class Receiver(Participant):
         if reassembly.is_complete:  # else nobody has sent what there is no memory for
             raise OutOfMemory(f"{self.endpoint}: {peer} sent {reassembly.refused}")
 
-    def give_back_idle(self) -> int:
-        """Give back the memory that lies ready for further messages. Return the number of bytes."""
-        return self._buffers.give_back_idle()
+    def _drop_idle(self) -> int:
+        """See Participant."""
+        return self._buffers.drop_idle()
 
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""

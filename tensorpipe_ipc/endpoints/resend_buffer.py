@@ -77,10 +77,11 @@ class ResendBuffer:
 
     Attributes:
         nbytes: that are kept; or more, where an exception of a signal's handler hit.
+        carried: bytes that were kept, ever.
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = self.carried = 0
         self._free = defaultdict[int, list[Any]](list)  # blocks to use again, by their bytes
         self._resting: deque[SentMessage] = deque()  # taken; ZeroMQ's thread may not have let go of them yet
         self._idle = 0  # bytes of blocks that are free, or rest
@@ -135,6 +136,7 @@ class ResendBuffer:
                 raise message.no_memory(f"there is no memory for it: {error}") from None
         kept.nbytes = message.size
         self.nbytes += kept.nbytes
+        self.carried += kept.nbytes
         if not large:
             kept.parts.append([first])
             return iter(kept.parts)

@@ -494,9 +494,13 @@ class Sender(Participant):
         """Return a queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
         return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
 
-    def give_back_idle(self) -> int:
-        """Give back the memory that lies ready for further messages. Return the number of bytes."""
-        return self._resend_buffer.drop_idle() + self.conversation.trim()
+    def _drop_idle(self) -> int:
+        """See Participant."""
+        return self._resend_buffer.drop_idle()
+
+    def _carried(self) -> int:
+        """See Participant."""
+        return self.conversation.nbytes + self._resend_buffer.carried
 
     def most(self) -> int:
         """Return the bytes that a message may have: a capacity, where all consumers share memory. Any thread may ask."""

@@ -30,11 +30,10 @@ _AT_ONCE = 1.0  # seconds of that which are let go by: many may come at a time
 IDLE = 16  # messages that bring nothing and that a peer may say at a time, beside four times what may be in flight
 _IDLE_AGAIN = 1.0  # seconds
 ANSWER_AGAIN = 0.1  # seconds in which one connection is answered once
-ANSWERS = 4  # that one connection has
+ANSWERS = 4  # that one connection has in all
 REMEMBERED = 1000  # ends that have ended, and connections, at most of each
-_NO_PEERS = (
-    1 << 14
-)  # connections that are no peers: each has its turn, and is forgotten before that where there are more
+# Connections that are no peers: each has its turn, and is forgotten before that where there are more.
+_NO_PEERS = 1 << 14
 
 
 class Strangers:

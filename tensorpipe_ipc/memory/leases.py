@@ -13,8 +13,9 @@ over* to a queue, if no other tensor lies on them. Then their tensors here becom
 **Forks: what a child may still read.** A child inherits the tensors, and may read them long after the parent let them go. So a
 process that forks while it has leases leaves a *fork marker* (rows.py). A lease that was made before fork f + 1 and let go
 after fork l is *kept*: its block stays HELD until none of the fork markers f + 1 to l is left. The process asks that at once,
-and then at most ten times a second: when leases are made and let go, when a get waits, and whenever memory is short. All that a
-dead process held is kept while any of its fork markers exists, because no record says which children could read it.
+and then at most ten times a second: when leases are made and let go, with each put and get on whatever segment, when one waits,
+and whenever memory is short. All that a dead process held is kept while any of its fork markers exists, because no record says
+which children could read it.
 
 **Forks: what a child writes.** A child's writes must not reach the parent's tensors. So in the child, the pages on which they
 lie become private (apart.py). Nothing else lies on these pages, because a block that tensors lie on is at least a page. (A
@@ -66,7 +67,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.segment import PAGE, identity_of
 
-__all__ = ["LEAST", "Handover", "Held", "Leases", "Octets"]
+__all__ = ["LEAST", "Handover", "Held", "Leases", "Octets", "keeping", "settle_kept"]
 
 Octets = npt.NDArray[np.uint8]
 
@@ -98,6 +99,7 @@ class Leases:
         self._identity = identity_of(arena.segment.descriptor)
         self.early: dict[int, Octets] = {}  # by the word: HELD before a fork, while the get of it was not over
         self.leaving: dict[int, Handover] = {}  # by the word: being put at this moment
+        self._reference = weakref.ref(self, keeping.discard)
         self.rows.after_fork(self._in_child)
         self.rows.before_fork(self._before_fork)
         self._forget()
@@ -144,7 +146,8 @@ class Leases:
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
         self._starts: dict[int, _Anchor] = {}  # by where in the segment it begins
         self.early.clear()
-        self.kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
+        self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
+        keeping.discard(self._reference)
         self._look_again = 0.0
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room = self.budget
@@ -302,22 +305,38 @@ class Leases:
             if anchor() is None:
                 _release(anchor)
         answers: dict[tuple[int, int], bool] = {}
-        for word in list(self.kept):  # not its items: to make their tuples may collect garbage, and with it a lease
-            entry = self.kept.get(word)
+        for word in list(self._kept):  # not its items: to make their tuples may collect garbage, and with it a lease
+            entry = self._kept.get(word)
             if entry is None:
                 continue
             held, first, last = entry
             if (first, last) not in answers:
                 answers[first, last] = self.rows.is_marked(first, last)
             # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
-            if not answers[first, last] and word in self.kept and self.kept[word] is entry:
-                del self.kept[word]
+            if not answers[first, last] and word in self._kept and self._kept[word] is entry:
+                del self._kept[word]
                 try:  # with no call since: nobody else frees it
                     if self.gives_back:
                         self.arena.shrink(word << 3)
                 finally:
                     if process == self.process:  # not a child that was forked meanwhile
                         self.words[word] = held & ~HOLDER
+        keeping.discard(self._reference)
+        if self._kept:  # or another thread has let go of one in between
+            keeping.add(self._reference)
+
+
+# Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
+_Reference = weakref.ref[Leases]
+keeping: set[_Reference] = set()
+
+
+def settle_kept() -> None:
+    """Free what only forks' children kept, on whatever segment, if they are gone. It looks ten times a second at most."""
+    for reference in list(keeping):
+        leases = reference()
+        if leases is not None:
+            leases.settle(at_once=False)
 
 
 _holding: set[Leases] = set()  # those with anything live, so that they, their rows and locks last as long
@@ -421,7 +440,9 @@ class _Anchor(weakref.ref[Any]):
     forks: int
 
 
-def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+def _release(
+    anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finalizing, keeping: set[_Reference] = keeping
+) -> None:
     """Let go of a block whose last alias is gone.
 
     Python drops an exception that a signal's handler raises in here. So nothing is called where it need not be: without
@@ -450,7 +471,8 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
         forks = rows.forks
         if words[word] == held:
             if forked != forks:
-                leases.kept[word] = held, forked + 1, forks
+                leases._kept[word] = held, forked + 1, forks
+                keeping.add(leases._reference)
             elif not leases.gives_back:
                 words[word] = held & ~HOLDER
             else:
@@ -461,7 +483,7 @@ def _release(anchor: _Anchor, is_finalizing: Callable[[], bool] = sys.is_finaliz
                         words[word] = held & ~HOLDER
     if word in leases.offered:
         leases.offered.discard(word)
-    if leases.kept and not is_finalizing():  # else modules are half gone, and the children outlast this process
+    if leases._kept and not is_finalizing():  # else modules are half gone, and the children outlast this process
         leases.settle(at_once=False)
     if not live:
         _let_go(leases)

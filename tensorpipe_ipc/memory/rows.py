@@ -168,7 +168,7 @@ class Rows:
                 try:
                     owned = reopened(self.segment.descriptor, os.O_RDWR)
                 except OSError as failed:
-                    if self.index >= 0:
+                    if self.index >= 0 and not passed_a_handler(failed.__traceback__):
                         return
                     raise SharedMemoryError(
                         failed.errno, f"the segment could not be opened again: {failed.strerror}"

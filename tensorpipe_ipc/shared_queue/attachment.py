@@ -16,7 +16,7 @@ from typing import Any
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.arena import Arena, Taker
-from tensorpipe_ipc.memory.leases import Leases
+from tensorpipe_ipc.memory.leases import Leases, settle_kept
 from tensorpipe_ipc.memory.row import Operation
 from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
 from tensorpipe_ipc.shared_queue.orphans import Orphans
@@ -112,6 +112,7 @@ class Attachment:
             self._destroy_again = now + _PATIENCE
             self.orphans.destroy_all()
         self.leases.settle()
+        settle_kept()
         self.arena.collect(nbytes)
 
     def trim(self) -> int:

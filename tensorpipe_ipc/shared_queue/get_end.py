@@ -38,7 +38,7 @@ from tensorpipe_ipc.memory.arena import (
     QUEUED,
     SMALLEST,
 )
-from tensorpipe_ipc.memory.leases import LEAST, Octets
+from tensorpipe_ipc.memory.leases import LEAST, Octets, keeping, settle_kept
 from tensorpipe_ipc.memory.row import BATCH, GET, Operation, Record
 from tensorpipe_ipc.memory.segment import GROWN
 from tensorpipe_ipc.shared_queue import tasks
@@ -175,8 +175,8 @@ class GetEnd:
             deadline: on ``time.monotonic``'s clock; None: none; 0: now; or ``_PIPED``.
         """
         queue = self._queue
-        if self.leases.kept:
-            self.leases.settle(at_once=False)
+        if keeping:
+            settle_kept()
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -187,7 +187,7 @@ class GetEnd:
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
-            elif deadline is None and not words[self._watch] and not self.leases.kept:
+            elif deadline is None and not words[self._watch] and not keeping:
                 if not words[GROWN] or not self._take_idly(operation.ticket_buffers):
                     os.readv(self._read_end, operation.ticket_buffers)  # G1
             elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
@@ -255,8 +255,8 @@ class GetEnd:
 
     def _get_many(self, most: int, deadline: float | None, decode: Decode, lease_from: int) -> list[Any]:
         queue, messages = self._queue, list[Any]()
-        if self.leases.kept:
-            self.leases.settle(at_once=False)
+        if keeping:
+            settle_kept()
         operation = queue.batch(GET, self._batches)
         if operation is None:
             return [self._get(deadline, decode, lease_from)]
@@ -264,7 +264,7 @@ class GetEnd:
         try:
             words, given = self.words, operation.given
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
-            if deadline is None and not words[self._watch] and not self.leases.kept:
+            if deadline is None and not words[self._watch] and not keeping:
                 count = self._take_idly(buffers) if words[GROWN] else 0
                 count = count or os.readv(self._read_end, buffers) >> 3  # G1
             else:
@@ -356,12 +356,14 @@ class GetEnd:
         if self.words[self.record.shut]:
             raise _Again
         self.leases.settle(at_once=False)
+        settle_kept()
         self.arena.mind_idle(self.attachment.recover_dead)
 
     def _look_again(self) -> None:
         self.leases.settle(at_once=False)
+        settle_kept()
         self.arena.mind_idle(self.attachment.recover_dead)
-        if self.words[self.record.shut] or not (self.words[self._watch] or self.leases.kept):
+        if self.words[self.record.shut] or not (self.words[self._watch] or keeping):
             raise _Again
 
     def _tell_of_more(self) -> None:

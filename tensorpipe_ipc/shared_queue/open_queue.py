@@ -30,6 +30,7 @@ from threading import get_ident
 from typing import Any
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.memory.leases import settle_kept
 from tensorpipe_ipc.memory.row import BATCH, Operation
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.shared_queue.attachment import Attachment
@@ -169,6 +170,7 @@ class OpenQueue:
     def take_up(self) -> None:
         """Finish what exceptions ended, as far as it can be judged now, and free what only a fork's children kept."""
         self.leases.settle(at_once=False)
+        settle_kept()
         for _ in range(len(self.unfinished)):
             if not self.unfinished:  # another thread takes it up
                 return

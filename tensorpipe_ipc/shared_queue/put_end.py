@@ -36,7 +36,7 @@ from tensorpipe_ipc.memory.arena import (
     Taker,
     size_class_of,
 )
-from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.leases import Handover, keeping
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
 from tensorpipe_ipc.memory.segment import OVER
 from tensorpipe_ipc.shared_queue import tasks
@@ -111,7 +111,7 @@ class PutEnd:
             ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
         queue = self._queue
-        if queue.unfinished or queue.leases.kept:
+        if queue.unfinished or keeping:
             queue.take_up()
         try:
             operation = self._singles[-1]
@@ -195,7 +195,7 @@ class PutEnd:
         if operation is None:  # only single operations count tasks
             self.put(*messages[0], timeout)
             return 1
-        if queue.unfinished or queue.leases.kept:
+        if queue.unfinished or keeping:
             queue.take_up()
         deadline = None if timeout is None else monotonic() + timeout
         words, count, process = self.words, len(messages), queue.process
@@ -263,7 +263,7 @@ class PutEnd:
             Full: there was no room in time. The text says who holds what.
         """
         queue = self._queue
-        if queue.unfinished or queue.leases.kept:
+        if queue.unfinished or keeping:
             queue.take_up()
         at = _room(handover, len(metadata))
         if not at or self.words[handover.word] != handover.held:

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from tensorpipe_ipc.libc import libc
+from tensorpipe_ipc.libc import trim_malloc
 from tensorpipe_ipc.wire.layout import BULK
 
 __all__ = ["FrameReader", "NamedFrameReader", "Tears"]
@@ -24,10 +24,8 @@ _RCVMORE = int(zmq.RCVMORE)
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # frames of those who were hung up on
-_GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = (
-    12 << 20,
-    1 << 20,
-)  # bytes that were dropped, while more come; and when all are dropped
+# Bytes that were dropped, while more come; and when all are dropped.
+_GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 12 << 20, 1 << 20
 # Bytes that libzmq held a frame in beside its own: 64 of a short one, some KB of one of 34 bytes or more that came alone.
 _BESIDE = 640
 # Times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces.
@@ -96,9 +94,8 @@ class FrameReader:
         if self._is_wasted:
             self._owed += sum(map(len, self.frames)) + _BESIDE * len(self.frames)
         self.frames, self.surplus, self._is_wasted = [], "", False
-        if (
-            self._owed >= _GIVE_BACK_AFTER
-        ):  # beside friends whose messages never end it is not found that nothing more has come
+        # Beside friends whose messages never end it is not found that nothing more has come.
+        if self._owed >= _GIVE_BACK_AFTER:
             self._give_back(_GIVE_BACK_AFTER)
 
     def waste(self) -> None:
@@ -157,9 +154,7 @@ class FrameReader:
         if self._owed < least or (began := time.monotonic()) < self._gives_back_from:
             return
         self._owed = 0
-        trim = getattr(libc(), "malloc_trim", None)  # glibc's only
-        if trim is not None:
-            trim(0)
+        trim_malloc()
         now = time.monotonic()
         self._gives_back_from = now + _GIVE_BACK_RARELY * (now - began)
 

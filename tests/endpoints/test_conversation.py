@@ -28,7 +28,7 @@ from inside import (
 from raw_ends import RawEnd, RawLine, hello, hello_of, map_with, of_version, refusal_of, wait_in_vain
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc import process, serializers
+from tensorpipe_ipc import libc, process, serializers
 from tensorpipe_ipc.endpoints import admission, conversation, greeting, strangers
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence
 from tensorpipe_ipc.process import memory
@@ -47,7 +47,6 @@ from tensorpipe_ipc.wire.header import (
     pack_piece,
 )
 from tensorpipe_ipc.wire.layout import BULK
-from tensorpipe_ipc.zeromq import frame_reader
 
 pytestmark = pytest.mark.limit(20)
 
@@ -885,7 +884,7 @@ def test_giving_memory_back_has_a_part_of_the_time(monkeypatch: pytest.MonkeyPat
         given_back.append(time.monotonic())
         time.sleep(0.1)
 
-    monkeypatch.setattr(frame_reader, "libc", lambda: SimpleNamespace(malloc_trim=trim))
+    monkeypatch.setattr(libc, "libc", lambda: SimpleNamespace(malloc_trim=trim))
     with tp.Consumer("tcp://127.0.0.1:0", producers=None) as consumer:
         for number in range(5):
             with RawEnd(consumer.endpoint) as raw:

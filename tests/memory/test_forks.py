@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from arenas import CAPACITY, blocks_in_use
+from arenas import CAPACITY, blocks_in_use, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.errors import Empty, SharedMemoryError
+from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 
 SIZE = 100_000  # items
 LIMIT = 20
@@ -496,19 +496,30 @@ def _polled(there: Any) -> None:
         there.get_nowait()
 
 
+def _put_in_vain(full: Any) -> None:
+    with contextlib.suppress(Full):
+        full.put(1)
+        full.put(2, timeout=0.2)
+
+
 _SMALL_CALLS: dict[str, Callable[[Any, Any], object]] = {
-    "puts": lambda there, empty: there.put(1),
-    "puts and gets": lambda there, empty: (there.put(1), there.get(timeout=LIMIT)),
-    "puts and gets copies": lambda there, empty: (there.put(torch.ones(SIZE)), there.get(timeout=LIMIT, copy=True)),
-    "puts and gets many": lambda there, empty: (there.put_many([1, 2]), there.get_many(2, LIMIT)),
-    "polls": lambda there, empty: _polled(empty),
+    "puts": lambda there, own: there.put(1),
+    "puts and gets": lambda there, own: (there.put(1), there.get(timeout=LIMIT)),
+    "puts and gets copies": lambda there, own: (there.put(torch.ones(SIZE)), there.get(timeout=LIMIT, copy=True)),
+    "puts and gets many": lambda there, own: (there.put_many([1, 2]), there.get_many(2, LIMIT)),
+    "polls": lambda there, own: _polled(own.Queue()),
+    "waits to put": lambda there, own: _put_in_vain(own.Queue(1)),
 }
 
 
+@pytest.mark.parametrize("memory", ["the same", "another"])
 @pytest.mark.parametrize("calls", _SMALL_CALLS)
-def test_what_a_child_kept_comes_back_whatever_its_parent_does(ctx: Any, gates: list[Gate], calls: str) -> None:
-    """Others find room by that, though the parent makes no lease, nor waits."""
-    there, empty, data, (helped, *_) = ctx.Queue(), ctx.Queue(), ctx.Queue(), gates
+def test_what_a_child_kept_comes_back_whatever_its_parent_does(
+    ctx: Any, gates: list[Gate], calls: str, memory: str
+) -> None:
+    """Others find room by that, though the parent makes no lease, nor waits, and may use queues of another memory only."""
+    own = ctx if memory == "the same" else small_context()
+    there, data, (helped, *_) = own.Queue(), ctx.Queue(), gates
     set_lease_budget(ctx.tensorpipe_attachment().leases, CAPACITY)
     large = torch.ones(CAPACITY - (8 << 20), dtype=torch.uint8)
     data.put(large)
@@ -521,7 +532,7 @@ def test_what_a_child_kept_comes_back_whatever_its_parent_does(ctx: Any, gates: 
     producer = in_child(lambda: data.put(large, timeout=LIMIT / 2))
     ended, status = 0, 0
     while not ended:  # at the latest when the put gives up
-        _SMALL_CALLS[calls](there, empty)
+        _SMALL_CALLS[calls](there, own)
         ended, status = os.waitpid(producer, os.WNOHANG)
     assert status == 0
 
