@@ -548,6 +548,17 @@ def put_many_large(ends: Ends, nbytes: int, count: int) -> None:
         ends.producer.put(torch.ones(nbytes, dtype=torch.uint8), timeout=PATIENCE)
 
 
+def release(ends: Ends) -> None:
+    """Let go of what the child holds."""
+    ends.held.clear()
+
+
+def wait_in_vain(ends: Ends, seconds: float) -> None:
+    """Wait for a message that does not come."""
+    with contextlib.suppress(tp.Empty):
+        ends.consumer.get(seconds)
+
+
 def trim(ends: Ends) -> None:
     """Give back the memory of all the child's ends that nobody needs."""
     for end in (ends.producer, ends.consumer):

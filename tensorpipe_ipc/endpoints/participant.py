@@ -14,10 +14,7 @@ from tensorpipe_ipc.wire.header import Ending, failed
 __all__ = ["Participant"]
 
 IDLE = 3.0  # seconds in which next to nothing came or went by the socket, so that memory that lies ready for it is given back
-_NEXT_TO_NOTHING, _WORTH = (
-    1 << 16,
-    1 << 20,
-)  # bytes: of what the ends say about themselves, and that are worth giving back
+_NEXT_TO_NOTHING = 1 << 16  # bytes, of what the ends say about themselves
 STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
 _CLAIMANTS = 0.02  # seconds that a closing binder hears those that have claimed a queue
@@ -48,7 +45,7 @@ class Participant:
         self.lost = 0
         self._drained = 0.0
         self._tended = 0  # after how many looks around
-        self._idle_from, self._carried_then, self._carried_at_last = 0.0, 0, 0
+        self._idle_from, self._carried_then = 0.0, 0
 
     @property
     def endpoint(self) -> str:
@@ -164,14 +161,13 @@ class Participant:
         self._handle_events()
 
     def _mind_idle(self) -> None:
-        """Give back what lies ready for messages in frames, and what malloc keeps of them, once there were none for a while."""
+        """Give back what lies ready for messages in frames, as long as there are none. What malloc keeps only ``trim`` gives back:
+        that may take a second, in a process with much in small pieces."""
         now, carried = time.monotonic(), self._carried()
         if carried - self._carried_then > _NEXT_TO_NOTHING:
             self._idle_from, self._carried_then = now + IDLE, carried
-        elif now >= self._idle_from and carried - self._carried_at_last > _WORTH:
-            self._carried_at_last = carried
+        elif now >= self._idle_from:
             self._drop_idle()
-            trim_malloc()
 
     def trim(self) -> int:
         """Give back all memory that lies ready, also what malloc keeps. Return its bytes, malloc's not counted."""

@@ -106,10 +106,11 @@ class ResendBuffer:
 
     def drop_idle(self) -> int:
         """Give back what is kept ready for further messages. Return the number of bytes."""
-        nbytes, self._idle = self._idle, 0
+        nbytes = self._idle
         self._free.clear()
         while self._resting:
             self._resting.popleft().blocks = []  # a peer that may not have read it has it on its list
+        self._idle = 0
         return nbytes
 
     def why_full(self) -> str:

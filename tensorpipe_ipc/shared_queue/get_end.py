@@ -435,6 +435,8 @@ class GetEnd:
             self.attachment.shutdown.settle_puts(self._queue.handle, self.attachment.recover_dead, deadline)
             last_look = True
         self.attachment.shutdown.wake(self._queue.handle, again=True)
+        if decode is not _drop and words[self.record.dropped] and not self._queue.is_empty():
+            self.drop_all()  # whoever began that was killed at it, or left it by an exception
         raise ShutDown("the queue was shut down, and nothing is left in it")
 
     def word_of(self, ticket: int) -> int:

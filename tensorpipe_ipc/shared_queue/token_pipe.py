@@ -285,8 +285,12 @@ class TokenPipe:
         taken = os.readv(self.log, buffers) >> 3
         self._punch()
         # One look serves a whole batch: the tokens behind the head that was seen were spilled at that time, or later.
-        in_order = buffers[0][:8] == head and (taken == 1 or not self.unread())
-        return taken if in_order or not self.unread() else -taken
+        in_order = (buffers[0][:8] == head and taken == 1) or self._holds_no_token()
+        return taken if in_order else -taken
+
+    def _holds_no_token(self) -> bool:
+        """Return whether the pipe holds doorbells at most now, as it does for good after a shutdown."""
+        return not self.unread() or self._holds_doorbells_only()
 
     def take_piped(self, buffers: Buffers) -> int:
         """Take tokens from the pipe only, and return their number."""

@@ -422,6 +422,56 @@ def test_an_immediate_shutdown_elsewhere_drops_what_was_to_be_got_again_here() -
     there.join()
 
 
+def test_who_leaves_a_spilled_queue_that_was_shut_down_takes_what_it_returned_and_nothing_else() -> None:
+    """What is taken from the log at a time comes at a time, though bells stand in the pipe; and nothing is set aside."""
+    count, there = 2 * CAPACITY, Queue()
+    there.put_many(range(count))
+    there.shutdown()
+    told, tell = os.pipe()
+
+    def take_some() -> None:
+        got = list[int]()
+        while len(got) < CAPACITY + 100:
+            got += there.get_many(64)
+        assert got == [*range(len(got))]
+        there.close()
+        os.write(tell, len(got).to_bytes(8, "little"))
+
+    assert reap(in_child(take_some)) == 0
+    took, rest = int.from_bytes(os.read(told, 8), "little"), list[int]()
+    os.close(told)
+    os.close(tell)
+    with pytest.raises(ShutDown):
+        while True:
+            rest += there.get_many(64)
+    assert rest == [*range(took, count)]
+
+
+@pytest.mark.parametrize("how", ["is killed", "is left by an exception"])
+def test_an_immediate_shutdown_that_was_cut_short_is_finished_by_whoever_gets(how: str) -> None:
+    """Else what waited would keep its memory as long as there is the queue."""
+    there = Queue()
+    for _ in range(10):
+        there.put(LARGE)
+
+    def cut(self: object) -> None:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt
+
+    def shut() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(shared_queue_of(there).gets), "drop_all", cut)
+            with contextlib.suppress(KeyboardInterrupt):
+                there.shutdown(immediate=True)
+
+    reap(in_child(shut))
+    assert there.qsize() == 10
+    refused(there, lambda queue: queue.get(timeout=LIMIT))
+    assert (there.qsize(), there.empty()) == (0, True)
+    assert there.trim() > 9 * LARGE.nbytes
+
+
 def test_an_immediate_shutdown_drops_a_backlog_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, a million took a minute: it reads few times for what it drops."""
     there, reads, count, readv = Queue(), list[int](), 6400, os.readv
