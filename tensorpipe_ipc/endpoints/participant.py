@@ -161,8 +161,10 @@ class Participant:
         self._handle_events()
 
     def _mind_idle(self) -> None:
-        """Give back what lies ready for messages in frames, as long as there are none. What malloc keeps only ``trim`` gives back:
-        that may take a second, in a process with much in small pieces."""
+        """Give back what lies ready for messages in frames, as long as there are none.
+
+        What malloc keeps only ``trim`` gives back: that may take a second, in a process with much in small pieces.
+        """
         now, carried = time.monotonic(), self._carried()
         if carried - self._carried_then > _NEXT_TO_NOTHING:
             self._idle_from, self._carried_then = now + IDLE, carried
