@@ -156,13 +156,17 @@ class PairQueue(SharedMemoryQueue):
         claim = self.words[self.record.claimed]
         return claim % _PIDS == hello.identity.pid and claim // _PIDS == hello.end % _ENDS
 
+    def is_being_claimed(self) -> bool:
+        """Return whether a connector of another process has the lock."""
+        return self.rows.is_locked(self.record.block + 1)
+
     def let_go(self) -> None:
         """Have an end of this process let go of it. To the kernel a binder here and its connector are one."""
         self._is_claimed = False
 
     def is_deserted(self) -> bool:
         """Return whether the connector that took it has let go of it, or is dead."""
-        return self.claimant > 0 and not self._is_claimed and not self.rows.is_locked(self.record.block + 1)
+        return self.claimant > 0 and not self._is_claimed and not self.is_being_claimed()
 
 
 def objection(ours: Hello, theirs: Hello) -> str:

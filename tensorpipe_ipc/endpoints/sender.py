@@ -71,6 +71,7 @@ class Sender(Participant):
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
         # Who had a queue and nothing to do at the last look, longest waiting first.
         self._idle: deque[ConsumerPeer] = deque()
+        self._listens_from = 0.0
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
         self.resent = 0
@@ -226,7 +227,20 @@ class Sender(Participant):
         return bool(self._sharing)
 
     def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
-        """See Participant. One consumer's credits are read together, which is cheaper than one after each put."""
+        """See Participant. One consumer's credits are read together, which is cheaper than one after each put.
+
+        Where strangers reach the port, what frees no room has a fifth of the time in passing: else a put pays for a greeting.
+        """
+        if self.conversation.hangs_up and in_passing:
+            if time.monotonic() >= self._listens_from:
+                framed, spent = self._framed, time.thread_time()
+                self._drain(True, due)
+                spent = time.thread_time() - spent
+                self._listens_from = time.monotonic() + 4 * spent * (self._framed >= framed)
+        else:
+            self._drain(in_passing, due)
+
+    def _drain(self, in_passing: bool, due: int) -> None:
         due = max(due, self._framed) if len(self.peers) == 1 else due
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
@@ -246,9 +260,9 @@ class Sender(Participant):
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
         if not self._sharing:
             self.pump(timeout)
-            self.drain(in_passing=True)
+            self._drain(True, 1)  # nothing is to be put before there is room: all that comes is heard
         elif not self.socket.is_silent() or self._hear_of_room(timeout):
-            self.drain(in_passing=True)
+            self._drain(True, 1)
         else:
             self.look_around()
 
@@ -449,11 +463,18 @@ class Sender(Participant):
 
     def _resend_if_asked(self, peer: ConsumerPeer) -> None:
         """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
-        read nothing. Then later."""
-        if peer.hello.round <= peer.served or not all(kept.has_left() for kept in peer.kept):
+        read nothing. Then later. And in a fifth of the time at most: a few bytes ask for all that is kept."""
+        began = time.monotonic()
+        if (
+            peer.hello.round <= peer.served
+            or began < peer.resends_from
+            or not all(kept.has_left() for kept in peer.kept)
+        ):
             return
         self._resend(peer)
         peer.served = peer.hello.round  # now: an exception in between has it done again
+        now = time.monotonic()
+        peer.resends_from = now + 4 * (now - began)
 
     def _resend(self, peer: ConsumerPeer) -> None:
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
@@ -511,9 +532,8 @@ class Sender(Participant):
         """Return who or what keeps this producer from sending."""
         here = self.conversation
         if here.peers:
-            return here.named(
-                f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in here.peers.values()
-            )
+            untaken = (f"{peer} holds {peer.load()} untaken of {self._room(peer)}" for peer in here.peers.values())
+            return here.named(untaken) + here.unheard()
         if here.peers.last_left is not None:
             lost = f"with {self.lost} messages in flight lost so far"
             return f"no consumer is attached: {here.peers.last_left}, {lost}{here.unheard()}"

@@ -88,7 +88,8 @@ class StandbyQueues:
         return list(self._queues)
 
     def _free(self) -> list[PairQueue]:
-        return [queue for queue in self._queues if not queue.claimant]
+        """Return those that a connector may claim: none that another one is about to, which may be stopped there."""
+        return [queue for queue in self._queues if not queue.claimant and not queue.is_being_claimed()]
 
     def _drop(self, queues: list[PairQueue]) -> None:
         """Have some no more, but for those that a connector claims at this moment."""
@@ -122,6 +123,11 @@ class StandbyQueues:
     def claimants(self) -> list[int]:
         """The processes of those."""
         return [queue.claimant for queue in self._queues if queue.claimant]
+
+    @property
+    def dead_claimants(self) -> list[int]:
+        """Those of them that are dead, or have let go of theirs."""
+        return [queue.claimant for queue in self._queues if queue.is_deserted()]
 
     def is_claimed(self, token: int) -> bool:
         """Return whether a connector has claimed the one of that token, and was not heard of yet."""

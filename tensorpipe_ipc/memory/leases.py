@@ -13,9 +13,9 @@ over* to a queue, if no other tensor lies on them. Then their tensors here becom
 **Forks: what a child may still read.** A child inherits the tensors, and may read them long after the parent let them go. So a
 process that forks while it has leases leaves a *fork marker* (rows.py). A lease that was made before fork f + 1 and let go
 after fork l is *kept*: its block stays HELD until none of the fork markers f + 1 to l is left. The process asks that at once,
-and then at most ten times a second: when leases are made and let go, with each put and get on whatever segment, when one waits,
-and whenever memory is short. All that a dead process held is kept while any of its fork markers exists, because no record says
-which children could read it.
+and then again and again, in a twentieth of the time: when leases are made and let go, with each put and get on any segment,
+when one waits, and whenever memory is short. All that a dead process held is kept while any of its fork markers exists, because
+no record says which children could read it.
 
 **Forks: what a child writes.** A child's writes must not reach the parent's tensors. So in the child, the pages on which they
 lie become private (apart.py). Nothing else lies on these pages, because a block that tensors lie on is at least a page. (A
@@ -73,7 +73,8 @@ Octets = npt.NDArray[np.uint8]
 
 # x86 never lets a load pass a later store; elsewhere the reads of a block must be kept before the store that frees it.
 LEAST = PAGE - HEADER  # bytes to allocate at least for a block that tensors are to lie on
-PAUSE = 0.1  # seconds between two looks whether those who may read what is kept are gone
+# Between two looks whether those who may read what is kept are gone: seconds at most, and times as long as the last one took.
+PAUSE, _SELDOM = 0.1, 20
 _STORES_ARE_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -295,7 +296,7 @@ class Leases:
 
     def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
-        handler raises inside a release. Without ``at_once`` it looks ten times a second at most.
+        handler raises inside a release. Without ``at_once`` it looks in a twentieth of the time at most.
         """
         now, process = monotonic(), self.process
         if process != os.getpid() or (not at_once and now < self._look_again):
@@ -321,9 +322,12 @@ class Leases:
                 finally:
                     if process == self.process:  # not a child that was forked meanwhile
                         self.words[word] = held & ~HOLDER
-        keeping.discard(self._reference)
-        if self._kept:  # or another thread has let go of one in between
-            keeping.add(self._reference)
+        if not self._kept:
+            keeping.discard(self._reference)
+            if self._kept:  # another thread has let go of one in between
+                keeping.add(self._reference)
+        after = monotonic()
+        self._look_again = after + min(PAUSE, _SELDOM * (after - now))
 
 
 # Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
@@ -332,7 +336,7 @@ keeping: set[_Reference] = set()
 
 
 def settle_kept() -> None:
-    """Free what only forks' children kept, on whatever segment, if they are gone. It looks ten times a second at most."""
+    """Free what only forks' children kept, on whatever segment, if they are gone, in a twentieth of the time at most."""
     for reference in list(keeping):
         leases = reference()
         if leases is not None:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
 
+from tensorpipe_ipc.memory.leases import settle_kept
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
@@ -107,8 +108,9 @@ class SharedMemoryQueue:
             self.gets.drop_all()
 
     def tidy(self) -> None:
-        """Finish what the dead began, a shutdown that was to drop what waits included."""
+        """Finish what the dead began, a shutdown that was to drop what waits included; free what only forks' children kept."""
         self.attachment.recover_dead()
+        settle_kept()
         if self.words[self.record.dropped]:
             self.gets.drop_all()
 

@@ -499,6 +499,36 @@ def test_what_is_rejected_has_a_fifth_of_the_time_of_a_consumer_that_finds_its_q
         child.call(children.abandon)
 
 
+def test_greetings_have_a_fifth_of_the_time_of_a_producer_that_puts() -> None:
+    """Whoever greets well is a consumer. It may greet again and again, and takes nothing, so that credits are looked for."""
+    connections, each = 20, 10
+    with (
+        Child() as friend,
+        contextlib.suppress(tp.PeerLost),
+        tp.Producer(LOOPBACK, bind=True, maxsize=1000, linger=0) as producer,
+        contextlib.ExitStack() as stack,
+    ):
+        friend.call(children.open_consumer, producer.endpoint, bind=False, maxsize=1000)
+        friend.begin(children.take)
+        producer.put("for the friend", PATIENCE)
+        friend.result()  # it takes no more: there is room enough
+        strangers = [stack.enter_context(RawEnd(producer.endpoint)) for _ in range(connections)]
+        for number, raw in enumerate(strangers):
+            raw.say(hello("consumer", end=7 + number, round=1, window=2))
+        producer.wait_for(1 + connections, PATIENCE)
+        for number in range(4 * connections):
+            producer.put(number, PATIENCE)  # some for each of them
+        for raw in strangers:
+            for number in range(each):
+                raw.say(hello("consumer", end=7 + strangers.index(raw), round=2 + number, window=2))
+        wait_until(side_of(producer).socket.has_incoming)
+        heard = side_of(producer).peers.came
+        for number in range(2 * connections * each):
+            producer.put(number, PATIENCE)
+        assert side_of(producer).peers.came - heard < connections * each / 2, "else one with each put"
+        friend.kill()
+
+
 def _dict_with_one_key_twice(size: int) -> bytes:
     """Return the schema of a dict that no Python has. That is known when all of it is read."""
     keys = [msgspec.msgpack.encode(number) for number in [*range(1 << 40, (1 << 40) + size - 1), 1 << 40]]

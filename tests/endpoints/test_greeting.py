@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from inside import forget_offered_queues, side_of, take_in_at_most
@@ -431,6 +432,58 @@ def test_two_ends_of_one_process_that_was_killed_count_as_two() -> None:
         with pytest.raises(tp.PeerLost, match=f"pid {killed.pid} .*pid {killed.pid} "):
             consumer.get(PATIENCE)
         assert (consumer.statistics().ended, consumer.statistics().vanished) == (2, 2)
+
+
+def _stop_while_claiming(ends: children.Ends, endpoint: str) -> None:
+    """Open a producer that is stopped where it has the lock of a queue, and has not written whose it is."""
+
+    def stop(queue: rendezvous.PairQueue, maxsize: int, end: int = 0) -> bool:
+        assert queue.rows.try_lock(queue.record.block + 1, 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous.PairQueue, "claim", stop)
+        children.open_producer(ends, endpoint)
+        children.put(ends, "from the stopped one")
+
+
+def _claim_silently(ends: children.Ends, endpoint: str) -> None:
+    """Open a consumer that claims a queue, and whose HELLO does not come."""
+    children.open_consumer(ends, endpoint, bind=False)
+    side_of(ends.consumer).socket.send_small = lambda *_: True
+    ends.consumer.get(PATIENCE)
+
+
+def test_one_that_is_stopped_while_it_claims_a_queue_keeps_nobody_out() -> None:
+    """The binder makes another queue in its place."""
+    with tp.Consumer("busy", producers=None) as consumer, Child() as stopped, contextlib.ExitStack() as stack:
+        others = [stack.enter_context(Child()) for _ in range(3)]
+        stopped.begin(_stop_while_claiming, "busy")
+        wait_until(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
+        for child in others:
+            child.call(children.open_producer, "busy", shared_memory="require")
+            child.begin(children.put, "from another")
+        assert [consumer.get(PATIENCE) for _ in others] == ["from another"] * 3
+        for child in others:
+            child.result()
+        stopped.kill()
+
+
+def test_one_that_was_stopped_when_it_had_claimed_a_queue_is_named_though_others_are_there() -> None:
+    """Whoever waits for it reads its pid, whichever end binds."""
+    with tp.Producer("here", bind=True) as producer, Child() as other, Child() as silent:
+        other.call(children.open_consumer, "here", bind=False)
+        other.begin(children.take)
+        producer.put("for the other one", PATIENCE)
+        other.result()
+        silent.begin(_claim_silently, "here")
+        with pytest.raises(tp.Full, match=f"1 of 2 consumers .*pid {silent.pid} has come by the rendezvous file"):
+            producer.wait_for(2, 2)
+        silent.kill()
+        with pytest.raises(tp.Full, match=f"pid {silent.pid} has ended before its HELLO came"):
+            producer.wait_for(2, 0.1)
+        other.kill()
 
 
 def test_what_was_put_survives_its_producer() -> None:

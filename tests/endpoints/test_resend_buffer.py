@@ -1193,3 +1193,34 @@ def test_who_says_it_took_what_it_did_not_read_gets_no_more(
             put += 1
             deaf.send(pack(Kind.CREDIT, first + put))
     assert put * nbytes < 1 << 27
+
+
+def test_what_is_kept_is_sent_again_in_a_fifth_of_the_time_at_most() -> None:
+    """A few bytes ask for all of it, and whoever reads what comes may ask again at once."""
+    count = 3000
+    with tp.Producer("tcp://127.0.0.1:0", bind=True, maxsize=count, linger=0) as producer:
+        with RawEnd(producer.endpoint) as raw:
+
+            def sends_again(times: int) -> tuple[float, float]:
+                """Have the producer look for news until it has sent all again. How long the look took, and when it began."""
+                deadline = time.monotonic() + PATIENCE
+                while (began := time.monotonic()) < deadline:
+                    if producer.statistics().resent == times * count:
+                        return time.monotonic() - began, began
+                raise AssertionError("nothing was sent again")
+
+            raw.say(hello("consumer", end=7, round=1, window=count))
+            producer.wait_for(1, PATIENCE)
+            for number in range(count):
+                producer.put(number, PATIENCE)
+            assert raw.hear_of(Kind.WELCOME)
+            for round in (2, 3):
+                for _ in range(count):
+                    raw.hear_of(Kind.DATA)
+                raw.say(hello("consumer", end=7, round=round, window=count))
+                if round == 2:
+                    took, began = sends_again(1)
+            _, again = sends_again(2)
+            assert again - began > 4 * took
+        with pytest.warns(RuntimeWarning, match="3000 messages that were not taken"):
+            producer.close()

@@ -537,6 +537,39 @@ def test_what_a_child_kept_comes_back_whatever_its_parent_does(
     assert status == 0
 
 
+def _joined(own: Any) -> Any:
+    """Return a queue whose only task is not done."""
+    made = own.JoinableQueue()
+    made.put(1)
+    return made
+
+
+@pytest.mark.parametrize("memory", ["the same", "another"])
+@pytest.mark.parametrize("calls", ["puts", "puts and gets", "polls", "joins"])
+def test_what_a_child_kept_comes_back_with_the_next_call(ctx: Any, gates: list[Gate], calls: str, memory: str) -> None:
+    """One is enough, however soon it comes after the child's end."""
+    own = ctx if memory == "the same" else small_context()
+    there, data, tasks, (helped, *_) = own.Queue(), ctx.Queue(), _joined(own), gates
+    set_lease_budget(ctx.tensorpipe_attachment().leases, CAPACITY)
+    large = torch.ones(CAPACITY - (8 << 20), dtype=torch.uint8)
+    data.put(large)
+    got = data.get(copy=False, timeout=LIMIT)
+    helper = in_child(helped.wait)
+    data.put("waits, so that the next one has to find room")
+    del got
+    helped.open()
+    assert reap(helper) == 0
+    if calls == "joins":
+        joining = in_thread(tasks.join)
+    else:
+        _SMALL_CALLS[calls](there, own)
+    assert reap(in_child(lambda: data.put(large, timeout=LIMIT / 2))) == 0
+    if calls == "joins":
+        tasks.get()
+        tasks.task_done()
+        joining()
+
+
 def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_it_is(ctx: Any) -> None:
     """At each moment of a process's first put the handler of a signal may get a lease, and keep it."""
     there, other, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
