@@ -370,13 +370,13 @@ class MemoryTracker:
         poll.register(stop, select.POLLIN)
         due = began = time.monotonic()
         due += interval
-        before, on_full = self._spent, 0.0
+        counted = on_full = 0.0
         while not poll.poll(max(0.0, due - time.monotonic()) * 1000):
             with self._exclusive():
                 with _but_for_a_lack_of_descriptors():
                     on_full += self._tick()
                 spent = time.thread_time()  # of this thread, waking up included
-                self._spent = before + spent
+                self._spent, counted = self._spent + spent - counted, spent  # beside what samples that were asked for took
             # what came late is not made up for, and what costs too much comes later
             due = max(due + interval, time.monotonic(), began + (spent - on_full) / QUICK_SHARE)
 

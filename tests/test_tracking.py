@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,19 @@ def test_the_thread_samples_and_ends() -> None:
     assert [sample.seconds for sample in tracked.samples] == sorted(sample.seconds for sample in tracked.samples)
     assert all(sample.rss > 0 for sample in tracked.samples)
     assert 0 < tracked.share < 1
+
+
+def test_what_samples_cost_that_were_asked_for_counts_beside_the_threads() -> None:
+    """Whoever asks for many reads it in the share."""
+    began = time.monotonic()
+    with tp.MemoryTracker(0.001) as tracked:
+        asked = time.thread_time()
+        for _ in range(50):
+            tracked.sample()
+        asked = time.thread_time() - asked
+        count = len(tracked.samples)
+        children.wait_until(lambda: len(tracked.samples) > count + 2)
+    assert tracked.share * (time.monotonic() - began) > 0.9 * asked
 
 
 def test_a_long_time_takes_no_more_memory_and_keeps_the_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
