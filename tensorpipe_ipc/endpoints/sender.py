@@ -464,17 +464,14 @@ class Sender(Participant):
     def _resend_if_asked(self, peer: ConsumerPeer) -> None:
         """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
         read nothing. Then later. And in a fifth of the time at most: a few bytes ask for all that is kept."""
-        began = time.monotonic()
-        if (
-            peer.hello.round <= peer.served
-            or began < peer.resends_from
-            or not all(kept.has_left() for kept in peer.kept)
-        ):
+        if peer.hello.round <= peer.served or time.monotonic() < peer.resends_from:
             return
+        if not all(kept.has_left() for kept in peer.kept):
+            return
+        spent = time.thread_time()  # without what it was stopped for
         self._resend(peer)
         peer.served = peer.hello.round  # now: an exception in between has it done again
-        now = time.monotonic()
-        peer.resends_from = now + 4 * (now - began)
+        peer.resends_from = time.monotonic() + 4 * (time.thread_time() - spent)
 
     def _resend(self, peer: ConsumerPeer) -> None:
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left

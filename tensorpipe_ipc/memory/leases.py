@@ -45,7 +45,7 @@ import sys
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
-from time import monotonic
+from time import monotonic, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -301,7 +301,7 @@ class Leases:
         now, process = monotonic(), self.process
         if process != os.getpid() or (not at_once and now < self._look_again):
             return
-        self._look_again = now + PAUSE
+        self._look_again, spent = now + PAUSE, thread_time()
         for anchor in list(self.live.values()):
             if anchor() is None:
                 _release(anchor)
@@ -326,8 +326,7 @@ class Leases:
             keeping.discard(self._reference)
             if self._kept:  # another thread has let go of one in between
                 keeping.add(self._reference)
-        after = monotonic()
-        self._look_again = after + min(PAUSE, _SELDOM * (after - now))
+        self._look_again = monotonic() + min(PAUSE, _SELDOM * (thread_time() - spent))
 
 
 # Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.

@@ -415,6 +415,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
         """Stop using the queue in this process. Other processes go on, and the messages stay for them.
 
         If a ``get`` of this process left a message for the next get, because of an exception, the message is lost and counted.
+        So are up to 64 that a ``get_many`` left, as another process put beside thousands that wait in just that moment.
         A thread that waits in ``get`` goes on waiting, as with multiprocessing's queue: ``shutdown`` wakes it.
         """
         self._closed = True

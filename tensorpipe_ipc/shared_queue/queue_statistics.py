@@ -52,7 +52,8 @@ class QueueStatistics:
     """Bytes that it may cost."""
     lost: int
     """Messages lost, from all queues of the arena since it exists: with consumers that died inside the get that had taken
-    them, or by exceptions of a signal's handler that came when a get had taken one. What a get had returned for is the
+    them, by exceptions of a signal's handler that came when a get had taken one, or with who closed the queue and had left some
+    for its next get. What a get had returned for is the
     consumer's own: what becomes of it nobody else knows, and it does not count. (``JoinableQueue``: nor does ``join`` wait for
     it.)"""
     undecodable: int = 0
