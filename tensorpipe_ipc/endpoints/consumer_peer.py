@@ -24,7 +24,6 @@ class ConsumerPeer(Peer):
         unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
         greeted: whether it was answered, or has answered: in frames nothing is put to it before.
         served: the last of its ``round`` that was dealt with.
-        resends_from: when the next may be, by time.monotonic().
         turn: when the producer last chose it, of all the times that it chose from several.
         room: places in its queue that are known to be free. There may be more, as the consumer frees them.
     """
@@ -37,7 +36,6 @@ class ConsumerPeer(Peer):
         self.unread: deque[SentMessage] = deque()
         self.unmarked = 0
         self.served = hello.round
-        self.resends_from = 0.0
         self.turn = 0
         self.room = 0
 

@@ -365,14 +365,14 @@ class Producer(End):
         self._messages += 1
         self._bytes += message.nbytes
         if sender.needs_credit():  # now that the message is on its way
-            sender.drain(in_passing=True)
+            sender.hear_in_passing()
 
     def _reserve(self, deadline: float | None) -> ConsumerPeer:
         """Return a consumer with room."""
         sender = self._sender
         sender.raise_refusal()
         if sender.is_stale():
-            sender.drain(in_passing=True)
+            sender.hear_in_passing()
             sender.look_around()  # one can put for long after the other end is gone
         peer = sender.choose()
         if peer is None:

@@ -39,6 +39,7 @@ _ONLY_FAREWELL = 1.0
 _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
+_A_TURN = 0.02  # seconds of what is heard in passing, at most, that count
 
 
 def _in_one_block(queue: PairQueue, message: EncodedMessage) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
@@ -71,7 +72,8 @@ class Sender(Participant):
         self._unsure = True  # whether any of those may have more room than it is known to have, and no descriptor tells
         # Who had a queue and nothing to do at the last look, longest waiting first.
         self._idle: deque[ConsumerPeer] = deque()
-        self._listens_from = 0.0
+        self._credits = 0  # that brought something
+        self._listens_from = self._resends_from = 0.0  # by time.monotonic(): in passing; and what is asked for again
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
         self.resent = 0
@@ -116,7 +118,9 @@ class Sender(Participant):
     def _handle(self, event: Event) -> Arrived | None:
         """See Participant."""
         if isinstance(event, Credited):
+            taken = event.peer.taken
             self._credited(event.peer, event.sequence)
+            self._credits += event.peer.taken != taken
         elif isinstance(event, Greeted):
             self._greeted(event.peer, event.sequence)
         elif isinstance(event, Joined):
@@ -226,21 +230,20 @@ class Sender(Participant):
         """Return whether there is any queue."""
         return bool(self._sharing)
 
-    def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
-        """See Participant. One consumer's credits are read together, which is cheaper than one after each put.
+    def hear_in_passing(self) -> None:
+        """Hear what has come, while there is room.
 
-        Where strangers reach the port, what frees no room has a fifth of the time in passing: else a put pays for a greeting.
+        Where strangers reach the port, what brings no credit has a fifth of the time: else each put pays for a greeting.
         """
-        if self.conversation.hangs_up and in_passing:
-            if time.monotonic() >= self._listens_from:
-                framed, spent = self._framed, time.thread_time()
-                self._drain(True, due)
-                spent = time.thread_time() - spent
-                self._listens_from = time.monotonic() + 4 * spent * (self._framed >= framed)
-        else:
-            self._drain(in_passing, due)
+        if time.monotonic() < self._listens_from:
+            return
+        credited, spent = self._credits, time.thread_time()
+        self.drain(in_passing=True)
+        if self._credits == credited and self.conversation.hangs_up:
+            self._listens_from = time.monotonic() + 4 * min(time.thread_time() - spent, _A_TURN)
 
-    def _drain(self, in_passing: bool, due: int) -> None:
+    def drain(self, *, in_passing: bool = False, due: int = 1) -> None:
+        """See Participant. One consumer's credits are read together, which is cheaper than one after each put."""
         due = max(due, self._framed) if len(self.peers) == 1 else due
         if self.keeps and self._framed:
             self.socket.is_connected()  # what is in flight may have been swallowed: by a new connection it greets anew
@@ -260,9 +263,9 @@ class Sender(Participant):
         """Wait for credit, or anything else that comes, up to ``timeout`` seconds (cut to a slice)."""
         if not self._sharing:
             self.pump(timeout)
-            self._drain(True, 1)  # nothing is to be put before there is room: all that comes is heard
+            self.drain(in_passing=True)
         elif not self.socket.is_silent() or self._hear_of_room(timeout):
-            self._drain(True, 1)
+            self.drain(in_passing=True)
         else:
             self.look_around()
 
@@ -464,14 +467,14 @@ class Sender(Participant):
     def _resend_if_asked(self, peer: ConsumerPeer) -> None:
         """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
         read nothing. Then later. And in a fifth of the time at most: a few bytes ask for all that is kept."""
-        if peer.hello.round <= peer.served or time.monotonic() < peer.resends_from:
+        if peer.hello.round <= peer.served or time.monotonic() < self._resends_from:
             return
         if not all(kept.has_left() for kept in peer.kept):
             return
         spent = time.thread_time()  # without what it was stopped for
         self._resend(peer)
         peer.served = peer.hello.round  # now: an exception in between has it done again
-        peer.resends_from = time.monotonic() + 4 * (time.thread_time() - spent)
+        self._resends_from = time.monotonic() + 4 * (time.thread_time() - spent)
 
     def _resend(self, peer: ConsumerPeer) -> None:
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
