@@ -24,6 +24,7 @@ class ConsumerPeer(Peer):
         unmarked: bytes that were copied to ZeroMQ for it since the last of which is told when it lets go.
         greeted: whether it was answered, or has answered: in frames nothing is put to it before.
         served: the last of its ``round`` that was dealt with.
+        resent_at: when something was last sent again to it, by time.monotonic().
         turn: when the producer last chose it, of all the times that it chose from several.
         room: places in its queue that are known to be free. There may be more, as the consumer frees them.
     """
@@ -36,6 +37,7 @@ class ConsumerPeer(Peer):
         self.unread: deque[SentMessage] = deque()
         self.unmarked = 0
         self.served = hello.round
+        self.resent_at = 0.0
         self.turn = 0
         self.room = 0
 
@@ -62,6 +64,10 @@ class ConsumerPeer(Peer):
     def is_there(self) -> bool:
         """See Peer."""
         return (self.greeted or self.queue is not None) and super().is_there()
+
+    def asks(self) -> bool:
+        """Return whether it has come by another connection since, and may miss something."""
+        return self.hello.round > self.served
 
     def load(self) -> int:
         """Return how many messages it has and did not take. Bring ``room`` up to date."""

@@ -149,8 +149,8 @@ class Sender(Participant):
             self._credited(peer, sequence)
         self.conversation.welcome(peer)
         peer.greeted = True
-        if peer.queue is None:
-            self._resend_if_asked(peer)
+        if peer.queue is None and peer.asks():
+            self._resend_as_asked()
 
     def _credited(self, peer: ConsumerPeer, sequence: int) -> None:
         if peer.taken < sequence <= peer.sent:
@@ -359,9 +359,7 @@ class Sender(Participant):
         self._unsure = True
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._unshare(peer)
-        for peer in self.peers.values():
-            if peer.queue is None and peer.settled:
-                self._resend_if_asked(peer)
+        self._resend_as_asked()
 
     def send(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
         """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
@@ -464,17 +462,22 @@ class Sender(Participant):
     def _reckon_framed(self) -> None:
         self._framed = sum(each.sent - each.taken for each in self.peers.values() if each.queue is None)
 
-    def _resend_if_asked(self, peer: ConsumerPeer) -> None:
-        """Send again what a peer misses; but nothing that still is on its way from the last time, as it may ask for ever, and
-        read nothing. Then later. And in a fifth of the time at most: a few bytes ask for all that is kept."""
-        if peer.hello.round <= peer.served or time.monotonic() < self._resends_from:
-            return
-        if not all(kept.has_left() for kept in peer.kept):
-            return
-        spent = time.thread_time()  # without what it was stopped for
-        self._resend(peer)
-        peer.served = peer.hello.round  # now: an exception in between has it done again
-        self._resends_from = time.monotonic() + 4 * (time.thread_time() - spent)
+    def _resend_as_asked(self) -> None:
+        """Send again what peers miss that have asked for it, first to the one to whom that was done longest ago.
+
+        It has a fifth of the time at most, as a few bytes ask for all that is kept. Nothing is sent that still is on its way
+        from the last time, as a peer may ask for ever, and read nothing: then later.
+        """
+        asking = [peer for peer in self.peers.values() if peer.queue is None and peer.greeted and peer.asks()]
+        for peer in sorted(asking, key=_resent_at):
+            if time.monotonic() < self._resends_from:
+                return
+            if all(kept.has_left() for kept in peer.kept):
+                spent = time.thread_time()  # without what it was stopped for
+                self._resend(peer)
+                peer.served = peer.hello.round  # now: an exception in between has it done again
+                peer.resent_at = time.monotonic()
+                self._resends_from = peer.resent_at + 4 * (time.thread_time() - spent)
 
     def _resend(self, peer: ConsumerPeer) -> None:
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
@@ -550,3 +553,7 @@ class Sender(Participant):
 
 def _turn(peer: ConsumerPeer) -> int:
     return peer.turn
+
+
+def _resent_at(peer: ConsumerPeer) -> float:
+    return peer.resent_at

@@ -322,6 +322,8 @@ def _ndarray(node: np.ndarray[Any, Any], flat: Flat) -> None:
 
 def _array_memory(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor on the array's own memory, or on a copy where torch has no such view of it."""
+    if array.dtype.char == "Q":  # C's unsigned long long: another name of uint64, which torch does not know
+        array = array.view(np.uint64)
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
         array = _copied(array)
     if array.flags.writeable:
