@@ -177,7 +177,7 @@ def test_the_thread_samples_and_ends() -> None:
 
 
 def test_what_samples_cost_that_were_asked_for_counts_beside_the_threads() -> None:
-    """Whoever asks for many reads it in the share."""
+    """A program that asks for many reads it in the share."""
     began = time.monotonic()
     with tp.MemoryTracker(0.001) as tracked:
         asked = time.thread_time()

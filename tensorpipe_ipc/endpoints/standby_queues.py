@@ -126,7 +126,7 @@ class StandbyQueues:
 
     @property
     def dead_claimants(self) -> list[int]:
-        """Those of them that are dead, or have let go of theirs."""
+        """Return the claimants that are dead, or have let go of theirs."""
         return [queue.claimant for queue in self._queues if queue.is_deserted()]
 
     def is_claimed(self, token: int) -> bool:

@@ -500,7 +500,7 @@ def test_what_is_rejected_has_a_fifth_of_the_time_of_a_consumer_that_finds_its_q
 
 
 def test_greetings_have_a_fifth_of_the_time_of_a_producer_that_puts() -> None:
-    """Whoever greets well is a consumer. It may greet again and again, and takes nothing, so that credits are looked for."""
+    """A stranger that greets well is a consumer. It may greet again and again, and take nothing: so credits are looked for."""
     connections, each = 20, 10
     with (
         Child() as friend,

@@ -471,7 +471,7 @@ def test_one_that_is_stopped_while_it_claims_a_queue_keeps_nobody_out() -> None:
 
 
 def test_one_that_was_stopped_when_it_had_claimed_a_queue_is_named_though_others_are_there() -> None:
-    """Whoever waits for it reads its pid, whichever end binds."""
+    """An end that waits for it reads its pid, whichever end binds."""
     with tp.Producer("here", bind=True) as producer, Child() as other, Child() as silent:
         other.call(children.open_consumer, "here", bind=False)
         other.begin(children.take)

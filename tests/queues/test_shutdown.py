@@ -423,7 +423,7 @@ def test_an_immediate_shutdown_elsewhere_drops_what_was_to_be_got_again_here() -
 
 
 def test_who_leaves_a_spilled_queue_that_was_shut_down_takes_what_it_returned_and_nothing_else() -> None:
-    """What is taken from the log at a time comes at a time, though bells stand in the pipe; and nothing is set aside."""
+    """A batch from the log comes at a time, though bells stand in the pipe; and nothing is set aside."""
     count, there = 2 * CAPACITY, Queue()
     there.put_many(range(count))
     there.shutdown()
