@@ -376,10 +376,8 @@ class MemoryTracker:
                 with _but_for_a_lack_of_descriptors():
                     on_full += self._tick()
                 spent = time.thread_time()  # of this thread, waking up included
-                self._spent, counted = (
-                    self._spent + spent - counted,
-                    spent,
-                )  # beside what samples that were asked for took
+                self._spent += spent - counted  # beside what samples that were asked for took
+                counted = spent
             # what came late is not made up for, and what costs too much comes later
             due = max(due + interval, time.monotonic(), began + (spent - on_full) / QUICK_SHARE)
 
