@@ -559,11 +559,16 @@ def wait_in_vain(ends: Ends, seconds: float) -> None:
         ends.consumer.get(seconds)
 
 
-def trim(ends: Ends) -> None:
-    """Give back the memory of all the child's ends that nobody needs."""
-    for end in (ends.producer, ends.consumer):
-        if end is not None:
-            end.trim()
+def put_until_full(ends: Ends, seconds: float) -> None:
+    """Put numbers until one finds no room for so long."""
+    with contextlib.suppress(tp.Full):
+        while True:
+            ends.producer.put(1, seconds)
+
+
+def trim(ends: Ends) -> int:
+    """Give back the memory of all the child's ends that nobody needs. Returns its bytes."""
+    return sum(end.trim() for end in (ends.producer, ends.consumer) if end is not None)
 
 
 def be_stage(ends: Ends, upstream: str, downstream: str) -> str:
