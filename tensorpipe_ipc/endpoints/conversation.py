@@ -72,7 +72,7 @@ from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.peers import MOST_PEERS, Peers
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight
 from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus, StatusPage
-from tensorpipe_ipc.endpoints.standby_queues import PATIENCE, StandbyQueues
+from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
 from tensorpipe_ipc.handlers import is_a_signals
@@ -777,10 +777,9 @@ class Conversation:
 
     def unheard(self) -> str:
         """Return who has claimed a queue and was not heard of yet, to be added to a sentence; "" if nobody has."""
-        dead, said = self.standby.dead_claimants, ""
-        silent = [pid for pid in self.standby.claimants if pid not in dead]
-        if dead:
-            said = f"; pid {', '.join(map(str, dead))} has ended before its HELLO came: it is waited for, {PATIENCE} s at most"
+        ended = self.standby.dead_claimants
+        silent = [pid for pid in self.standby.claimants if pid not in ended]
+        said = f"; pid {', '.join(map(str, ended))} has ended before its HELLO came" if ended else ""
         if silent:
             pids = ", ".join(map(str, silent))
             said += f"; pid {pids} has come by the rendezvous file and has not said HELLO: is it stopped?"

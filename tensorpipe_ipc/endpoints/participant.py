@@ -9,11 +9,11 @@ from tensorpipe_ipc.endpoints.conversation import Conversation, Opening
 from tensorpipe_ipc.endpoints.events import Arrived, Event
 from tensorpipe_ipc.endpoints.peer import Peer, ending_by
 from tensorpipe_ipc.libc import trim_malloc
+from tensorpipe_ipc.memory.arena import IDLE
 from tensorpipe_ipc.wire.header import Ending, failed
 
 __all__ = ["Participant"]
 
-IDLE = 3.0  # seconds in which next to nothing came or went by the socket, so that memory that lies ready for it is given back
 _NEXT_TO_NOTHING = 1 << 16  # bytes, of what the ends say about themselves
 STALE = 0.01  # seconds; a producer in full swing looks for credits after it has sent, which is off the message's way
 _AT_ONCE = 0.02  # seconds that one call deals with what comes, beyond its own deadline; there may be no end of it
@@ -161,7 +161,7 @@ class Participant:
         self._handle_events()
 
     def _mind_idle(self) -> None:
-        """Give back what lies ready for messages in frames, as long as there are none.
+        """Give back what lies ready for messages in frames, as long as next to nothing came or went so for ``IDLE`` seconds.
 
         What malloc keeps only ``trim`` gives back: that may take a second, in a process with much in small pieces.
         """

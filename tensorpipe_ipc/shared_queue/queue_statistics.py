@@ -52,10 +52,9 @@ class QueueStatistics:
     """Bytes that it may cost."""
     lost: int
     """Messages lost, from all queues of the arena since it exists: with consumers that died inside the get that had taken
-    them, by exceptions of a signal's handler that came when a get had taken one, or with who closed the queue and had left some
-    for its next get. What a get had returned for is the
-    consumer's own: what becomes of it nobody else knows, and it does not count. (``JoinableQueue``: nor does ``join`` wait for
-    it.)"""
+    them, by exceptions of a signal's handler that came when a get had taken one, or with a process that closed the queue and
+    had left some for its next get. What a get had returned for is the consumer's own: what becomes of it nobody else knows, and
+    it does not count. (``JoinableQueue``: nor does ``join`` wait for it.)"""
     undecodable: int = 0
     """Messages that this process took from the queue and could not make objects of again: the error was raised by get, and
     the message dropped."""

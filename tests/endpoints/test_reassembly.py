@@ -19,9 +19,9 @@ from crash_points import interrupted_at
 from raw_ends import RawEnd, hello, hello_of
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints.participant import IDLE
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, ResendBuffer, SentMessage
+from tensorpipe_ipc.memory.arena import IDLE
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.wire import spec
