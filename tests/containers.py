@@ -151,6 +151,7 @@ def _without_pipes() -> None:
 CLOSED, OPEN, WITHOUT_PIPES = OF_ONE_USER = "closed to others", "of that user", "without pipes"
 APART = "another network"  # no way to an end on loopback from there
 SMALL = "/dev/shm of 64 KiB"
+HIDDEN = "hidden processes"
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
     SMALL: _with_small_dev_shm,
@@ -162,7 +163,7 @@ _ALL: dict[str, Callable[[], None]] = {
     "other pids": _in_other_pids,
     "another user": _of_another_user,
     "another clock": _with_another_clock,
-    "hidden processes": _where_processes_are_hidden,
+    HIDDEN: _where_processes_are_hidden,
 }
 
 

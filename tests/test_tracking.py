@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import children
+import containers
 import pytest
 import torch
 from crash_points import in_child, reap
@@ -366,3 +367,25 @@ except KeyError as error:
 """
     done = ran("-c", code)
     assert (done.out, done.err) == ('"the program\'s own"\n', ""), done
+
+
+@pytest.mark.skipif(
+    os.geteuid() or containers.HIDDEN not in containers.WAYS, reason="only root may hide processes from another user"
+)
+def test_a_child_of_another_user_that_is_hidden_is_left_out() -> None:
+    def track() -> None:
+        until, told = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(told)
+            os.read(until, 1)
+            os._exit(0)
+        containers.enter(containers.HIDDEN)  # the child stays the first user's
+        with tp.MemoryTracker(interval=None) as memory:
+            assert memory.sample().processes == 1
+        assert [each.pid for each in memory.processes] == [os.getpid()]
+        assert str(os.getpid()) in memory.report()
+        os.close(told)
+        os.waitpid(child, 0)
+
+    assert reap(in_child(track)) == 0
