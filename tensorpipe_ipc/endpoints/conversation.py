@@ -97,7 +97,6 @@ from tensorpipe_ipc.wire.header import (
     unpack_begin,
     unpack_control,
 )
-from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import parse
 from tensorpipe_ipc.zeromq.binder import Binder
 from tensorpipe_ipc.zeromq.connector import Connector
@@ -176,6 +175,7 @@ class _InHand(NamedTuple):
     last_size: int  # of its last frame
     peer: Peer | None  # by whose connection it came
     stood: int  # at which message that peer stood before
+    pieces: int  # how many pieces of messages it had sent
     began: float  # in this thread's processor time, if it came from a stranger; else 0
 
 
@@ -445,7 +445,7 @@ class Conversation:
             self.socket.received()
             return
         is_strange = self.hangs_up and (peer is None or not peer.brought and not peer.is_seen())
-        stood = 0 if peer is None else peer.taken
+        stood, pieces = (0, 0) if peer is None else (peer.taken, peer.pieces)
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
             if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
@@ -457,7 +457,7 @@ class Conversation:
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
         if not self.hears_again:
-            message = _InHand(routing, nbytes, peer, stood, began)
+            message = _InHand(routing, nbytes, peer, stood, pieces, began)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:
@@ -514,9 +514,9 @@ class Conversation:
         routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
-        if peer is not None and before is not None and (before.taken != message.stood or message.last_size >= BULK):
+        if peer is not None and before is not None and before.taken != message.stood:
             strangers.brought(before)
-        else:
+        elif peer is None or before is None or before.pieces == message.pieces:
             self.socket.waste()
             if peer is None:
                 strangers.note_answered(routing)
@@ -562,6 +562,8 @@ class Conversation:
             return
         header = unpack_begin(frames[0]) if refused else unpack(frames[0])
         kind = header.kind
+        if len(frames) > 1 and kind not in (Kind.DATA, Kind.PIECE):
+            raise ProtocolError(f"a {Kind.NAMES[kind]} of {len(frames)} frames")
         if kind >= Kind.DATA:
             peer = self.peers.get(routing)
             if peer is None and refused:

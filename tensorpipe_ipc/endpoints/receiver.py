@@ -565,21 +565,26 @@ class Receiver(Participant):
         """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
         if peer.queue is not None or len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
+        is_large, reassembly = len(frames[1]) >= BULK, peer.reassembly
+        gives_up = reassembly is not None and reassembly.sequence != header.sequence
         if header.sequence <= peer.taken or not self._is_next(peer, header):
+            peer.pieces += is_large
             return
-        if peer.reassembly is None or peer.reassembly.sequence != header.sequence:
-            peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
-        before = peer.reassembly.filled
+        if reassembly is None or gives_up:
+            reassembly = peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
+        before = reassembly.filled
         try:
-            is_in_place = peer.reassembly.add(header, frames[1])
+            is_in_place = reassembly.add(header, frames[1])
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise
-        if peer.reassembly.is_complete and not peer.reassembly.refused:
-            peer.largest = max(peer.largest, peer.reassembly.total)
+        peer.pieces += is_large and not gives_up
+        if reassembly.is_complete and not reassembly.refused:
+            peer.largest = max(peer.largest, reassembly.total)
         if not is_in_place:
             self._ask(peer)
-        elif peer.reassembly.filled >= before + BULK:
+        elif reassembly.filled >= before + BULK and not gives_up:
+            peer.brought += 1
             self._spent = time.thread_time()  # its time is a message's, and no talk
 
     def _lacks_pieces(self, peer: ProducerPeer, header: Header) -> bool:

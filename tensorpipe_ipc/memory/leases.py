@@ -334,12 +334,22 @@ _Reference = weakref.ref[Leases]
 keeping: set[_Reference] = set()
 
 
+_look_again = 0.0  # when all of them are looked at again
+
+
 def settle_kept() -> None:
-    """Free what only forks' children kept, on whatever segment, if they are gone, in a twentieth of the time at most."""
-    for reference in list(keeping):
+    """Free what only forks' children kept, on whatever segment, if they are gone, in a twentieth of the time."""
+    global _look_again  # noqa: PLW0603
+    now = monotonic()
+    if now < _look_again:
+        return
+    references, spent = list(keeping), thread_time()
+    _look_again = now + PAUSE
+    for reference in references:
         leases = reference()
         if leases is not None:
             leases.settle(at_once=False)
+    _look_again = monotonic() + min(PAUSE * len(references), _SELDOM * (thread_time() - spent))
 
 
 _holding: set[Leases] = set()  # those with anything live, so that they, their rows and locks last as long

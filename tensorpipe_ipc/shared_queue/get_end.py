@@ -177,6 +177,8 @@ class GetEnd:
         queue = self._queue
         if keeping:
             settle_kept()
+        if self.words[GROWN]:  # here: one that always finds a message never waits
+            self.arena.mind_idle(self.attachment.recover_dead)
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -257,6 +259,8 @@ class GetEnd:
         queue, messages = self._queue, list[Any]()
         if keeping:
             settle_kept()
+        if self.words[GROWN]:  # as in _get
+            self.arena.mind_idle(self.attachment.recover_dead)
         operation = queue.batch(GET, self._batches)
         if operation is None:
             return [self._get(deadline, decode, lease_from)]
@@ -347,8 +351,6 @@ class GetEnd:
         if taken < 0 and decode is not _drop:  # early: what is in the pipe goes first
             raise _Again(self.tickets.unread())
         if not taken:
-            if self.words[GROWN]:  # who polls never waits
-                self.arena.mind_idle(self.attachment.recover_dead)
             raise Empty("no message came in time")
         return abs(taken)
 
@@ -381,7 +383,6 @@ class GetEnd:
 
         By poll, which takes nobody's wake-up: see "Waking" in token_pipe.py.
         """
-        self.arena.mind_idle(self.attachment.recover_dead)
         if taken := self.tickets.take_piped(buffers):
             return taken
         pipe = select.poll()

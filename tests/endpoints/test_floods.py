@@ -30,6 +30,7 @@ from secured import GREETING, knock_often, make_keys, open_binder, open_connecto
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import strangers
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
+from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq import kernel_sockets
 
 MIB = 1 << 20
@@ -129,6 +130,36 @@ def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: bytes
         raw.say(*[said] * 200)
         wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
         assert raw.is_hung_up_on()
+
+
+@pytest.mark.parametrize("binds", ["consumer", "producer"])
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.CREDIT], ids=["greetings", "credits"])
+def test_a_large_second_frame_makes_no_talk_a_message(binds: str, kind: int) -> None:
+    """Only what is taken, and a piece in its place, has brought something: one that says anything else is hung up on."""
+    other = "producer" if binds == "consumer" else "consumer"
+    said = hello(other) if kind == Kind.HELLO else pack(kind, 0)
+    ends = {"consumer": tp.Consumer, "producer": tp.Producer}
+    with contextlib.suppress(tp.PeerLost), ends[binds](LOOPBACK, bind=True) as end, RawEnd(end.endpoint) as raw:
+        raw.say(hello(other))
+        for _ in range(300):
+            raw.say(said, bytes(BULK))
+        if isinstance(end, tp.Consumer):
+            wait_in_vain(end, lambda: "and was hung up on" in end.statistics().last_rejection)
+        else:
+            deadline = time.monotonic() + PATIENCE
+            while "and was hung up on" not in end.statistics().last_rejection:
+                assert time.monotonic() < deadline
+                with contextlib.suppress(tp.Full):
+                    end.put(0, 0.02)
+
+
+def test_one_whose_large_messages_never_end_is_hung_up_on() -> None:
+    """Each piece throws away those of the message before it: it brings nothing."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        for number in range(1, 200):
+            raw.say(pack_piece(number, Piece(0, MIB)), bytes(BULK))
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
 
 
 @pytest.mark.parametrize(

@@ -738,6 +738,28 @@ def test_trim_gives_back_what_nobody_needs(large_ctx: Any) -> None:
         burst(there, 2 * MIB, 8)
 
 
+@pytest.mark.parametrize("timeout", [0, LIMIT, None])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_what_lies_idle_is_given_back_by_one_that_always_finds_a_message(
+    large_ctx: Any, timeout: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It works off what others left, and nobody puts any more."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, other = large_ctx.Queue(), large_ctx.Queue()
+    there.put_many([bytes(8)] * 8000)
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
+    with Helper(lambda: burst(other, 2 * MIB, 8)):
+        before = resident(there)
+        assert before > 15 * MIB
+
+        def take() -> bool:
+            assert there.get(timeout=timeout) if at_once == 1 else there.get_many(at_once, timeout=timeout)
+            return resident(there) < before - 12 * MIB
+
+        wait_for(take)
+        assert there.qsize(), "it may have waited"
+
+
 @pytest.mark.parametrize("who", ["waits", "waits with a timeout", "polls", "puts"])
 def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By whoever gets or puts, also if it never had that memory."""
