@@ -140,7 +140,11 @@ def written() -> list[Frames]:
         header.Hello("consumer", SOMEBODY, 64, "", ("raw", "numpy"), 0, shared_memory=terms, end=99, round=1),
         header.Hello("producer", SOMEBODY, 8, "raw", (), 0, shared_memory=terms, end=1 << 40),
     ]
-    return [[packed(Rendezvous((25, 1 << 33), "", end, (offer,) * count))] for end in ends for count in (0, 1, 2)]
+    return [
+        [packed(Rendezvous("0" * 24 + ".rendezvous", (25, 1 << 33), "", end, (offer,) * count))]
+        for end in ends
+        for count in (0, 1, 2)
+    ]
 
 
 def made_up(rng: random.Random, target: str) -> Frames:

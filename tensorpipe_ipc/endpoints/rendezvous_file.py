@@ -83,12 +83,14 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file.
 
     Attributes:
+        name: the file's own: one that was copied to another address is not that address's.
         place: device and inode of the socket file of an ipc address; of the network namespace that a tcp address is in.
         key: the binder's public key, in Z85; "" without keys.
         hello: what the binder says of itself to everybody.
         offers: queues that it has made for connectors to come; each is for one of them.
     """
 
+    name: str
     place: tuple[int, int]
     key: str
     hello: Hello
@@ -141,7 +143,8 @@ class RendezvousFile:
             OSError: there is no room for it.
         """
         assert self._owned is not None
-        os.pwrite(self._owned.fileno(), packed(Rendezvous(self._place, self._key, hello, offers)), 0)
+        name = os.path.basename(self._path)
+        os.pwrite(self._owned.fileno(), packed(Rendezvous(name, self._place, self._key, hello, offers)), 0)
 
     def close(self) -> None:
         """Take it away. Again: what an exception left undone."""
@@ -162,7 +165,7 @@ def path_of(address: Address) -> str:
 def read(address: Address) -> Rendezvous | None:
     """Return what the binder of an address has written down; None if there is nothing that can be relied on."""
     with contextlib.suppress(OSError):
-        found = contents(path_of(address))
+        found = _of_its_name(path_of(address))
         if found is not None and found.place == _place_of(address) and _lives(found.hello.identity):
             return found
     return None
@@ -186,7 +189,7 @@ def find(address: Address, end: int, key: str, *, anywhere: bool) -> Rendezvous 
     with contextlib.suppress(OSError):
         for path in _all():
             with contextlib.suppress(OSError):
-                found = contents(path)
+                found = _of_its_name(path)
                 if found is not None and (found.hello.end, found.key) == (end, key) and _lives(found.hello.identity):
                     return found
     return None
@@ -204,6 +207,11 @@ def contents(path: str) -> Rendezvous | None:
             break
         text = _text(path)
     return unpacked(text)
+
+
+def _of_its_name(path: str) -> Rendezvous | None:
+    found = contents(path)
+    return found if found is not None and found.name == os.path.basename(path) else None
 
 
 def sweep() -> None:

@@ -339,7 +339,7 @@ _look_again = 0.0  # when all of them are looked at again
 
 def settle_kept() -> None:
     """Free what only forks' children kept, on whatever segment, if they are gone, in a twentieth of the time."""
-    global _look_again  # noqa: PLW0603
+    global _look_again
     now = monotonic()
     if now < _look_again:
         return

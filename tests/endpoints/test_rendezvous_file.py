@@ -85,6 +85,7 @@ DAMAGES: dict[str, Callable[[], Any]] = {
     "no HELLO": lambda: _path().write_bytes(_made_of({"place": (1, 2), "offers": []})),
     "a field too many": lambda: _path().write_bytes(_made_of({**_plain(), "more": 1})),
     "of another socket": lambda: _rewritten(lambda said: replace(said, place=(said.place[0], said.place[1] + 1))),
+    "another address's": lambda: _rewritten(lambda said: replace(said, name=f"{'0' * 24}.rendezvous")),
     "of another device": lambda: _rewritten(lambda said: replace(said, place=(said.place[0] + 1, said.place[1]))),
     "of a process that ended": lambda: _rewritten(_of(pid=(1 << 22) + 5)),
     "of a process whose number is another's": lambda: _rewritten(_of(started=1.0)),
@@ -123,6 +124,19 @@ def test_a_file_that_breaks_a_rule_is_not_believed(name: str, consumer: tp.Consu
         consumer.close()
         for path in _path().parent.glob("*.rendezvous*"):
             path.unlink()
+
+
+def test_a_file_copied_from_another_tcp_address_is_not_believed() -> None:
+    """Both are of one process and one network namespace; the message goes to the one that it is for."""
+    with tp.Consumer("tcp://127.0.0.1:0") as one, tp.Consumer("tcp://127.0.0.1:0") as other:
+        paths = [Path(rendezvous_file.path_of(parse(each.endpoint))) for each in (one, other)]
+        paths[0].write_bytes(paths[1].read_bytes())
+        with Child() as child:
+            child.call(children.open_producer, one.endpoint)
+            putting = in_thread(lambda: child.call(children.put, "for one"))
+            assert one.get(PATIENCE) == "for one"
+            putting()
+            child.call(children.close)
 
 
 @pytest.mark.parametrize(("length", "believed"), [(LIMIT, True), (LIMIT + 1, False)])
