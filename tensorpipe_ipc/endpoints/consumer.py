@@ -315,6 +315,7 @@ class Consumer(End):
                     receiver.taken(arrived)
                     self._raise_or_reject(error, arrived.peer)
                 else:
+                    arrived.peer.brought += 1
                     receiver.taken(arrived)
                     receiver.in_hand = False  # as above
                     return taken

@@ -50,7 +50,7 @@ class Peer:
         settled: whether both ends know if messages go through a queue. It stays so.
         why_not: why there is no queue.
         missed: whether a queue that its binder should have was not to be found, at the last look.
-        brought: how many of its messages brought something, as far as that is counted: at a port that strangers reach.
+        brought: how many of its messages brought something: get returned what they hold, or they gave room for others.
         pieces: how many parts of messages it sent, of 64 KiB or more each, which may have been there before. None that throws
             away those of another message.
     """

@@ -120,7 +120,9 @@ class Sender(Participant):
         if isinstance(event, Credited):
             taken = event.peer.taken
             self._credited(event.peer, event.sequence)
-            self._credits += event.peer.taken != taken
+            if event.peer.taken != taken:
+                event.peer.brought += 1
+                self._credits += 1
         elif isinstance(event, Greeted):
             self._greeted(event.peer, event.sequence)
         elif isinstance(event, Joined):

@@ -84,9 +84,8 @@ class Strangers:
         due = max(self._heard_from, now - _AT_ONCE) + SHARE * seconds
         self._heard_from = min(due, now + _AT_ONCE)  # peers among them are heard all the same
 
-    def brought(self, peer: Peer) -> None:
-        """Note that a peer's message brought something."""
-        peer.brought += 1
+    def forgive(self, peer: Peer) -> None:
+        """A peer's message brought something: what brought nothing before it no longer counts."""
         self._idle.pop(peer.routing, None)
 
     def is_idle_too_long(self, peer: Peer) -> bool:

@@ -23,7 +23,7 @@ class Lender(Protocol):
 
 
 class Loan:
-    """A loan of tensors: a context manager that is used once."""
+    """A loan of tensors: a context manager, for one block at a time."""
 
     def __init__(self, lender: Lender, tensors: Any, dtype: torch.dtype, timeout: float | None) -> None:
         """
@@ -46,7 +46,10 @@ class Loan:
             SharedMemoryError: the tensors are larger than shared memory can ever be.
             OutOfMemory: they are to lie in this process's own memory, as in frames, and there is too little.
             Closed: the queue or the end is closed in this process.
+            RuntimeError: the block of this loan has been entered, and not left.
         """
+        if self._tree is not None:
+            raise RuntimeError("a loan whose block has been entered and not left; make another: queue.loan(...)")
         self._tree = build(self._specs, iter(self._lender.lend(specs_of(self._specs), self._timeout)))
         return self._tree
 

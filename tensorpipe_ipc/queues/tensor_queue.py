@@ -257,8 +257,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             copy: True: all tensors lie in one private copy of the message, and a part that is kept keeps the whole copy:
                 ``clone()`` the part. False: they lie in shared memory, however small, as a *lease*: the block that they
                 arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on, as long as this process
-                leases at most half of the queue's memory, and no more memory is in use than the capacity; and where there
-                is no memory for a copy. Tensors without items, and messages without tensors, have no memory: the three
+                leases at most half of the queue's memory, or there is no memory for a copy; and no more memory is in use
+                than the capacity. Tensors without items, and messages without tensors, have no memory: the three
                 settings agree. A lease smaller than a page costs a page.
                 If a child is forked while leased tensors live, the child's writes to them stay private to it. The child
                 may see *this* process's later writes, in pages that the child has not written itself. A child that
@@ -276,7 +276,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             Closed: the queue is closed in this process.
             ValueError: ``copy`` is another value, ``device`` names no device, or both ``device`` and ``as_numpy`` are given.
             UnsupportedLeaf: ``as_numpy``, and NumPy lacks a tensor's dtype or layout. The next get takes the object.
-            MemoryError, OSError, torch.OutOfMemoryError: too little memory or too few descriptors at present. The next get
+            MemoryError, OSError, torch.OutOfMemoryError: too little memory or too few descriptors at present; with large
+                messages it helps to let go of one before the next is got. The next get
                 takes the object; after eight tries it is dropped.
             Exception: any error that the object raises when it is rebuilt. The object is dropped, and counted
                 (``undecodable``). A BaseException that is not an ``Exception`` (SystemExit, KeyboardInterrupt) may come from
@@ -378,7 +379,7 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
     def trim(self) -> int:
         """Give back the idle memory that all processes hold ready for this queue and the queues that share its memory.
 
-        Memory that is idle for some seconds is given back anyway, by the next process that puts, waits or polls.
+        Memory that is idle for some seconds is given back anyway, by the next process that puts, gets or joins.
 
         Returns:
             The number of bytes given back.

@@ -108,8 +108,10 @@ class SharedMemoryQueue:
             self.gets.drop_all()
 
     def tidy(self) -> None:
-        """Finish what the dead began, a shutdown that was to drop what waits included; free what only forks' children kept."""
+        """Finish what the dead began, a shutdown that was to drop what waits included; free what only forks' children kept,
+        and memory that lies idle."""
         self.attachment.recover_dead()
+        self.arena.mind_idle()
         settle_kept()
         if self.words[self.record.dropped]:
             self.gets.drop_all()

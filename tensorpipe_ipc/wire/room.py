@@ -62,7 +62,8 @@ def see_room_to_take(nbytes: int, give_back: Callable[[], object] = lambda: None
     if left is not None:
         raise OutOfMemory(
             f"a message is copied to be taken, in {nbytes:,} bytes: {left:,} bytes of memory are left; let go of memory. "
-            "From shared memory a lease (copy=False) takes none, and floats as they crossed (restore=False) take none"
+            "Floats as they crossed (restore=False) take none; nor does, from shared memory, a lease (copy=False), unless more "
+            "memory is in use than the capacity"
         )
 
 

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import children
@@ -119,16 +120,27 @@ def test_who_is_no_peer_and_says_two_things_at_a_time_is_hung_up_on() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [pack(Kind.CREDIT, 0), hello("producer"), exchange.sent("first", sequence=1)[0]],
-    ids=["rubbish", "greetings", "duplicates"],
+    [
+        lambda _: pack(Kind.CREDIT, 0),
+        lambda _: hello("producer"),
+        lambda number: hello("producer", sequence=number),
+        lambda _: exchange.sent("first", sequence=1)[0],
+        lambda number: pack(Kind.DATA, number, b"rubbish"),
+    ],
+    ids=["rubbish", "greetings", "greetings that tell of losses", "duplicates", "rejected messages"],
 )
-def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: bytes) -> None:
+def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: Callable[[int], bytes]) -> None:
     """Rubbish, greetings, and what it had sent before: each message costs time, also that which is dropped."""
     with tp.Consumer(LOOPBACK) as consumer, RawLine(consumer.endpoint) as raw:
         raw.say(hello("producer"), exchange.sent("first", sequence=1)[0])
         assert consumer.get(PATIENCE) == "first"
-        raw.say(*[said] * 200)
-        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
+        raw.say(*map(said, range(2, 302)))
+
+        def is_over() -> bool:
+            found = consumer.statistics()  # of a rejected message the reason is told last
+            return "and was hung up on" in found.last_rejection or found.rejected > 16 + 4 * 64
+
+        wait_in_vain(consumer, is_over)
         assert raw.is_hung_up_on()
 
 
@@ -151,6 +163,25 @@ def test_a_large_second_frame_makes_no_talk_a_message(binds: str, kind: int) -> 
                 assert time.monotonic() < deadline
                 with contextlib.suppress(tp.Full):
                     end.put(0, 0.02)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        lambda number: (pack(Kind.DATA, number), b""),
+        lambda number: (pack(Kind.DATA, number), *[b""] * 2000),
+        lambda _: (pack(Kind.DATA, 1), *[b""] * 2000),
+    ],
+    ids=["given up", "of many frames", "of many frames, again"],
+)
+def test_one_that_sends_no_message_is_hung_up_on(said: Callable[[int], tuple[bytes, ...]]) -> None:
+    """A message that was given up half-way brings nothing. More frames than a message has no end sends: one is enough."""
+    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        raw.until_answered(consumer)
+        for number in range(1, 302):
+            raw.say(*said(number))
+        wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
 
 
 def test_one_whose_large_messages_never_end_is_hung_up_on() -> None:

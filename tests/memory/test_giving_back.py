@@ -738,6 +738,22 @@ def test_trim_gives_back_what_nobody_needs(large_ctx: Any) -> None:
         burst(there, 2 * MIB, 8)
 
 
+def test_what_lies_idle_is_given_back_by_one_that_joins(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, other = large_ctx.JoinableQueue(), large_ctx.Queue()
+    there.put("task")
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
+    with Helper(lambda: burst(other, 2 * MIB, 8)):
+        before = resident(there)
+        joiner = threading.Thread(target=there.join)
+        joiner.start()
+        wait_for(lambda: resident(there) < before - 12 * MIB)
+        there.get()
+        there.task_done()
+        joiner.join(LIMIT)
+        assert not joiner.is_alive()
+
+
 @pytest.mark.parametrize("timeout", [0, LIMIT, None])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_what_lies_idle_is_given_back_by_one_that_always_finds_a_message(

@@ -109,6 +109,18 @@ def test_a_small_or_an_empty_loan_is_sent_too(ctx: Any) -> None:
         assert (got.shape, got.unique().tolist()) == (shape, [2.0] if got.numel() else [])
 
 
+def test_a_loan_is_for_one_block_at_a_time(ctx: Any) -> None:
+    there = ctx.Queue()
+    loan = there.loan((3,))
+    with loan as one:
+        one.fill_(1)
+        with pytest.raises(RuntimeError, match="entered and not left"), loan:
+            pass
+    with loan as other:
+        other.fill_(2)
+    assert [there.get().tolist() for _ in range(2)] == [[1.0] * 3, [2.0] * 3]
+
+
 def test_a_closed_queue_lends_nothing(ctx: Any) -> None:
     there = ctx.Queue()
     there.close()
