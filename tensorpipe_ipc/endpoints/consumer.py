@@ -312,6 +312,7 @@ class Consumer(End):
                     if is_a_signals(error, error.__traceback__):
                         raise
                     receiver.was_in_vain()
+                    arrived.peer.brought += not isinstance(error, ProtocolError)  # it is raised
                     receiver.taken(arrived)
                     self._raise_or_reject(error, arrived.peer)
                 else:

@@ -174,8 +174,7 @@ class _InHand(NamedTuple):
     routing: bytes
     last_size: int  # of its last frame
     peer: Peer | None  # by whose connection it came
-    brought: int  # how many of its messages had brought something
-    pieces: int  # how many pieces of messages it had sent
+    worth: int  # how many of its messages had brought something, or might have
     began: float  # in this thread's processor time, if it came from a stranger; else 0
 
 
@@ -445,7 +444,7 @@ class Conversation:
             self.socket.received()
             return
         is_strange = self.hangs_up and (peer is None or not peer.brought and not peer.is_seen())
-        brought, pieces = (0, 0) if peer is None else (peer.brought, peer.pieces)
+        worth = 0 if peer is None else peer.brought + peer.repeated
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
             if peer is not None or not self.socket.binds:  # a stranger's long frame is not worth a copy
@@ -457,7 +456,7 @@ class Conversation:
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
         if not self.hears_again:
-            message = _InHand(routing, nbytes, peer, brought, pieces, began)
+            message = _InHand(routing, nbytes, peer, worth, began)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:
@@ -514,9 +513,7 @@ class Conversation:
         routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
-        if peer is not None and before is not None and before.brought != message.brought:
-            strangers.forgive(before)
-        elif peer is None or before is None or before.pieces == message.pieces or self.socket.surplus:
+        if peer is None or before is None or before.brought + before.repeated == message.worth:
             self.socket.waste()
             if peer is None:
                 strangers.note_answered(routing)

@@ -529,8 +529,11 @@ class Receiver(Participant):
             raise ProtocolError("DATA in frames from a producer that shares memory")
         if header.sequence <= peer.taken:
             self.duplicates += 1
+            peer.repeated += 1
             return False
-        return self._is_next(peer, header)
+        is_next = self._is_next(peer, header)
+        peer.repeated += not is_next
+        return is_next
 
     def _is_next(self, peer: ProducerPeer, header: Header) -> bool:
         if header.sequence == peer.taken + 1 or not peer.resends:
@@ -568,7 +571,7 @@ class Receiver(Participant):
         is_large, reassembly = len(frames[1]) >= BULK, peer.reassembly
         gives_up = reassembly is not None and reassembly.sequence != header.sequence
         if header.sequence <= peer.taken or not self._is_next(peer, header):
-            peer.pieces += is_large
+            peer.repeated += is_large
             return
         if reassembly is None or gives_up:
             reassembly = peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
@@ -578,7 +581,7 @@ class Receiver(Participant):
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise
-        peer.pieces += is_large and not gives_up
+        peer.repeated += is_large and not gives_up
         if reassembly.is_complete and not reassembly.refused:
             peer.largest = max(peer.largest, reassembly.total)
         if not is_in_place:

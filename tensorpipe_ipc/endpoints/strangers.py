@@ -5,8 +5,8 @@
   to be an end of this user. It connects anew by itself, until there is time for it.
 * A stranger that says more than one thing at a time is hung up on, and one that has said several: those of many connections are
   read so seldom that each seems to come at its own time.
-* A peer that keeps the rules says things that bring nothing where a line is cut: all that was in flight comes once or twice
-  again. One that says more of that at a time is hung up on.
+* A peer that keeps the rules says little that brings nothing: greetings, one for each message that an exception has torn. One
+  that says much of that at a time is hung up on. What has come before does not count, as all that was in flight comes again where a line is cut. Nor do pieces of messages.
 * A connection whose end has no more to say by it may still bring what was on its way, and no more.
 
 Over ipc only this user connects, and nobody is hung up on.
@@ -83,10 +83,6 @@ class Strangers:
         now = time.monotonic()
         due = max(self._heard_from, now - _AT_ONCE) + SHARE * seconds
         self._heard_from = min(due, now + _AT_ONCE)  # peers among them are heard all the same
-
-    def forgive(self, peer: Peer) -> None:
-        """A peer's message brought something: what brought nothing before it no longer counts."""
-        self._idle.pop(peer.routing, None)
 
     def is_idle_too_long(self, peer: Peer) -> bool:
         """Count a peer's message that brought nothing. Return whether it says too much of that at a time."""

@@ -633,6 +633,12 @@ class Arena(Extents):
         self._trim(growth)
         return refused
 
+    def lacks(self, nbytes: int) -> bool:
+        """Return whether there would be no room for so much, were all free that the arena costs; or there are no addresses."""
+        free = 0 if self.words[PAGE_LOCKED] else self.segment.resident()
+        least = self._growth(nbytes) + _tables(nbytes) + PURSE
+        return headroom() + free < least or self._lacks_addresses(size_class_of(nbytes))
+
     def _lacks_addresses(self, size_class: int) -> bool:
         units = max(1, (1 << size_class) >> 20)
         return self._gap(self._first_unit, units) + units > self._units

@@ -7,10 +7,11 @@ wait for several queues at once by ``multiprocessing.connection.wait([queue._rea
 from __future__ import annotations
 
 import time
+import weakref
 from multiprocessing import connection
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["Reader", "Writer"]
+__all__ = ["Reader", "Writer", "end_of"]
 
 _PAUSE = 0.05  # seconds
 
@@ -24,6 +25,18 @@ class _Queue(Protocol):
     def empty(self) -> bool: ...
     def get(self) -> Any: ...
     def put(self, obj: Any) -> None: ...
+
+
+_End = TypeVar("_End", bound="Reader | Writer")
+_living: weakref.WeakValueDictionary[tuple[type, int], Any] = weakref.WeakValueDictionary()
+
+
+def end_of(queue: Any, kind: type[_End]) -> _End:
+    """Return a queue's reader or writer, the same one as long as anybody has it: it may be looked for by ``is``."""
+    found = _living.get((kind, id(queue)))
+    if found is None or found._queue is not queue:
+        found = _living[kind, id(queue)] = kind(queue)
+    return found
 
 
 class Reader:

@@ -16,7 +16,7 @@ import torch
 
 from tensorpipe_ipc.errors import Empty
 from tensorpipe_ipc.queues.parent import end_if_parent_is_dead, get_from_parent
-from tensorpipe_ipc.queues.reader import Reader, Writer
+from tensorpipe_ipc.queues.reader import Reader, Writer, end_of
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
 __all__ = ["SimpleQueue"]
@@ -106,11 +106,11 @@ class SimpleQueue(queues.SimpleQueue):  # type: ignore[type-arg]  # for isinstan
 
     @property
     def _reader(self) -> Reader:
-        return Reader(self)
+        return end_of(self, Reader)
 
     @property
     def _writer(self) -> Writer:
-        return _Writer(self)
+        return end_of(self, _Writer)
 
     @property
     def _rlock(self) -> _ReadLock:

@@ -26,7 +26,7 @@ from tensorpipe_ipc.memory.loan import Loan
 from tensorpipe_ipc.memory.loans import TensorSpec, make_tensors
 from tensorpipe_ipc.memory.row import BATCH
 from tensorpipe_ipc.queues.codec import Apart, Codec, Payload
-from tensorpipe_ipc.queues.reader import Reader, Writer
+from tensorpipe_ipc.queues.reader import Reader, Writer, end_of
 from tensorpipe_ipc.serializers import serializer_named
 from tensorpipe_ipc.serializers.narrowing import narrowing
 from tensorpipe_ipc.shared_queue.attachment import default_attachment
@@ -469,11 +469,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
     @property
     def _reader(self) -> Reader:
         """The reader, under the name that users of multiprocessing's queues know: ``connection.wait([queue._reader])``."""
-        return Reader(self)
+        return end_of(self, Reader)
 
     @property
     def _writer(self) -> Writer:
-        return Writer(self)
+        return end_of(self, Writer)
 
     @property
     def _maxsize(self) -> int:

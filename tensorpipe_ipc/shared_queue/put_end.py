@@ -48,6 +48,7 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 __all__ = ["Copy", "Payload", "PutEnd"]
 
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
+_LOOKS_IN_VAIN = 20  # in a row, for memory that nobody holds: half a second
 
 
 class Payload(Protocol):
@@ -426,7 +427,7 @@ class PutEnd:
         Args:
             force: False: such a queue's block is none, and 0 is returned.
         """
-        pause, began, has_trimmed = 0.0005, monotonic(), False
+        pause, began, in_vain = 0.0005, monotonic(), 0
         self.waits += 1
         try:
             while True:
@@ -444,13 +445,12 @@ class PutEnd:
                 if block:
                     return block
                 if not self._queue.qsize():
-                    if not was_in_use and not self.arena.is_in_use():
-                        # What the machine leaves may fall while room is made, which then is a little too small: once more.
-                        if has_trimmed or not self.attachment.trim():
-                            raise SharedMemoryError(
-                                errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}")
-                            )
-                        has_trimmed = True
+                    # Others may have put, and got, between each two of these looks.
+                    in_vain = 0 if was_in_use or self.arena.is_in_use() else in_vain + 1
+                    if (
+                        in_vain and self.arena.lacks(nbytes) or in_vain > _LOOKS_IN_VAIN
+                    ) and not self.attachment.trim():
+                        raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
                         return 0
                 remaining = SLICE if deadline is None else deadline - monotonic()

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 import time
+import weakref
 from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -229,6 +230,22 @@ def test_what_reaches_for_a_queues_reader() -> None:
     assert reading_end_of(queues[1]).poll()
     assert by_reader[ready[0]].get() == "there"
     assert not reading_end_of(queues[1]).poll(0.01)
+
+
+@pytest.mark.parametrize("kind", [tp.Queue, tp.JoinableQueue, tp.SimpleQueue])
+def test_a_queues_reader_is_the_same_one_as_long_as_anybody_has_it(kind: Any) -> None:
+    """Programs look for it by ``is`` in what ``wait`` returns. And it keeps no queue."""
+    one, other = kind(), kind()
+    one.put("there")
+    (ready,) = connection.wait([one._reader, other._reader], 10)
+    assert ready is one._reader
+    assert ready is not other._reader
+    assert one._writer is not other._writer
+    writer = one._writer
+    assert writer is one._writer
+    gone = weakref.ref(one)
+    del one, ready, writer
+    assert gone() is None
 
 
 def test_a_queues_reader_is_not_ready_where_get_would_wait() -> None:

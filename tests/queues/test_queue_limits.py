@@ -378,6 +378,33 @@ def test_an_empty_queue_does_not_grow_beyond_a_cgroups_limit_either(fake_cgroup:
     assert there.get(timeout=0) == 1
 
 
+def test_memory_that_others_had_just_while_a_put_looked_is_waited_for(
+    fake_cgroup: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody holds any before the look, nor after it: others put and get in between, again and again."""
+    there, turns = Queue(), iter(range(3))
+    fake_cgroup(100 * MIB, 50 * MIB)
+    there.put("something")
+    there.get()
+    attachment = shared_queue_of(there).attachment
+    make_room, is_in_use = attachment.make_room, attachment.arena.is_in_use
+
+    def take_and_make_room(nbytes: int) -> None:
+        if next(turns, None) is not None:
+            fake_cgroup(100 * MIB, 99 * MIB)
+        make_room(nbytes)
+
+    def give_back_and_tell() -> bool:
+        fake_cgroup(100 * MIB, 50 * MIB)
+        return is_in_use()
+
+    monkeypatch.setattr(attachment, "make_room", take_and_make_room)
+    monkeypatch.setattr(attachment.arena, "is_in_use", give_back_and_tell)
+    fake_cgroup(100 * MIB, 99 * MIB)
+    there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=LIMIT)
+    assert next(turns, None) is None
+
+
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_what_another_process_is_about_to_use_is_not_taken(
     waiting: int, fake_cgroup: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
