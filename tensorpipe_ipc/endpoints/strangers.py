@@ -6,7 +6,8 @@
 * A stranger that says more than one thing at a time is hung up on, and one that has said several: those of many connections are
   read so seldom that each seems to come at its own time.
 * A peer that keeps the rules says little that brings nothing: greetings, one for each message that an exception has torn. One
-  that says much of that at a time is hung up on. What has come before does not count, as all that was in flight comes again where a line is cut. Nor do pieces of messages.
+  that says much of that at a time is hung up on. What has come before does not count, as all that was in flight comes again
+  where a line is cut. Nor do pieces of messages.
 * A connection whose end has no more to say by it may still bring what was on its way, and no more.
 
 Over ipc only this user connects, and nobody is hung up on.
