@@ -41,6 +41,7 @@ __all__ = ["Consumer", "ConsumerStatistics"]
 
 _NO_DEVICE_MEMORY: type[Exception] = getattr(torch, "OutOfMemoryError", OutOfMemory)  # torch 2.4 has no such name
 _EVERYTHING = 1 << 62
+_RAISED = (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)  # out of get, where a message cannot be read
 _ENDED = object()  # in the place of a message: the stream has ended
 _TURNS = (
     256  # messages that are no user's, after which it is looked whether the stream has ended, though more may have come
@@ -312,7 +313,7 @@ class Consumer(End):
                     if is_a_signals(error, error.__traceback__):
                         raise
                     receiver.was_in_vain()
-                    arrived.peer.brought += not isinstance(error, ProtocolError)  # it is raised
+                    arrived.peer.brought += isinstance(error, (*_RAISED, MemoryError, _NO_DEVICE_MEMORY))
                     receiver.taken(arrived)
                     self._raise_or_reject(error, arrived.peer)
                 else:
@@ -415,7 +416,7 @@ class Consumer(End):
             error = UnsupportedLeaf(
                 f"{error.reason} ({self.endpoint}: a message from {peer}, which was dropped)", error.path
             )
-        if isinstance(error, (OutOfMemory, UnsupportedLeaf, PeerLost, SharedMemoryError)):
+        if isinstance(error, _RAISED):
             self._receiver.in_hand = False
             raise error
         self._receiver.conversation.reject(error, peer)
