@@ -51,8 +51,8 @@ class Peer:
         why_not: why there is no queue.
         missed: whether a queue that its binder should have was not to be found, at the last look.
         brought: how many of its messages brought something: get returned what they hold, or they gave room for others.
-        repeated: how many of its messages brought nothing, and might have: that had come before, or came too early; and pieces
-            of 64 KiB or more, but none that throws away those of another message.
+        repeated: how many of its messages brought nothing, and might have: that had come before, or came too early; and pieces,
+            but none that throws away those of another message.
     """
 
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:

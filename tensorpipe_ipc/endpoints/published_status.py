@@ -12,6 +12,7 @@ at the process's descriptors, which is its user, finds that under /proc, in what
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import stat
 import struct
@@ -120,11 +121,14 @@ def published_statuses() -> Iterator[PublishedStatus]:
 
 
 def _read(path: str) -> PublishedStatus | None:
+    before = None
     for _ in range(_TRIES):
         with open(path, "rb", opener=_without_waiting) as file:
-            found = read_status(file)
-        if found is not None:
+            data = file.read(_HEAD.size + _LONGEST)
+        found = read_status(io.BytesIO(data))
+        if found is not None or data == before:  # it is not just being written, but nothing
             return found
+        before = data
     return None
 
 

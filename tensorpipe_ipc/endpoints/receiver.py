@@ -568,11 +568,11 @@ class Receiver(Participant):
         """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
         if peer.queue is not None or len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
-        is_large, reassembly = len(frames[1]) >= BULK, peer.reassembly
-        gives_up = reassembly is not None and reassembly.sequence != header.sequence
         if header.sequence <= peer.taken or not self._is_next(peer, header):
-            peer.repeated += is_large
+            peer.repeated += 1
             return
+        reassembly = peer.reassembly
+        gives_up = reassembly is not None and reassembly.sequence != header.sequence
         if reassembly is None or gives_up:
             reassembly = peer.reassembly = Reassembly(header.sequence, piece_of(header), self._buffers, peer.largest)
         before = reassembly.filled
@@ -581,14 +581,15 @@ class Receiver(Participant):
         except ProtocolError:
             peer.reassembly = None  # its message will not come again as another
             raise
-        peer.repeated += is_large and not gives_up
+        peer.repeated += not gives_up
         if reassembly.is_complete and not reassembly.refused:
             peer.largest = max(peer.largest, reassembly.total)
         if not is_in_place:
             self._ask(peer)
-        elif reassembly.filled >= before + BULK and not gives_up:
+        elif reassembly.filled > before and not gives_up:
             peer.brought += 1
-            self._spent = time.thread_time()  # its time is a message's, and no talk
+            if reassembly.filled >= before + BULK:
+                self._spent = time.thread_time()  # its time is a message's, and no talk
 
     def _lacks_pieces(self, peer: ProducerPeer, header: Header) -> bool:
         """Return whether pieces are missing of a message that is expected, and will come again.

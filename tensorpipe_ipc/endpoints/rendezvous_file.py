@@ -289,4 +289,5 @@ def _lives(process: Identity) -> bool:
 def _is_dead(process: Identity) -> bool:
     """Return whether a process is seen to be dead, or was one of this host's before it was last started."""
     own = identity()
-    return not is_alive(process) or (process.host == own.host and bool(own.boot) and process.boot != own.boot)
+    boots = process.boot.split()[:1], own.boot.split()[:1]  # without the time namespace
+    return not is_alive(process) or (process.host == own.host and bool(own.boot) and boots[0] != boots[1])

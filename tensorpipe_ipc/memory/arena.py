@@ -634,9 +634,9 @@ class Arena(Extents):
         return refused
 
     def lacks(self, nbytes: int) -> bool:
-        """Return whether there would be no room for so much, were all free that the arena costs; or there are no addresses."""
-        free = 0 if self.words[PAGE_LOCKED] else self.segment.resident()
-        least = self._growth(nbytes) + _tables(nbytes) + PURSE
+        """Return whether there is no room for so much, what lies free included; or there are no addresses."""
+        free = 0 if self.words[PAGE_LOCKED] else self._free_bytes()
+        least = self._growth(nbytes) + 3 * self.segment.page + _tables(nbytes) + PURSE  # as in _collect
         return headroom() + free < least or self._lacks_addresses(size_class_of(nbytes))
 
     def _lacks_addresses(self, size_class: int) -> bool:
@@ -672,7 +672,11 @@ class Arena(Extents):
     def is_overfull(self) -> bool:
         """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
         over = self.segment.resident() - self.capacity
-        return over > 0 and over > sum(
+        return over > 0 and over > self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        """Return bytes of memory in all free blocks, whoever has them."""
+        return sum(
             self._free_memory(start, size_class, *self.states(start, size_class, units))[0]
             for start, size_class, units, _ in self.all_extents()
         )

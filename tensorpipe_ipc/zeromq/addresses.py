@@ -199,7 +199,7 @@ def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
             f"{endpoint}: tcp leaves this host (127.0.0.1, ::1, localhost) only with keys on both sides: make them with "
             "`tensorpipe-ipc keygen NAME` and give security=tensorpipe_ipc.Curve(...)"
         )
-    if is_remote and not _HOST.fullmatch(host):
+    if not _HOST.fullmatch(host):  # also of loopback: behind a scope (::1%lo) libzmq would take a second address
         raise ValueError(
             f"endpoint {endpoint!r}: write tcp://host:port with a host's name or number, or * for all here"
         )

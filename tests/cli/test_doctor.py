@@ -108,6 +108,8 @@ def test_nobody_has_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
     """Status 1, and the address in full; a name that is none, and one within a process, are told so."""
     assert cli.main(["doctor", "nowhere"]) == 1
     assert "NO   nobody" in capsys.readouterr().out
+    assert cli.main(["doctor", "ipc:///tmp/[/a]"]) == 1
+    assert "ipc:///tmp/[/a]" in capsys.readouterr().out
     for wrong, words in (("a b", "write ipc:///path"), ("inproc://x", "within one process")):
         assert cli.main(["doctor", wrong]) == 1
         assert words in capsys.readouterr().err

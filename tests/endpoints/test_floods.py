@@ -23,6 +23,7 @@ import exchange
 import msgspec
 import psutil
 import pytest
+import torch
 from children import PATIENCE, Child, in_thread, wait_until
 from inside import have_no_time_for_strangers, side_of, take_long_to_hear
 from programs import ran, started
@@ -288,6 +289,22 @@ def test_who_sends_what_get_raises_is_not_hung_up_on(monkeypatch: pytest.MonkeyP
 
 class Unknown(NamedTuple):
     value: Any
+
+
+def test_who_sends_large_messages_whose_last_pieces_are_short_is_not_hung_up_on() -> None:
+    """Each piece brings something, however short."""
+    count = 300
+    with tp.Consumer(LOOPBACK, producers=None, maxsize=count) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", end=5, round=1, window=1))
+        for number in range(1, 1 + count):
+            frames = exchange.sent(torch.zeros(BULK + 100, dtype=torch.uint8), sequence=number)
+            payload = bytes(frames[1])
+            raw.say(pack_piece(number, Piece(0, len(payload))), payload[:BULK])
+            raw.say(pack_piece(number, Piece(BULK, len(payload))), payload[BULK:])
+            raw.say(frames[0])
+        for _ in range(count):
+            assert len(consumer.get(PATIENCE)) == BULK + 100
+        assert (consumer.statistics().rejected, consumer.statistics().duplicates) == (0, 0)
 
 
 def test_an_end_of_this_user_comes_in_while_strangers_have_had_their_time() -> None:

@@ -378,6 +378,19 @@ def test_an_empty_queue_does_not_grow_beyond_a_cgroups_limit_either(fake_cgroup:
     assert there.get(timeout=0) == 1
 
 
+@pytest.mark.parametrize("pages", range(0, 64, 3))
+def test_memory_that_is_nearly_enough_is_not_waited_for(pages: int, fake_cgroup: Callable[[int, int], None]) -> None:
+    """Nobody holds any: a put that cannot be served says so, and does not wait for what never comes."""
+    there = Queue()
+    there.put("something")
+    there.get()
+    fake_cgroup(100 * MIB, 98 * MIB - 4096 * pages)
+    began = time.monotonic()
+    with contextlib.suppress(SharedMemoryError):
+        there.put(torch.ones(2 * MIB, dtype=torch.uint8), timeout=LIMIT)
+    assert time.monotonic() < began + LIMIT / 2
+
+
 def test_memory_that_others_had_just_while_a_put_looked_is_waited_for(
     fake_cgroup: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def _show(title: str, findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, width=WIDTH)
+    table = Table(title=Text(shown(title)), title_justify="left", box=box.SIMPLE_HEAD, show_header=False, width=WIDTH)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
