@@ -145,9 +145,9 @@ class ResendBuffer:
 
     def give_up(self, kept: SentMessage) -> None:
         """Keep nothing of a message but its number."""
+        kept.parts = [kept.given_up()]  # first: from here on there is no call
         self.nbytes -= kept.nbytes
         kept.nbytes, kept.blocks, kept.lent = 0, [], []  # ZeroMQ may still read them, and keeps them as long
-        kept.parts = [kept.given_up()]
 
     def let_go(self, kept: SentMessage) -> None:
         """A message was taken, or nobody is left to take it."""
