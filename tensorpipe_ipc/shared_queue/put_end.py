@@ -38,7 +38,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.leases import Handover, keeping
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
-from tensorpipe_ipc.memory.segment import OVER
+from tensorpipe_ipc.memory.segment import OVER, PAGE_LOCKED
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
@@ -48,7 +48,6 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 __all__ = ["Copy", "Payload", "PutEnd"]
 
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
-_TOO_LONG = 5.0  # seconds of looks, one soon after the other, for memory that nobody holds
 
 
 class Payload(Protocol):
@@ -97,7 +96,6 @@ class PutEnd:
         self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
         self._backlog: deque[int] = deque()  # own tickets in the spill log
         self.waits, self.seconds_waited = 0, 0.0
-        self._in_vain = (0.0, 0.0)  # since when each look was, and when the last one was
 
     def put(self, payload: Payload, metadata: bytes = b"", timeout: float | None = None) -> None:
         """Copy a message into shared memory and queue it. Once this returns, it survives this process.
@@ -428,7 +426,7 @@ class PutEnd:
         Args:
             force: False: such a queue's block is none, and 0 is returned.
         """
-        pause, began = 0.0005, monotonic()
+        pause, began, in_vain = 0.0005, monotonic(), 0
         self.waits += 1
         try:
             while True:
@@ -446,7 +444,9 @@ class PutEnd:
                 if block:
                     return block
                 if not self._queue.qsize():
-                    if self._looks_in_vain(was_in_use) and (self._gives_up() or self.arena.lacks(nbytes)):
+                    # Others may have put, and got, between the two. Once more where what they freed is of use as it lies only.
+                    in_vain = 0 if was_in_use or self.arena.is_in_use() else in_vain + 1
+                    if in_vain > self.words[PAGE_LOCKED] and self.arena.lacks(nbytes):
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
                     if not force and headroom() >= nbytes:
                         return 0
@@ -458,18 +458,6 @@ class PutEnd:
         finally:
             self.seconds_waited += monotonic() - began
             self._tell_waits()
-
-    def _looks_in_vain(self, was_in_use: bool) -> bool:
-        """Return whether nobody had a block while this process looked for one. Others may have put, and got, in between."""
-        now, (since, last) = monotonic(), self._in_vain
-        is_vain = not (was_in_use or self.arena.is_in_use())
-        self._in_vain = since if is_vain and now < last + _TOO_LONG else now, now
-        return is_vain
-
-    def _gives_up(self) -> bool:
-        """Return whether that was so again and again, for too long: also over several puts, as an end's are cut into slices."""
-        since, last = self._in_vain
-        return last - since > _TOO_LONG
 
     def _tell_waits(self) -> None:
         """For onlookers: how often and how long this process waited to put here, beside any one of its operations."""
