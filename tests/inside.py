@@ -28,6 +28,7 @@ from tensorpipe_ipc.memory.arena import Arena
 from tensorpipe_ipc.memory.leases import Leases
 from tensorpipe_ipc.memory.row import PUT, Operation
 from tensorpipe_ipc.process import Identity
+from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, _Again, _drop
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "backlog_of",
+    "before_a_put_counts_its_task",
     "be_at_block",
     "before_each_look_at_a_spilled_message",
     "before_each_try_of_a_block",
@@ -54,7 +56,6 @@ __all__ = [
     "instead_of_barriers",
     "instead_of_hearing",
     "instead_of_looking_at_the_log",
-    "instead_of_refusing",
     "is_in_use",
     "is_in_use_here",
     "keep_spare",
@@ -146,10 +147,15 @@ def instead_of_hearing(queue: SharedMemoryQueue, function: Callable[[int], objec
     queue.gets._hear = function  # type: ignore[method-assign,assignment]
 
 
-def instead_of_refusing(queue: SharedMemoryQueue, function: Callable[[Callable[[], None]], object]) -> None:
-    """Have a put that looks whether the queue is shut call a function, and give it the look."""
-    look = queue.puts._refuse_if_shut
-    queue.puts._refuse_if_shut = lambda: function(look)  # type: ignore[method-assign,assignment]
+def before_a_put_counts_its_task(function: Callable[[], object]) -> None:
+    """Have each put of this process call a function between its two looks whether the queue is shut. In a child only."""
+    count = tasks.count_put
+
+    def call_first(*arguments: Any) -> None:
+        function()
+        count(*arguments)
+
+    tasks.count_put = call_first  # type: ignore[assignment]
 
 
 def first_unit_of(arena: Arena) -> int:

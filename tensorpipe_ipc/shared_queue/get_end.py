@@ -91,7 +91,8 @@ class GetEnd:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
         self.leases, self.words, self.memory, self._octets = queue.leases, queue.words, queue.memory, queue.octets
         self.tickets, self.credits, self.record = queue.tickets, queue.credits, queue.record
-        self._watch, self._has_tasks, self._tickets_fd = self.record.watch, self.record.has_tasks, queue.tickets.fd
+        self._watch, self._spilled, self._has_tasks = self.record.watch, self.record.spilled, self.record.has_tasks
+        self._tickets_fd = queue.tickets.fd
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
         self._read_end = queue.tickets.read_end if queue.tickets.read_end >= 0 else queue.tickets.fd
         self.spin, self._spins, self._is_polled = 0.0, 0, False
@@ -163,7 +164,7 @@ class GetEnd:
 
     def _tell_of_left(self) -> None:
         """After an exception, which may have come when a doorbell was taken: have others hear of what is in the log."""
-        if self.words[self._watch] and self.tickets.spills:
+        if self.words[self._spilled] and self.tickets.spills:
             self.tickets.tell_of_more()
         if self.holds_back:
             self._ring_doorbell_if_polled()
@@ -189,7 +190,7 @@ class GetEnd:
             words = self.words
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
-            elif deadline is None and not words[self._watch] and not keeping:
+            elif deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
                 if not words[GROWN] or not self._take_idly(operation.ticket_buffers):
                     os.readv(self._read_end, operation.ticket_buffers)  # G1
             elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
@@ -268,7 +269,7 @@ class GetEnd:
         try:
             words, given = self.words, operation.given
             buffers = operation.ticket_buffers if most == BATCH else [operation.ticket_buffers[0][: 8 * most]]
-            if deadline is None and not words[self._watch] and not keeping:
+            if deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
                 count = self._take_idly(buffers) if words[GROWN] else 0
                 count = count or os.readv(self._read_end, buffers) >> 3  # G1
             else:
@@ -323,7 +324,10 @@ class GetEnd:
         be what another would have been woken by."""
         words, record = self.words, self.record
         if doorbell == DOORBELL:
+            if self.tickets.spilled():  # who cleared it meanwhile may be dead, or stopped: see queue_record.py
+                words[record.watch] = 1
             return
+        words[record.watch] = 1  # as above
         if not (words[record.shut] and (doorbell == SHUT or words[record.dropped])):
             self.attachment.shutdown.begin(self._queue.handle, drop=doorbell == DROP)
         self.tickets.ring_doorbell(doorbell)
@@ -365,7 +369,7 @@ class GetEnd:
         self.leases.settle(at_once=False)
         settle_kept()
         self.arena.mind_idle(self.attachment.recover_dead)
-        if self.words[self.record.shut] or not (self.words[self._watch] or keeping):
+        if self.words[self.record.shut] or not (self.words[self._watch] or self.words[self._spilled] or keeping):
             raise _Again
 
     def _tell_of_more(self) -> None:

@@ -190,7 +190,7 @@ class OpenQueue:
         Others may put and get meanwhile.
         """
         words, waiting = self.words, self.tickets.unread()
-        if (words[self.record.spilled] or words[self.record.shut]) and (waiting or words[self.record.watch]):
+        if words[self.record.spilled] or waiting and words[self.record.shut]:
             exactly = self.tickets.waiting()
             waiting = self.waiting() if exactly is None else exactly
         return waiting + len(self.aside)
@@ -206,7 +206,7 @@ class OpenQueue:
 
     def waiting(self) -> int:
         """Return how many messages wait, or a few more, without looking at each token."""
-        return self.tickets.unread() + (self.tickets.spilled() if self.words[self.record.watch] else 0)
+        return self.tickets.unread() + (self.tickets.spilled() if self.words[self.record.spilled] else 0)
 
     def close(self) -> None:
         """This process has the queue no more. What waits is for others to get, if there are any."""

@@ -149,7 +149,7 @@ class PutEnd:
     def _send(self, operation: Operation, word: int, generation: int) -> None:
         """The block is filled, and the operation's word names it: what remains, P5 to P8."""
         words = self.words
-        if words[self._watch]:
+        if words[self._shut]:
             self._refuse_if_shut()  # now that the word says so: see shutdown.py
         if self._has_tasks:
             tasks.count_put(words, operation.tally)  # J1
@@ -157,7 +157,7 @@ class PutEnd:
         if self.tickets.spills:
             self._give_or_spill(operation.ticket_buffers, words[operation.ticket : operation.ticket + 1])
         else:
-            if words[self._watch] and words[self._shut]:  # a handler may have shut it, and no call comes in between now
+            if words[self._shut]:  # a handler may have shut it, and no call comes in between now
                 self._refuse_if_shut()
             os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
         if self._has_tasks:
@@ -219,7 +219,7 @@ class PutEnd:
             for i in range(len(tickets)):
                 words[operation.ticket + i] = tickets[i]  # P4
             operation.blocks = []
-            if words[self._watch]:
+            if words[self._shut]:
                 self._refuse_if_shut()
             for ticket in tickets:
                 words[ticket >> 32 << SMALLEST - 3] = ticket % GENERATIONS << GENERATION_AT | self.arena.queued  # P5
@@ -227,7 +227,7 @@ class PutEnd:
             if self.tickets.spills:
                 self._give_or_spill(buffers, tickets)
             else:
-                if words[self._watch] and words[self._shut]:  # as in _send
+                if words[self._shut]:  # as in _send
                     self._refuse_if_shut()
                 os.writev(self._tickets_fd, buffers)  # P6
             for i in range(len(tickets)):
@@ -278,7 +278,7 @@ class PutEnd:
         is_seen_to, process = False, queue.process
         try:
             words, credit = self.words, 0
-            if words[self._watch]:
+            if words[self._shut]:
                 self._refuse_if_shut()
             deadline = None if timeout is None else monotonic() + timeout
             if self.credits is not None:
@@ -430,7 +430,7 @@ class PutEnd:
         self.waits += 1
         try:
             while True:
-                if self.words[self._watch]:
+                if self.words[self._shut]:
                     self._refuse_if_shut()
                 looked = monotonic()
                 was_in_use = self.arena.is_in_use()  # first: what comes free from here on may be missed below
@@ -481,7 +481,7 @@ class PutEnd:
         words, watch, shut = self.words, self._watch, self._shut
         if not backlog:
             try:
-                if words[watch] and words[shut]:  # as in _send
+                if words[shut]:  # as in _send
                     self._refuse_if_shut()
                 os.writev(self._tickets_fd, buffers)  # P6
                 return

@@ -33,6 +33,10 @@ the clearing. Only a giver that is stopped or killed between append and store le
 returned. The recovering process sets ``watch`` for the dead. A shutdown sets ``shut`` before ``watch``, and the taker looks at
 ``shut`` last, too.
 
+A taker that is killed or stopped between its clearing and its look leaves ``watch`` clear. So no wait relies on it alone. Where
+the log was ever used (``spilled``), a get waits in slices, and looks at the log in each; whoever takes a doorbell sets
+``watch``, if there is a reason; and a put looks at ``shut`` itself.
+
 **The presence lock.** Each process that has the queue has an open file description of the segment that carries a read lock
 (OFD) on the record's first byte. The kernel drops that lock with the last descriptor, however the process ends. So a process
 that can write-lock the byte knows that the queue is gone, and is alone in destroying it (``Orphans.destroy``). No number is

@@ -17,10 +17,10 @@ import pytest
 import torch
 from crash_points import SIGNAL_CHECKS, dies_at, in_child, reap, run_traced
 from inside import (
+    before_a_put_counts_its_task,
     drop_one,
     instead_of_hearing,
     instead_of_looking_at_the_log,
-    instead_of_refusing,
     reading_end_of,
     shared_queue_of,
 )
@@ -247,11 +247,9 @@ def waiters_of(action: Callable[[], object]) -> Iterator[int]:
 def test_a_put_that_is_stopped_before_its_last_look_is_refused_after_the_shutdown() -> None:
     """Its message is not in the queue, and the shutdown did not wait for it."""
     there = JoinableQueue()
-    inner = shared_queue_of(there)
 
     def put() -> None:
-        inner.words[inner.record.watch] = 1  # so that it looks
-        instead_of_refusing(inner, lambda refuse: (os.kill(os.getpid(), signal.SIGSTOP), refuse()))
+        before_a_put_counts_its_task(lambda: os.kill(os.getpid(), signal.SIGSTOP))
         refused(there, lambda there: there.put(1))
 
     with waiters_of(put) as pid:

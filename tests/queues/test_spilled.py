@@ -169,32 +169,46 @@ def test_what_an_interrupted_put_had_spilled_is_found_while_others_take(monkeypa
     assert got == [*range(number), "interrupted", "later"]
 
 
-def switches(pid: int) -> int:
-    """Return how often a process has gone to sleep."""
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("voluntary_ctxt"))
+def left_by_a_taker_that_died(there: Queue, last: int) -> None:
+    """Leave a queue as a taker does that is killed, or stopped, just when it has found the log empty, and a put spills then.
 
-
-def test_after_a_burst_a_waiting_get_sleeps_until_something_comes() -> None:
-    """As before the burst: it does not wake up every now and then to look at what is empty."""
-    there = Queue()
+    It had the doorbell, and has cleared the flag that tells of the log.
+    """
     for number in range(MANY):
         there.put(number)
     got: list[object] = []
     all_there(there, got)
-    assert len(got) == MANY
+    inner = shared_queue_of(there)
+    for number in range(MANY):
+        there.put(number)
+    while there.get_nowait() != last:
+        pass
+    while inner.tickets.unread():
+        os.read(inner.tickets.fd, 8)
+    assert inner.tickets.spilled() == MANY - 1 - last
+    inner.words[inner.record.watch] = 0
 
-    def one() -> None:
-        assert there.get() == "later"
 
-    pid = in_child(one)
-    time.sleep(0.2)  # what it does at first
-    before = switches(pid)
-    time.sleep(0.3)  # what is watched
-    assert switches(pid) == before
-    there.put("later")
-    assert reap(pid) == 0
-    assert (there.qsize(), there.empty()) == (0, True)
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+def test_what_a_taker_that_died_has_left_in_the_log_is_found(timeout: float | None) -> None:
+    """By who waits, with no word of anybody else."""
+    there = Queue()
+    left_by_a_taker_that_died(there, MANY - 3)
+    assert there.qsize() == 2
+    assert not there.empty()
+    assert [there.get(timeout=timeout) for _ in range(2)] == [MANY - 2, MANY - 1]
+
+
+def test_a_shutdown_holds_though_a_taker_that_died_has_cleared_the_flag_that_tells_of_it() -> None:
+    there = Queue()
+    left_by_a_taker_that_died(there, MANY - 2)
+    assert there.get() == MANY - 1
+    there.shutdown()
+    inner = shared_queue_of(there)
+    for refused in (lambda: there.put(1), lambda: there.put_many([1, 2]), there.get, lambda: there.get(timeout=LIMIT)):
+        inner.words[inner.record.watch] = 0
+        with pytest.raises(ShutDown):
+            refused()
 
 
 @pytest.mark.parametrize("size", [0, 300])
