@@ -496,8 +496,12 @@ class Conversation:
                 self.reject(IDLES)
                 self.socket.hang_up()
             return False
-        if peer is not None:
+        if peer is not None and not (strangers.is_to_go(routing) and not _is_goodbye(frames)):
             return True
+        if peer is not None:
+            self.reject(IDLES, peer)
+            self.socket.hang_up()
+            return False
         is_again = strangers.was_answered(routing)
         if not is_again and not (strangers.are_a_crowd() and not self._admission.is_hello_in_sight(frames)):
             return True
@@ -513,13 +517,16 @@ class Conversation:
         routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
-        if peer is None or before is None or before.brought + before.repeated == message.worth:
+        surplus = self.socket.surplus
+        if peer is None or before is None or surplus or before.brought + before.repeated == message.worth:
             self.socket.waste()
             if peer is None:
                 strangers.note_answered(routing)
-            elif self.socket.surplus or strangers.is_idle_too_long(peer):  # no end says more frames than a message has
+            elif surplus:  # no end says more frames than a message has
                 self.reject(IDLES, peer)
                 self.socket.hang_up()
+            elif strangers.is_idle_too_long(peer):
+                strangers.have_go(routing)
         if message.began and not (routing in self.peers and self.peers[routing].is_seen()):
             strangers.took(time.thread_time() - message.began)
 
@@ -798,6 +805,12 @@ class Conversation:
         """Return the pieces of memory that this end's queues lie in."""
         queues = [*(peer.queue for peer in self.peers.values() if peer.queue), *self.standby.queues()]
         return {id(queue.attachment): queue.attachment for queue in queues}.values()
+
+
+def _is_goodbye(frames: list[Any]) -> bool:
+    with contextlib.suppress(ProtocolError, VersionMismatch):
+        return unpack_begin(frames[0]).kind == Kind.GOODBYE
+    return False
 
 
 def _welcome_in(frames: list[Any]) -> Hello | None:

@@ -137,8 +137,10 @@ class Receiver(Participant):
         if isinstance(event, PieceArrived):
             self._piece(event.peer, event.header, event.frames)
         elif isinstance(event, GivenUp):
+            repeated = event.peer.repeated
             if self._expects(event.peer, event.header):
                 self._take_up_to(event.peer, event.header.sequence, in_hand=False)
+            event.peer.repeated = repeated  # whenever it comes, it brings nothing
         elif isinstance(event, Greeted):
             self._greeted(event.peer, event.sequence)
         elif isinstance(event, Joined):

@@ -45,6 +45,7 @@ class Strangers:
         self._heard_from = 0.0  # when there is time for somebody who is no peer
         self._answered: dict[bytes, tuple[float, int]] = {}  # when one that is no peer was answered, and how often
         self._idle: dict[bytes, tuple[int, float]] = {}  # what brought nothing, and since when that is counted
+        self._to_go: dict[bytes, None] = {}  # who is hung up on if anything but a goodbye comes next
         self._over: dict[bytes, int] = {}  # what was said since by connections whose ends have no more to say by them
 
     def is_over(self, routing: bytes) -> bool:
@@ -84,6 +85,14 @@ class Strangers:
         now = time.monotonic()
         due = max(self._heard_from, now - _AT_ONCE) + SHARE * seconds
         self._heard_from = min(due, now + _AT_ONCE)  # peers among them are heard all the same
+
+    def have_go(self, routing: bytes) -> None:
+        """Have a peer hung up on with its next message. What it has said by now may be its last, but for its goodbye."""
+        remember(self._to_go, routing, None, _NO_PEERS)
+
+    def is_to_go(self, routing: bytes) -> bool:
+        """Return whether a peer is to be hung up on."""
+        return routing in self._to_go
 
     def is_idle_too_long(self, peer: Peer) -> bool:
         """Count a peer's message that brought nothing. Return whether it says too much of that at a time."""

@@ -178,13 +178,15 @@ def test_a_large_second_frame_makes_no_talk_a_message(binds: str, kind: int) -> 
         lambda number: (pack(Kind.DATA, number), b""),
         lambda number: (pack(Kind.DATA, number), *[b""] * 2000),
         lambda _: (pack(Kind.DATA, 1), *[b""] * 2000),
+        lambda _: (pack(Kind.DATA, 1000), b""),
+        lambda _: (pack(Kind.DATA, 1000), *[b""] * 300),
     ],
-    ids=["given up", "of many frames", "of many frames, again"],
+    ids=["given up", "of many frames", "of many frames, again", "given up too early", "of many frames, too early"],
 )
 def test_one_that_sends_no_message_is_hung_up_on(said: Callable[[int], tuple[bytes, ...]]) -> None:
     """A message that was given up half-way brings nothing. More frames than a message has no end sends: one is enough."""
     with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
-        raw.say(hello("producer"))
+        raw.say(hello("producer", round=1))
         raw.until_answered(consumer)
         for number in range(1, 302):
             raw.say(*said(number))
@@ -289,6 +291,24 @@ def test_who_sends_what_get_raises_is_not_hung_up_on(monkeypatch: pytest.MonkeyP
 
 class Unknown(NamedTuple):
     value: Any
+
+
+@pytest.mark.parametrize("count", [15, 16, 17, 300])
+def test_the_goodbye_of_one_that_says_too_much_is_heard(count: int) -> None:
+    """Its last messages were rejected, as its type cannot be made here: it is told that they were taken, and closes well."""
+    most = 16  # with its greeting one too many: so it is hung up on with whatever comes next
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer", end=5, round=1, window=1))
+        raw.until_answered(consumer)
+        for number in range(1, 1 + count):
+            raw.say(pack(Kind.DATA, number, b"rubbish"))
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected >= min(count, most))
+        if count <= most:
+            raw.say(pack(Kind.GOODBYE, count))
+            wait_in_vain(consumer, lambda: consumer.statistics().ended)
+            assert (consumer.statistics().vanished, consumer.statistics().lost) == (0, 0)
+        else:  # what it had sent by then, and was not told to be taken, comes again
+            wait_in_vain(consumer, lambda: "and was hung up on" in consumer.statistics().last_rejection)
 
 
 def test_who_sends_large_messages_whose_last_pieces_are_short_is_not_hung_up_on() -> None:
