@@ -64,7 +64,8 @@ class _Reducers(dict[Any, Any]):
             return self._reduce_tensor(obj)
         if kind is np.memmap or kind is np.ndarray:
             is_leaf = obj.dtype in BY_NUMPY and obj.dtype.isnative
-            return self._leave(obj) if is_leaf else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            # By protocol 5 one that is read-only would arrive so; by an older one it arrives writable.
+            return self._leave(obj) if is_leaf else obj.__reduce_ex__(5 if obj.flags.writeable else 4)
         storage = obj if kind is UntypedStorage else obj._untyped_storage
         if _is_shared(storage):
             return self._share(storage) if storage is obj else _registered[kind](obj)

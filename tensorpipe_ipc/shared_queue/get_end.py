@@ -707,7 +707,7 @@ def _may_pass(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and not isinstance(error, SharedMemoryError):
         return error.errno in _LACKS or not _passed_decoding(error.__traceback__)
-    may = (MemoryError, SharedMemoryError, UnsupportedLeaf)
+    may = (MemoryError, SharedMemoryError, UnsupportedLeaf, RecursionError)  # the last: get was called near the limit
     is_cudas = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, may) or is_cudas or not isinstance(error, Exception)
 

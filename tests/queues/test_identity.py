@@ -274,3 +274,14 @@ def test_a_registered_type_that_has_no_name_crosses_all_the_same() -> None:
         assert type(got) is Local
         there.put([Local(3)])
         assert there.get(timeout=LIMIT) == [Local(3)]
+
+
+@pytest.mark.parametrize("dtype", ["f8", ">f8", "U3", "S3", [("price", "f8"), ("size", "i4")], "longdouble"], ids=str)
+def test_a_read_only_array_arrives_as_the_receivers_own(dtype: Any) -> None:
+    """As with multiprocessing's queue, which sends a copy: whoever got it may write to it."""
+    there, sent = tp.Queue(), np.zeros(5, dtype)
+    sent.flags.writeable = False
+    there.put(sent)
+    got = there.get()
+    assert got.dtype == sent.dtype
+    got[:] = np.ones(5, dtype)

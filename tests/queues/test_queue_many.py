@@ -549,8 +549,8 @@ def test_what_was_made_in_vain_is_let_go_of_before_the_next_try(take: Callable[[
 
 @pytest.mark.parametrize(
     "lacks",
-    [MemoryError, torch.cuda.OutOfMemoryError, lambda: OSError(errno.EMFILE, "descriptors")],
-    ids=["memory", "memory of a GPU", "descriptors"],
+    [MemoryError, torch.cuda.OutOfMemoryError, lambda: OSError(errno.EMFILE, "descriptors"), RecursionError],
+    ids=["memory", "memory of a GPU", "descriptors", "depth"],
 )
 def test_what_fails_for_want_of_memory_comes_again_and_what_is_broken_is_dropped_at_once(
     lacks: Callable[[], Exception],
