@@ -277,9 +277,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             Closed: the queue is closed in this process.
             ValueError: ``copy`` is another value, ``device`` names no device, or both ``device`` and ``as_numpy`` are given.
             UnsupportedLeaf: ``as_numpy``, and NumPy lacks a tensor's dtype or layout. The next get takes the object.
-            MemoryError, OSError, RecursionError, torch.OutOfMemoryError: too little memory, too few descriptors or too little depth
-                at present; with large messages it helps to let go of one before the next is got. The next get takes the
-                object; after eight tries it is dropped.
+            MemoryError, OSError, RecursionError, torch.OutOfMemoryError: too little memory, too few descriptors or too little
+                depth at present; with large messages it helps to let go of one before the next is got. The next get takes
+                the object; after eight tries it is dropped.
             Exception: any error that the object raises when it is rebuilt. The object is dropped, and counted
                 (``undecodable``). A BaseException that is not an ``Exception`` (SystemExit, KeyboardInterrupt) may come from
                 a signal's handler: then the object is dropped only after eight tries.

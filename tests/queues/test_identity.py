@@ -283,5 +283,5 @@ def test_a_read_only_array_arrives_as_the_receivers_own(dtype: Any) -> None:
     sent.flags.writeable = False
     there.put(sent)
     got = there.get()
-    assert got.dtype == sent.dtype
+    assert got.dtype.newbyteorder("=") == sent.dtype.newbyteorder("=")
     got[:] = np.ones(5, dtype)
