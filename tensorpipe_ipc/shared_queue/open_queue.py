@@ -190,7 +190,8 @@ class OpenQueue:
         Others may put and get meanwhile.
         """
         words, waiting = self.words, self.tickets.unread()
-        if words[self.record.spilled] or waiting and words[self.record.shut]:
+        has_log = words[self.record.spilled] and (waiting or self.tickets.spilled())
+        if has_log or waiting and words[self.record.shut]:
             exactly = self.tickets.waiting()
             waiting = self.waiting() if exactly is None else exactly
         return waiting + len(self.aside)

@@ -14,7 +14,7 @@
 ========  ====================================================================================================
 word      meaning if set
 ========  ====================================================================================================
-watch     one of ``spilled``, ``shut``, ``dropped`` is set: so the usual put and get look at one word only
+watch     one of ``spilled``, ``shut``, ``dropped`` is set, and there is reason to look at the log or for doorbells
 spilled   the log was ever used (token_pipe.py), or doorbells stand in the pipe for another reason
 shut      no more puts; TOLD: and all waiting processes have been told
 dropped   no more gets either: waiting messages are dropped
