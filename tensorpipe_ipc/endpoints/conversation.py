@@ -496,9 +496,9 @@ class Conversation:
                 self.reject(IDLES)
                 self.socket.hang_up()
             return False
-        if peer is not None and not (strangers.is_to_go(routing) and not _is_goodbye(frames)):
-            return True
         if peer is not None:
+            if not strangers.is_to_go(routing) or _is_goodbye(frames):
+                return True
             self.reject(IDLES, peer)
             self.socket.hang_up()
             return False

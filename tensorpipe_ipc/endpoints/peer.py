@@ -50,7 +50,7 @@ class Peer:
         settled: whether both ends know if messages go through a queue. It stays so.
         why_not: why there is no queue.
         missed: whether a queue that its binder should have was not to be found, at the last look.
-        brought: how many of its messages brought something: get returned what they hold, or they gave room for others.
+        brought: how many of its messages brought something: get returned what they hold, or raised it; or they gave room.
         repeated: how many of its messages brought nothing, and might have: that had come before, or came too early; and pieces,
             but none that throws away those of another message.
     """

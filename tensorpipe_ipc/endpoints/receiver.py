@@ -137,10 +137,8 @@ class Receiver(Participant):
         if isinstance(event, PieceArrived):
             self._piece(event.peer, event.header, event.frames)
         elif isinstance(event, GivenUp):
-            repeated = event.peer.repeated
             if self._expects(event.peer, event.header):
                 self._take_up_to(event.peer, event.header.sequence, in_hand=False)
-            event.peer.repeated = repeated  # whenever it comes, it brings nothing
         elif isinstance(event, Greeted):
             self._greeted(event.peer, event.sequence)
         elif isinstance(event, Joined):
@@ -515,6 +513,7 @@ class Receiver(Participant):
         """Return a message that is the next one; None, to be dropped, if it is not."""
         peer, header = arrived.peer, arrived.header
         if not self._expects(peer, header):
+            peer.repeated += 1
             return None
         if peer.reassembly is not None and not arrived.refused:
             if len(arrived.frames) == 1 and self._lacks_pieces(peer, header):
@@ -531,11 +530,8 @@ class Receiver(Participant):
             raise ProtocolError("DATA in frames from a producer that shares memory")
         if header.sequence <= peer.taken:
             self.duplicates += 1
-            peer.repeated += 1
             return False
-        is_next = self._is_next(peer, header)
-        peer.repeated += not is_next
-        return is_next
+        return self._is_next(peer, header)
 
     def _is_next(self, peer: ProducerPeer, header: Header) -> bool:
         if header.sequence == peer.taken + 1 or not peer.resends:

@@ -444,7 +444,8 @@ class PutEnd:
                 if block:
                     return block
                 if not self._queue.qsize():
-                    # Others may have put, and got, between the two. Once more where what they freed is of use as it lies only.
+                    # Others may have put, and got, between the two looks. Where pages are locked, what they freed helps only as
+                    # it lies, and is found by one look more.
                     in_vain = 0 if was_in_use or self.arena.is_in_use() else in_vain + 1
                     if in_vain > self.words[PAGE_LOCKED] and self.arena.lacks(nbytes):
                         raise SharedMemoryError(errno.ENOMEM, self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
