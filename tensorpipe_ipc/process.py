@@ -17,6 +17,8 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from tensorpipe_ipc.forks import ProcessKey, process_key
+
 __all__ = [
     "Identity",
     "Memory",
@@ -82,11 +84,12 @@ class Memory(NamedTuple):
 
 def identity() -> Identity:
     """This process's own identity."""
-    return _identity(os.getpid())
+    return _identity(process_key())
 
 
-@functools.lru_cache(maxsize=1)  # one entry: a forked child asks with another pid, and gets its own
-def _identity(pid: int) -> Identity:
+@functools.lru_cache(maxsize=1)  # one entry: a forked child asks with another key, and gets its own
+def _identity(process: ProcessKey) -> Identity:
+    pid = process[0]
     return Identity(socket.gethostname(), _boot_id(), _pid_namespace(), pid, started(pid))
 
 

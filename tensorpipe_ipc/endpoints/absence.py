@@ -10,6 +10,7 @@ import sys
 import time
 from typing import NamedTuple
 
+from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 __all__ = ["COMPLAINT", "Absence", "OwnEnd", "binder_here", "forget", "note"]
@@ -30,7 +31,7 @@ class OwnEnd(NamedTuple):
     role: str
     binds: bool
     made_at: str
-    pid: int
+    process: ProcessKey
 
 
 _open_here: dict[int, OwnEnd] = {}
@@ -38,7 +39,7 @@ _open_here: dict[int, OwnEnd] = {}
 
 def note(key: int, address: str, role: str, *, binds: bool) -> None:
     """Note an end that was just made."""
-    _open_here[key] = OwnEnd(address, role, binds, _made_at(), os.getpid())
+    _open_here[key] = OwnEnd(address, role, binds, _made_at(), process_key())
 
 
 def forget(key: int) -> None:
@@ -53,7 +54,7 @@ def binder_here(address: str) -> OwnEnd | None:
 
 def _at(address: str) -> list[OwnEnd]:
     """Return those of this process, which may be a fork of the one that made them."""
-    return [end for end in list(_open_here.values()) if end.address == address and end.pid == os.getpid()]
+    return [end for end in list(_open_here.values()) if end.address == address and end.process == process_key()]
 
 
 def _made_at() -> str:

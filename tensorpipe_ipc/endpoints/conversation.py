@@ -522,7 +522,8 @@ class Conversation:
             self.socket.waste()
             if peer is None:
                 strangers.note_answered(routing)
-            elif surplus:  # no end says more frames than a message has
+            elif surplus or (strangers.is_to_go(routing) and peer.left is None):
+                # No end says more frames than a message has; and what was heard as a goodbye was none.
                 self.reject(IDLES, peer)
                 self.socket.hang_up()
             elif strangers.is_idle_too_long(peer):

@@ -22,6 +22,7 @@ from typing import Any
 
 from tensorpipe_ipc.borrowed import is_owned, join_threads
 from tensorpipe_ipc.errors import Busy, Closed
+from tensorpipe_ipc.forks import process_key
 
 __all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
 
@@ -78,14 +79,14 @@ class Guard:
         looks: whether a thread that only asks for statistics is at it, or about to be: others wait for that.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_pid", "closed", "closing", "looks", "user", "what")
+    __slots__ = ("__exit__", "_is_owned", "_lock", "_process", "closed", "closing", "looks", "user", "what")
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
         self.closed = self.closing = self.looks = False
         self.what = what
         self.user = threading.get_ident()
-        self._pid = os.getpid()
+        self._process = process_key()
         self._lock = threading.RLock()  # which knows its owner
         self._is_owned: Callable[[], bool] = functools.partial(is_owned, self._lock)
         self.__exit__ = self._lock.__exit__
@@ -118,9 +119,9 @@ class Guard:
         Raises:
             Closed: it is a fork of that.
         """
-        if os.getpid() != self._pid:
+        if self.foreign:
             raise Closed(
-                f"{self.what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
+                f"{self.what} belongs to pid {self._process[0]}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
                 "do not survive a fork; make the end in the process that uses it"
             )
 
@@ -182,17 +183,17 @@ class Guard:
     @property
     def state(self) -> str:
         """In words, for ``repr``."""
-        return f"of pid {self._pid}, forked" if self.foreign else "closed" if self.closed else "open"
+        return f"of pid {self._process[0]}, forked" if self.foreign else "closed" if self.closed else "open"
 
     @property
     def foreign(self) -> bool:
         """Return whether this is a fork of the process that made the end."""
-        return os.getpid() != self._pid
+        return process_key() != self._process
 
 
 _open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard
-_prepared_in = 0  # the process that has been told of ``_end``
-_ending_in = 0  # the process that is ending
+_prepared_in = 0, 0  # the process that has been told of ``_end``
+_ending_in = 0, 0  # the process that is ending
 
 
 def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
@@ -205,7 +206,7 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
     _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
     _open[id(guard)] = guard, finish
     if (
-        _ending_in == os.getpid()
+        _ending_in == process_key()
     ):  # asked last: an end that is not among those which are being closed is not to be opened
         guard.closing = True
         guard.set_closed()
@@ -216,11 +217,11 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
 
 def _prepare() -> None:
     global _prepared_in
-    if not _prepared_in:
+    if not any(_prepared_in):
         atexit.register(_end)
-    if _prepared_in != os.getpid():
+    if _prepared_in != process_key():
         util.Finalize(None, _end, exitpriority=_FIRST)
-        _prepared_in = os.getpid()
+        _prepared_in = process_key()
 
 
 def _end() -> None:
@@ -230,7 +231,7 @@ def _end() -> None:
         if threading.current_thread() is threading.main_thread():
             join_threads()
     finally:
-        _ending_in = os.getpid()
+        _ending_in = process_key()
         with ExitStack() as steps:  # each is closed though another raises
             for _, finish in list(_open.values()):
                 steps.callback(finish)

@@ -252,6 +252,7 @@ class Receiver(Participant):
         """Let go of a peer's queue, if the two have one. Again: nothing."""
         self._only = None
         if peer.queue is not None:
+            peer.queue.gets.give_up()
             self.lost += peer.queue.gets.lost  # first: ``lost_so_far`` asks those that are shared
             peer.queue.gets.lost = 0
             fd = peer.queue.tickets.fileno()

@@ -28,6 +28,7 @@ from typing import Any
 
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
+from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.memory.arena import HEADER, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
@@ -295,11 +296,11 @@ def _started(process: int) -> float:
 
 def _own_attachment() -> Attachment:
     """Not the one of the queues without a context: what lies there may be pickled."""
-    return _own.get(os.getpid()) or _own.setdefault(os.getpid(), Attachment(Arena(Segment.create(_SIZE))))
+    return _own.get(process_key()) or _own.setdefault(process_key(), Attachment(Arena(Segment.create(_SIZE))))
 
 
 _made: weakref.WeakValueDictionary[int, PairQueue] = weakref.WeakValueDictionary()  # by token
 _reaching: dict[int, None] = {}  # by token: those that a thread is just about to have
-_own: weakref.WeakValueDictionary[int, Attachment] = (
+_own: weakref.WeakValueDictionary[ProcessKey, Attachment] = (
     weakref.WeakValueDictionary()
 )  # by process: it goes with the last queue

@@ -46,10 +46,11 @@ class SentMessage:
         nbytes: that are kept of it.
         blocks: the memory that the parts are views of.
         lent: pyzmq's trackers of what ZeroMQ was lent of it.
+        is_whole: whether all its parts are there, or it was given up. Else an exception has cut that short.
         weight: bytes that ZeroMQ may hold as long as it has all that it was lent: of this message, and of those before it.
     """
 
-    __slots__ = ("blocks", "lent", "nbytes", "parts", "sequence", "weight")
+    __slots__ = ("blocks", "is_whole", "lent", "nbytes", "parts", "sequence", "weight")
 
     def __init__(self, sequence: int) -> None:
         self.sequence = sequence
@@ -58,6 +59,7 @@ class SentMessage:
         self.blocks: list[Any] = []
         self.lent: list[Any] = []
         self.weight = 0
+        self.is_whole = False
 
     def has_left(self) -> bool:
         """Return whether ZeroMQ has let go of it, and so the kernel has it, or the connection has ended."""

@@ -361,6 +361,8 @@ class Sender(Participant):
         self._unsure = True
         for peer in [each for each in self._sharing.values() if each.left]:  # an exception may have kept it
             self._unshare(peer)
+        for peer in self.peers.values():
+            self._finish_last(peer)
         self._resend_as_asked()
 
     def send(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
@@ -421,6 +423,7 @@ class Sender(Participant):
                 )
             self.wait(timeout)
             return False
+        self._finish_last(peer)
         kept = SentMessage(peer.sent + 1)
         parts = self._resend_buffer.keep(kept, message, PIECE if peer.is_near else PIECE_AFAR)
         connected, before = True, self._sent
@@ -432,10 +435,9 @@ class Sender(Participant):
                 connected = connected and self._lend(peer, kept, part)
                 if not connected and len(kept.parts) == 1:
                     break
+            kept.is_whole = True
         except BaseException:  # as above
-            if peer.kept and peer.kept[-1] is kept:
-                self._resend_buffer.give_up(kept)
-                self._lend(peer, kept, kept.parts[0])
+            self._finish_last(peer)
             raise
         if not connected and len(kept.parts) == 1:  # nothing of it has left
             self._sent = before
@@ -446,6 +448,14 @@ class Sender(Participant):
         if not connected and not self.peers.waits_for(peer):
             self._lose(peer)
         return connected or peer.sent == kept.sequence
+
+    def _finish_last(self, peer: ConsumerPeer) -> None:
+        """Give up the last message put to a peer, if an exception cut its sending short, and say that there is none."""
+        if peer.kept and not peer.kept[-1].is_whole:
+            kept = peer.kept[-1]
+            self._resend_buffer.give_up(kept)
+            self._lend(peer, kept, kept.parts[0])
+            kept.is_whole = True
 
     def _lend(self, peer: ConsumerPeer, kept: SentMessage, part: list[Any]) -> bool:
         """Send one part of what is kept. False if there is no connection."""
@@ -482,6 +492,7 @@ class Sender(Participant):
                 self._resends_from = peer.resent_at + 4 * (time.thread_time() - spent)
 
     def _resend(self, peer: ConsumerPeer) -> None:
+        self._finish_last(peer)
         peer.unmarked += _MARK * bool(peer.kept)  # that it is known when the first of them has left
         for kept in peer.kept:
             kept.lent, kept.weight = [], 0

@@ -157,7 +157,6 @@ class Arena(Extents):
     _older: defaultdict[int, deque[int]]
     _purse: int
     _machine: int
-    _grown: int
     _looked: float
     _hazard: int
 
@@ -494,9 +493,8 @@ class Arena(Extents):
 
     def _count_growth(self, nbytes: int) -> None:
         self._machine -= nbytes
-        self._grown += nbytes
-        if self._grown >= WORTH:
-            self._grown = 0
+        # Of all processes: many may have grown by little each, and be gone.
+        if not self.words[GROWN] and self.segment.resident() + nbytes >= WORTH:
             self.words[GROWN] = 1
 
     def _has_room(self, nbytes: int, force: bool, *, counted: int = 0) -> bool:
@@ -710,10 +708,11 @@ class Arena(Extents):
 
     def _give_back_idle(self) -> None:
         """Give back what is free in extents whose states are those of the last look: nobody has used them in between."""
-        self.words[GROWN] = 0  # first: who grows meanwhile sets it again
         if self.words[PAGE_LOCKED]:  # nothing can be given back any more
+            self.words[GROWN] = 0
             return
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
+        resident = self.segment.resident()
         for start, size_class, units, _ in self.all_extents():
             blocks, states = self.states(start, size_class, units)
             seen[start] = size_class, int(states.sum())
@@ -722,8 +721,10 @@ class Arena(Extents):
                 continue
             left += self._memory_of(blocks) if size_class > self.whole else len(blocks) << size_class
         self._seen = seen
-        if idle or left >= WORTH:  # before: who is killed at it, or kept from some, leaves that to the next look
-            self.words[GROWN] = 1
+        if not idle and left < WORTH:  # else who is killed at it, or kept from some, leaves that to the next look
+            self.words[GROWN] = 0
+            if self.segment.resident() > resident:  # somebody has grown meanwhile
+                self.words[GROWN] = 1
         self._punch_gaps()
         if idle:
             self._take(list(idle))
@@ -818,7 +819,6 @@ def _unattached() -> dict[str, Any]:
         "_older": defaultdict(deque),
         "_purse": 0,
         "_machine": 0,
-        "_grown": 0,
         "_looked": 0.0,
         "_hazard": 0,
     }

@@ -165,7 +165,8 @@ class Leases:
 
         Returns:
             None where the budget is used up, more memory is in use than the arena may cost, addresses are left to messages, or
-            there is no room for such a copy. Then memory of one's own is due.
+            there is no room for such a copy; or where a signal's handler asks while this process is just being forked: the
+            child would know nothing of the lease. Then memory of one's own is due.
         """
         self.settle(at_once=False)
         before = self.live.get(block >> 3)  # of a get that failed, and that somebody remembers: a traceback, say
@@ -175,6 +176,8 @@ class Leases:
         is_small = self._is_small(block, start, nbytes)
         charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])  # pages of a larger one, too
         if self._room < charge or self.arena.is_overfull() or not (must or self.arena.is_for_tensors(block)):
+            return None
+        if self.rows.is_forking:
             return None
         if is_small:
             return self._lease_of_copy(start, nbytes)
@@ -307,26 +310,34 @@ class Leases:
                 _release(anchor)
         answers: dict[tuple[int, int], bool] = {}
         for word in list(self._kept):  # not its items: to make their tuples may collect garbage, and with it a lease
-            entry = self._kept.get(word)
-            if entry is None:
-                continue
-            held, first, last = entry
-            if (first, last) not in answers:
-                answers[first, last] = self.rows.is_marked(first, last)
-            # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
-            if not answers[first, last] and word in self._kept and self._kept[word] is entry:
-                del self._kept[word]
-                try:  # with no call since: nobody else frees it
-                    if self.gives_back:
-                        self.arena.shrink(word << 3)
-                finally:
-                    if process == self.process:  # not a child that was forked meanwhile
-                        self.words[word] = held & ~HOLDER
+            self._free_if_unread(word, answers)
         if not self._kept:
             keeping.discard(self._reference)
             if self._kept:  # another thread has let go of one in between
                 keeping.add(self._reference)
         self._look_again = monotonic() + min(PAUSE, _SELDOM * (thread_time() - spent))
+
+    def _free_if_unread(self, word: int, answers: dict[tuple[int, int], bool]) -> None:
+        """Free a block that only a fork's children kept, if they are gone.
+
+        Args:
+            answers: of forks that were asked about: whether any child of theirs lives.
+        """
+        process, entry = self.process, self._kept.get(word)
+        if entry is None:
+            return
+        held, first, last = entry
+        if (first, last) not in answers:
+            answers[first, last] = self.rows.is_marked(first, last)
+        # The entry, and not its state: that is the same again when another thread makes a tensor there, and forks.
+        if not answers[first, last] and word in self._kept and self._kept[word] is entry:
+            del self._kept[word]
+            try:  # with no call since: nobody else frees it
+                if self.gives_back:
+                    self.arena.shrink(word << 3)
+            finally:
+                if process == self.process:  # not a child that was forked meanwhile
+                    self.words[word] = held & ~HOLDER
 
 
 # Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
@@ -486,6 +497,8 @@ def _release(
             if forked != forks:
                 leases._kept[word] = held, forked + 1, forks
                 keeping.add(leases._reference)
+                if leases.gives_back and not is_finalizing():  # there may be no next put or get to look again
+                    leases._free_if_unread(word, {})
             elif not leases.gives_back:
                 words[word] = held & ~HOLDER
             else:

@@ -10,9 +10,9 @@ writes is drawn in row.py.
 
 **A process is dead when its row's lock can be taken.** The lock is an OFD lock on the row's first byte. It is taken through an
 open file description that is the process's own: the memfd opened again through /proc/self/fd, close-on-exec. So the kernel
-drops the lock when the process ends, and nothing else does (ofd_locks.py). A forked child closes its copy before it runs any
-Python; ``flock`` on an inherited description cannot offer that. A stopped process keeps its lock, and so is alive. Process id
-and start time are for people only: they mean nothing in another container, and survive exec.
+drops the lock when the process ends, and nothing else does (ofd_locks.py). A forked child closes its copy in the hooks that
+Python calls first; ``flock`` on an inherited description cannot offer that. A stopped process keeps its lock, and so is alive.
+Process id and start time are for people only: they mean nothing in another container, and survive exec.
 
 **Attaching.** A process adopts a dead row before it begins a fresh one, so that the dead row's blocks find a new owner. First
 the row must be *finished*: the process that holds its lock completes or undoes what the dead process had begun (``finish``,

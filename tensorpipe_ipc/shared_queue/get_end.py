@@ -204,12 +204,14 @@ class GetEnd:
             if words[self._watch]:
                 self._tell_of_more()
             word = self.word_of(ticket)
-            if self.credits is not None:
-                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
-                self.credits.give(operation.given_buffers)  # G3
-            message = self.open(word, decode, lease_from)  # G4
+            message = self.open(word, decode, lease_from)  # G2
             if process != queue.process:
                 return message  # of a fork within; the steps that remain are the parent's
+            if self.credits is not None:
+                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G3
+                self.credits.give(operation.given_buffers)  # G4
+                if process != queue.process:
+                    return message  # as above
             nbytes = words[word + NBYTES]
             if self._has_tasks:
                 tasks.count_taken(words, operation.tally)  # J3
@@ -280,23 +282,27 @@ class GetEnd:
             if words[self._watch]:
                 self._tell_of_more()
             blocks = [self.word_of(words[operation.ticket + i]) for i in found]
-            if self.credits is not None:
-                for i, word in zip(found, blocks, strict=True):
-                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
-                buffer = operation.given_buffers[0]
-                many = [buffer[: 8 * count]] if len(found) == count else [buffer[8 * i : 8 * i + 8] for i in found]
-                self.credits.give(many)  # G3
             for word in blocks:
                 try:
-                    messages.append(self.open(word, decode, lease_from))  # G4
+                    messages.append(self.open(word, decode, lease_from))  # G2
                 except Exception as error:
                     if not messages or is_a_signals(error, error.__traceback__):
                         raise
                     break  # those before it are returned, and it is the next get's
             if process != queue.process:
                 return messages  # as in _get
-            done = blocks[: len(messages)]
-            nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
+            done, rest = blocks[: len(messages)], found[len(messages) :]
+            if self.credits is not None:
+                for i, word in zip(found, done, strict=False):
+                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G3
+                buffer, many = operation.given_buffers[0], found[: len(done)]
+                is_run = many[-1] - many[0] < len(many)
+                self.credits.give(
+                    [buffer[8 * many[0] : 8 * many[-1] + 8]] if is_run else [buffer[8 * i : 8 * i + 8] for i in many]
+                )  # G4
+                if process != queue.process:
+                    return messages  # as in _get
+            nbytes = sum(words[word + NBYTES] for word in done)
             left = [Aside(operation, i) for i in rest]
             taken, waiting, stop = len(done), len(left), rest[0] if rest else count
             if left:
@@ -484,8 +490,9 @@ class GetEnd:
         if array is None and lease_from == LEASE:
             raise _NoLease(
                 errno.ENOSPC,
-                f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease, and "
-                f"all memory in use is to be {self.arena.capacity} bytes at most. Let go of tensors, or get a copy",
+                f"no lease for a message of {nbytes} bytes: this process may have {self.leases.budget} bytes under lease, all "
+                f"memory in use is to be {self.arena.capacity} bytes at most, and there is none inside a fork. Let go of "
+                "tensors, or get a copy",
             )
         if array is None:
             array = self._copy(block, start, nbytes, may_lease=lease_from < COPY)
@@ -498,7 +505,8 @@ class GetEnd:
             copy: Octets = self.leases.octets[start : start + nbytes].copy()
             return copy
         except MemoryError:
-            if not may_lease or self.arena.is_overfull():  # an arena grows beyond its capacity for one message only
+            # An arena grows beyond its capacity for one message only.
+            if not may_lease or self.rows.is_forking or self.arena.is_overfull():
                 raise
         return self.leases.lease_anyway(block, start, nbytes)
 
@@ -574,17 +582,20 @@ class GetEnd:
             return
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
-            if self.credits is not None:
+            if self.credits is not None and fate != _GIVEN_UP:
                 words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
             self._let_go(word)
         record = Record(operation.purpose, 1, operation.credit + i, operation.ticket + i, given, operation.tally)
         done = self._done()
-        self.attachment.recovery.end_get(self._queue.handle, self.rows.index, record, is_lost=fate == _LOST)
+        is_lost, has_left = fate in (_LOST, _GIVEN_UP), fate == _GIVEN_UP
+        self.attachment.recovery.end_get(
+            self._queue.handle, self.rows.index, record, is_lost=is_lost, has_left=has_left
+        )
         if fate == _UNDECODABLE:  # with no call since the ticket went
             self.undecodable += 1
         elif done:
             words[done] += 2  # nobody has it: join is not to wait for it
-        if fate == _LOST:
+        if is_lost:
             self.lost += 1
 
     def _end_aside(self, entry: list[Any]) -> None:
@@ -610,7 +621,7 @@ class GetEnd:
 
     def give_up(self) -> None:
         """This process gets no more: what was set aside is lost, and counted, as if it had died."""
-        self._end_all_aside(_LOST)
+        self._end_all_aside(_GIVEN_UP)
 
     def _is_due(self, ticket: int) -> bool:
         """Return whether the block of a ticket waits to be got: it was not let go, or will be again."""
@@ -653,16 +664,18 @@ class GetEnd:
         """
         operation, i, process, words = aside.operation, aside.index, self._queue.process, self.words
         word, given = self.word_of(words[operation.ticket + i]), operation.given + i
+        message = self.open(word, decode, lease_from)  # G2
+        if process != self._queue.process:
+            return message  # as in _get
         if self.credits is not None:
-            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G3
             try:
-                self.attachment.recovery.give_credit(self._queue.handle, given)  # G3, unless it was done
+                self.attachment.recovery.give_credit(self._queue.handle, given)  # G4, unless it was done
             except InDoubt:
                 error = SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
                 raise error from None
-        message = self.open(word, decode, lease_from)  # G4
-        if process != self._queue.process:
-            return message  # as in _get
+            if process != self._queue.process:
+                return message  # as in _get
         nbytes = words[word + NBYTES]
         if self._has_tasks:
             tasks.count_taken(words, operation.tally)  # J3
@@ -743,5 +756,5 @@ def _drop(metadata: bytes, payload: bytearray | Octets) -> None:
 _LACKS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}  # what may be there later: descriptors, memory
 _PIPED = -1.0  # a deadline: do not wait, and from the pipe only, as something later in the log must not overtake
 _NOTHING = object()
-_LOST, _UNDECODABLE, _DROPPED = range(3)  # what becomes of a message that nobody receives
+_LOST, _UNDECODABLE, _DROPPED, _GIVEN_UP = range(4)  # what becomes of a message that nobody receives
 _ZEROS = memoryview(bytes(8 * BATCH)).cast("Q")

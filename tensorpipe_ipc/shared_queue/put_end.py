@@ -159,7 +159,10 @@ class PutEnd:
         else:
             if words[self._shut]:  # a handler may have shut it, and no call comes in between now
                 self._refuse_if_shut()
-            os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
+            try:
+                os.writev(self._tickets_fd, operation.ticket_buffers)  # P6
+            except BlockingIOError:
+                raise self._full_of_doorbells() from None
         if self._has_tasks:
             tasks.settle_put(words, operation.tally, given=True)  # J2
         words[operation.credit] = 0  # P7
@@ -229,7 +232,10 @@ class PutEnd:
             else:
                 if words[self._shut]:  # as in _send
                     self._refuse_if_shut()
-                os.writev(self._tickets_fd, buffers)  # P6
+                try:
+                    os.writev(self._tickets_fd, buffers)  # P6
+                except BlockingIOError:
+                    raise self._full_of_doorbells() from None
             for i in range(len(tickets)):
                 words[operation.credit + i] = 0  # P7
                 words[operation.ticket + i] = 0  # P8
@@ -511,6 +517,12 @@ class PutEnd:
     def _why_full(self, what: str) -> str:
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
         return f"{waiting} {what}; {self.attachment.describe_holders()}"
+
+    def _full_of_doorbells(self) -> Full:
+        """Return what to raise where a pipe without a log has no room: a shutdown that a kill cut short has rung for many."""
+        return Full(
+            self._why_full("has no room for a ticket: doorbells of a shutdown that was cut short fill its pipe")
+        )
 
     def _finish(self, entry: list[Any]) -> None:
         """Finish what an exception ended.

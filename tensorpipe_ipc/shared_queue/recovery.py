@@ -12,9 +12,9 @@ about processes that live or are stopped.
 
     put                                              get
     P1  readv(credits) -> C          (bounded)       G1  readv(tickets) -> T
-    P2  laps[slot of C] = lap of C   (bounded)       G2  G = next lap of the block's credit      (bounded)
-    P3  block WRITING; its header, credit C, content G3  writev(credits) <- G                    (bounded)
-    P4  T = (block, generation + 1)                  G4  (the content is copied, or a lease is made; no shared store)
+    P2  laps[slot of C] = lap of C   (bounded)       G2  (the content is copied, or a lease is made; no shared store)
+    P3  block WRITING; its header, credit C, content G3  G = next lap of the block's credit      (bounded)
+    P4  T = (block, generation + 1)                  G4  writev(credits) <- G                    (bounded)
     P5  block QUEUED, generation + 1                 G5  block FREE (copied) or HELD (leased)
     P6  writev(tickets) <- T                         G6  T = 0
     P7  C = 0                        (bounded)       G7  G = 0                                   (bounded)
@@ -63,13 +63,16 @@ process whose row has a fork marker does not move blocks (``handover.py``). A li
 the same generation, so its lease simply goes on.
 
 **A dead get.** T is set if it was killed in G1 to G6. The message is lost with the consumer (C5), and counted once: the count
-shares one word with the ticket that was counted last. If G is not set, G5 has not touched the block (G2 comes before it), so
+shares one word with the ticket that was counted last. If G is not set, G5 has not touched the block (G3 comes before it), so
 its header still has the credit: G = the credit's next lap, in doubt until it is found given. Then the block becomes FREE, if
 it is still QUEUED with this ticket. Then T = 0, then G = 0. T = 0 with G set means that the credit was given.
 
 A token that stands in a dead taker's word and also in the snapshot was not taken. The kernel copies a token before it
 removes it, and a copy into a page that has just been swapped out can fail half-way through a batch. The recovering process
 clears that word and does nothing else.
+
+A queue between two endpoints has one consumer. Where that is dead, the credit does not come back: the producer counts the
+messages whose credits are missing as lost.
 
 **A batch** uses runs of words. Up to P6 each step is done for all messages before the next step begins, and one system call
 takes or gives all tokens. The argument above holds for each triple of words by itself. In a queue that can be joined, a
@@ -233,19 +236,23 @@ class Recovery:
             words[record.ticket] = 0
         elif ticket and not words[record.given] and ticket in snapshot(queue.tickets):
             words[record.ticket] = 0
-        self.end_get(queue, row, record)
+        self.end_get(queue, row, record, has_left=True)
 
-    def end_get(self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True) -> None:
+    def end_get(
+        self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True, has_left: bool = False
+    ) -> None:
         """End the get of a message that nobody receives: of a dead row; or of this process's own, after an exception.
 
         Args:
             is_lost: whether it counts as lost.
+            has_left: whether who gets is dead, or gets no more. Nobody else gets from a pair's queue: then its credit does not
+                come back, and the producer finds that this message was not taken.
         """
         words = self.words
         ticket = words[record.ticket]
         if ticket:
             word = block_of(ticket) >> 3
-            if queue.credits is not None:
+            if queue.credits is not None and not (has_left and words[queue.record.pair]):
                 if not words[record.given]:
                     words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
                 self.give_credit(queue, record.given)

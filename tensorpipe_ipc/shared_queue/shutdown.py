@@ -51,6 +51,7 @@ class Shutdown:
     def begin(self, queue: QueueHandle, *, drop: bool) -> None:
         """Shut a queue down, and wake all that wait for its tickets. Any process may do so, any number of times."""
         words, record = self.words, queue.record
+        words[record.spilled] = 1  # first: from here on the pipe's length is not the number of its messages
         self.wake(queue, drop=drop)
         if drop:
             words[record.dropped] = 1

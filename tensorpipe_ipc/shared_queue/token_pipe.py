@@ -73,6 +73,7 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.handlers import passed_a_handler, reraise_from_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
@@ -333,7 +334,7 @@ class TokenPipe:
 
     def _exclusive(self) -> _Exclusive | _Shared:
         if self._epolls is None:
-            self._epolls = _epolls.get(os.getpid()) or _epolls.setdefault(os.getpid(), _Epolls())
+            self._epolls = _epolls.get(process_key()) or _epolls.setdefault(process_key(), _Epolls())
         try:
             return _Exclusive(self.fd, self._epolls.spare)
         except OSError:  # no descriptor is left
@@ -554,7 +555,7 @@ class _Epolls:
         self.spare: list[select.epoll] = []
 
 
-_epolls: weakref.WeakValueDictionary[int, _Epolls] = weakref.WeakValueDictionary()  # by process
+_epolls: weakref.WeakValueDictionary[ProcessKey, _Epolls] = weakref.WeakValueDictionary()  # by process
 
 
 def _has_room(pipe: int) -> bool:

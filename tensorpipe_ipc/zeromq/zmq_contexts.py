@@ -24,6 +24,7 @@ import zmq
 
 from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 
@@ -55,7 +56,7 @@ class _Shared:
         self.bound: dict[str, int] = {}  # addresses within this process, and which end has each, by id
 
 
-_shared: dict[int, _Shared] = {}  # by pid: a forked child must touch neither its parent's contexts nor its lock
+_shared: dict[ProcessKey, _Shared] = {}  # a forked child must touch neither its parent's contexts nor its lock
 
 
 def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
@@ -69,7 +70,7 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         Refused: too few descriptors are left to open an end.
     """
     _check_descriptors()
-    shared = _shared.setdefault(os.getpid(), _Shared())
+    shared = _shared.setdefault(process_key(), _Shared())
     with shared.lock:
         context = shared.common
         if own or context is None:
@@ -84,12 +85,12 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
 
 def note_bound(end: object, address: str) -> None:
     """Note that an end has bound an address within this process."""
-    _shared[os.getpid()].bound[address] = id(end)
+    _shared[process_key()].bound[address] = id(end)
 
 
 def forget_bound(end: object, address: str) -> None:
     """Forget that, before the end closes. Of an address that is another's, or was forgotten: nothing."""
-    bound = _shared.setdefault(os.getpid(), _Shared()).bound
+    bound = _shared.setdefault(process_key(), _Shared()).bound
     if bound.get(address) == id(end):
         del bound[address]
 
@@ -99,7 +100,7 @@ def is_bound_here(address: str) -> bool:
 
     Where none has, libzmq keeps what a connector says, and its socket, for the next binder, though the connector has closed.
     """
-    shared = _shared.get(os.getpid())
+    shared = _shared.get(process_key())
     return shared is not None and address in shared.bound
 
 
@@ -109,7 +110,7 @@ def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[bytes]:
     pyzmq's own Context.socket notes it down afterwards: then a context waited for ever for one that nobody knew.
     """
     made: zmq.Socket[bytes] = zmq.Socket.__new__(zmq.Socket)
-    _shared[os.getpid()].sockets.add(made)
+    _shared[process_key()].sockets.add(made)
     made.__init__(context, kind)  # type: ignore[misc]
     return made
 
@@ -158,7 +159,7 @@ def release(end: object) -> None:
 
     Again: what an exception left undone, or nothing.
     """
-    shared = _shared.get(os.getpid())
+    shared = _shared.get(process_key())
     if shared is None:
         return
     with shared.lock:

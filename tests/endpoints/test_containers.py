@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
 import signal
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,61 @@ def test_a_number_that_the_kernel_gives_again_is_another_process(way: str) -> No
         assert is_alive(second)
         assert not is_alive(first)
         end(second)
+
+    assert containers.run_there(way, look) == 0
+
+
+@pytest.mark.parametrize("way", [way for way in containers.WAYS if way == "other pids"])
+@pytest.mark.parametrize("does", ["uses the end", "opens an end", "ends"])
+def test_a_descendant_that_has_a_dead_ancestors_number_is_not_that_ancestor(way: str, does: str) -> None:
+    """A process opens an end, forks and dies; a child of that child gets its number, and its copy of the end."""
+
+    def act(producer: tp.Producer) -> None:
+        assert identity().pid == os.getpid()
+        assert is_alive(identity())
+        if does == "uses the end":
+            with pytest.raises(tp.Closed, match="of which this is a fork"):
+                producer.put(1, 0)
+        elif does == "opens an end":
+            with tp.Consumer("afresh") as consumer, tp.Producer("afresh") as other:
+                putting = in_thread(lambda: other.put("crosses", PATIENCE))
+                assert consumer.get(PATIENCE) == "crosses"
+                putting()
+        else:
+            atexit._run_exitfuncs()  # as a program that ends
+
+    def fork(action: Callable[[], None]) -> int:
+        pid = os.fork()
+        if not pid:
+            try:
+                action()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        return pid
+
+    def look() -> None:
+        told, tell = os.pipe()
+
+        def first() -> None:
+            producer = tp.Producer("inproc://inherited", bind=True)
+            mine = os.getpid()
+
+            def second() -> None:
+                while os.getppid() == mine:
+                    os.sched_yield()
+                Path("/proc/sys/kernel/ns_last_pid").write_text(str(mine - 1))
+                third = fork(lambda: act(producer))
+                status = os.waitpid(third, 0)[1]
+                os.write(tell, f"{third == mine} {status}".encode())
+                os._exit(0)
+
+            fork(second)
+            os._exit(0)
+
+        os.waitpid(fork(first), 0)
+        assert os.read(told, 100) == b"True 0"
 
     assert containers.run_there(way, look) == 0
 

@@ -896,6 +896,51 @@ def test_a_consumer_that_fails_says_so() -> None:
             producer.put("to nobody", 0)
 
 
+class Strike:
+    """It ends the get that makes it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+
+def _strike(how: str) -> Any:
+    if how == "no memory":
+        raise MemoryError
+    os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGINT)
+    time.sleep(PATIENCE)
+
+
+tp.register_type(Strike, to=lambda strike: strike.how, from_=_strike)
+
+
+@pytest.mark.parametrize(
+    ("how", "shared_memory"),
+    [("interrupted", "auto"), ("interrupted", "off"), ("killed", "auto"), ("killed", "off"), ("no memory", "auto")],
+)
+def test_a_message_that_a_consumer_leaves_in_the_middle_of_its_get_is_lost_and_told_on_both_sides(
+    how: str, shared_memory: Any
+) -> None:
+    """It had taken it, and had not returned it. Leaving tells; nothing waits."""
+
+    def take() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        consumer = tp.Consumer("struck", bind=False)
+        with contextlib.suppress(KeyboardInterrupt, tp.OutOfMemory), consumer:
+            assert consumer.get(PATIENCE) == "first"
+            consumer.get(PATIENCE)
+        os._exit(consumer.statistics().lost if shared_memory == "auto" else 1)
+
+    with tp.Producer("struck", bind=True, shared_memory=shared_memory) as producer:
+        taker = in_child(take)
+        producer.put("first", PATIENCE)
+        producer.flush(PATIENCE)
+        producer.put(Strike(how), PATIENCE)
+        with pytest.raises(tp.PeerLost, match="with 1 messages that it had not taken"):
+            producer.flush(PATIENCE)
+        assert producer.statistics().lost == 1
+        assert reap(taker) == (-signal.SIGKILL if how == "killed" else 1)
+
+
 # -- leaving a producer's with block
 
 

@@ -243,6 +243,24 @@ def test_an_exception_while_a_torn_message_is_counted_leaves_it_to_be_counted(mo
         assert consumer.statistics().lost == 1
 
 
+def test_a_put_that_two_exceptions_cut_short_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler raises while the message is copied, and again while the put sees to that: what is put later comes."""
+    large = torch.zeros(300_000)
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, tp.Producer(consumer.endpoint, linger=0) as producer:
+        taking = in_thread(lambda: [consumer.get(PATIENCE) for _ in range(4)])
+        producer.put(1, PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr(resend_buffer._Source, "write", _raise_at_once)
+            patch.setattr(resend_buffer.ResendBuffer, "give_up", _raise_at_once)
+            with pytest.raises(_RaisedError):
+                producer.put(large, PATIENCE)
+        _flushed(producer)
+        for number in range(2, 5):
+            producer.put(number, PATIENCE)
+        assert taking() == [1, 2, 3, 4]
+        _flushed(producer)
+
+
 @pytest.mark.parametrize("endpoint", ["welcomed", LOOPBACK, "inproc://welcomed"])
 def test_an_exception_takes_the_welcome_out_of_a_connecting_consumers_hand(
     endpoint: str, monkeypatch: pytest.MonkeyPatch

@@ -1150,3 +1150,64 @@ def test_a_child_has_none_of_torchs_threads_and_waits_for_none(kind: str) -> Non
         assert reap(child) == 0
     finally:
         torch.set_num_threads(threads)
+
+
+# A hook that is registered first is called last before a fork: a signal's handler may run there as well.
+LATE = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+is_due = False
+os.register_at_fork(before=lambda: is_due and signal.raise_signal(signal.SIGUSR1))
+import tensorpipe_ipc as tp
+
+way, got = sys.argv[1], []
+ctx = tp.get_context("fork")
+queue = ctx.Queue()
+if way != "nothing else is held":
+    queue.put(torch.ones(100_000))
+    got.append(queue.get())
+
+def handle(*_):
+    if way == "made":
+        got.append(ctx.empty(100_000).fill_(1))
+    elif way == "lent":
+        loan = queue.loan((100_000,))
+        got.append(loan.__enter__().fill_(1))
+    elif way == "as a lease":
+        try:
+            queue.get(copy=False)
+        except tp.SharedMemoryError as error:
+            assert "inside a fork" in str(error)
+        got.append(queue.get(copy=True))
+    else:
+        got.append(queue.get())
+
+signal.signal(signal.SIGUSR1, handle)
+queue.put(torch.ones(100_000))
+reader, writer = os.pipe()
+is_due = True
+child = os.fork()
+is_due = False
+if not child:
+    os.read(reader, 1)  # until its parent has let go, and used the memory anew
+    assert all(bool((tensor == 1).all()) for tensor in got)
+    for tensor in got:
+        tensor.fill_(2)
+    os._exit(0)
+kept = got[-1].clone()
+assert len(got) == 1 + (way != "nothing else is held")
+if way.startswith("let go"):
+    got.clear()
+    others = [queue.put(torch.full((100_000,), 9.0)) for _ in range(4)]
+os.write(writer, b".")
+assert os.waitpid(child, 0)[1] == 0
+assert all(bool((tensor == 1).all()) for tensor in got)
+"""
+
+
+@pytest.mark.parametrize("way", ["got", "nothing else is held", "as a lease", "made", "lent", "let go"])
+def test_what_a_handler_gets_in_the_last_moment_before_a_fork_is_its_own(way: str) -> None:
+    """The child's writes do not reach it, and the child reads no other message there."""
+    done = ran("-c", LATE, way)
+    assert (done.status, done.err) == (0, "")

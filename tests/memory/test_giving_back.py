@@ -25,6 +25,7 @@ from inside import (
     before_each_try_of_a_block,
     first_unit_of,
     leave_addresses,
+    look_for_idle,
     make_look_due,
     set_lease_budget,
     standby_attachment_of,
@@ -804,6 +805,50 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
             assert not waiter.is_alive()
 
 
+def test_what_many_processes_made_that_each_needed_little_is_given_back(
+    large_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process for each task, whose result has less than a MiB."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, taken = large_ctx.Queue(), []
+    for _ in range(8):
+        worker = in_child(lambda: there.put(octets(900_000)))
+        taken.append(there.get(timeout=LIMIT))
+        assert reap(worker) == 0
+    assert resident(there) > 6 * MIB
+    taken.clear()
+    wait_for(lambda: drained(there) == [] and resident(there) < MIB)
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_a_look_for_idle_memory_that_is_cut_short_is_done_again(
+    large_ctx: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process, or by the same one."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there = large_ctx.Queue()
+    arena = large_ctx.tensorpipe_attachment().arena
+    burst(there, 2 * MIB, 4)
+
+    def cut_short(*_: Any) -> Any:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyboardInterrupt
+
+    def look() -> None:
+        arena.all_extents = cut_short  # type: ignore[method-assign]
+        there.put(0)
+        with contextlib.suppress(KeyboardInterrupt):
+            look_for_idle(arena)
+        del arena.all_extents
+
+    if how == "killed":
+        assert reap(in_child(look)) == -signal.SIGKILL
+    else:
+        look()
+    wait_for(lambda: drained(there) is not None and resident(there) < MIB)
+
+
 @pytest.mark.parametrize(("nbytes", "count"), [(100_000, 128), (5000, 1200)])
 def test_what_lies_idle_between_a_few_leases_is_given_back(
     large_ctx: Any, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
@@ -983,6 +1028,21 @@ def test_what_a_childs_end_frees_after_the_last_queue_is_given_back(monkeypatch:
         gc.collect()
         del got[4:]
         assert segment.resident() > 11 * MIB
+    del got[2:]
+    assert segment.resident() < 3 * MIB
+    assert [each.unique().tolist() for each in got] == [[0], [1]]
+
+
+def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
+    """They ended long ago: nobody would look again, as no queue is left."""
+    there, got = tp.Queue(), []
+    for number in range(12):
+        there.put(octets(MIB, number))
+        got.append(there.get())
+        assert reap(in_child(lambda: None)) == 0
+    segment = segment_at(got[0].data_ptr())
+    del there
+    gc.collect()
     del got[2:]
     assert segment.resident() < 3 * MIB
     assert [each.unique().tolist() for each in got] == [[0], [1]]

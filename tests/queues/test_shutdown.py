@@ -279,6 +279,52 @@ def test_tasks_that_were_taken_are_still_to_be_done_after_an_immediate_shutdown(
         tasks.task_done()
 
 
+@pytest.mark.parametrize("maxsize", [0, 10])
+def test_the_doorbells_of_a_shutdown_do_not_count_as_objects(maxsize: int) -> None:
+    """Neither while it begins, nor where it was killed at it."""
+    there = Queue(maxsize)
+    there.put(0)
+    there.get()
+    there.put(1)
+
+    def struck() -> None:
+        wake = shutdown.Shutdown.wake
+
+        def rings_and_dies(*args: Any, **options: Any) -> None:
+            wake(*args, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shutdown.Shutdown.wake = rings_and_dies  # type: ignore[assignment,method-assign]
+        there.shutdown()
+
+    assert reap(in_child(struck)) == -signal.SIGKILL
+    assert (there.is_shut, there.qsize(), there.empty(), there.full()) == (False, 1, False, False)
+    assert there.get(timeout=LIMIT) == 1
+    assert there.qsize() == 0
+
+
+def test_a_put_that_finds_the_pipe_full_of_doorbells_is_refused_and_takes_nothing() -> None:
+    """A shutdown for many that was killed before it was on record leaves them: the caller learns of it by a typed error."""
+    there = Queue(CAPACITY - 1)
+    there.put(0)
+    for _ in range(CAPACITY // 2):
+        shared_queue_of(there).tickets.ring_doorbell(SHUT)
+    count = 1
+
+    def fill() -> None:
+        nonlocal count
+        for _ in range(CAPACITY):
+            there.put(count, timeout=0)
+            count += 1
+
+    for put in (fill, lambda: there.put_many([count, count + 1], timeout=0)):
+        with pytest.raises(Full, match="doorbells of a shutdown that was cut short"):
+            put()
+    assert [there.get(timeout=LIMIT) for _ in range(count)] == [*range(count)]
+    refused(there, lambda there: there.get())
+    assert there.statistics().lost == 0
+
+
 def test_a_full_queue_that_is_shut_down_says_shut_down_and_not_full() -> None:
     """And an empty one not Empty."""
     there = Queue(1)
