@@ -11,12 +11,9 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["ProcessKey", "call_all", "no_fork", "process_key", "watch"]
-
-ProcessKey = tuple[int, int]
+__all__ = ["call_all", "no_fork", "watch"]
 
 _forking = threading.RLock()
-_forks = 0  # that lie between this process and the first of its line
 _before: list[Callable[[], None]] = []
 _in_parent: list[Callable[[], None]] = []
 _in_child: list[Callable[[], None]] = []
@@ -30,24 +27,12 @@ def no_fork() -> threading.RLock:
             os.register_at_fork(
                 before=lambda: call_all(_before),
                 after_in_parent=lambda: call_all(_in_parent),
-                after_in_child=_in_each_child,
+                after_in_child=lambda: call_all(_in_child),
             )
         # Around these, and in C: an exception of a signal's handler within would keep all other threads from forking for good.
         os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
         _registered.append(True)  # last: an exception of a handler before it, or another thread, has it done twice
     return _forking
-
-
-def process_key() -> ProcessKey:
-    """Return what this process has, and no ancestor of its: a dead one may have had its process id."""
-    no_fork()
-    return os.getpid(), _forks
-
-
-def _in_each_child() -> None:
-    global _forks
-    _forks += 1
-    call_all(_in_child)
 
 
 def watch(

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from tensorpipe_ipc.forks import ProcessKey, process_key
-
 __all__ = [
     "Identity",
     "Memory",
+    "ProcessKey",
     "family",
     "identity",
     "is_alive",
@@ -30,6 +29,7 @@ __all__ = [
     "memory",
     "open_files",
     "peak_rss",
+    "process_key",
     "reset_peak_rss",
     "resident",
     "started",
@@ -80,6 +80,25 @@ class Memory(NamedTuple):
     """Pages that other processes have touched, too."""
     swap: int
     """Swapped out."""
+
+
+ProcessKey = tuple[int, int]
+_forks = 0  # that lie between this process and the first of its line
+_is_watched = False
+
+
+def process_key() -> ProcessKey:
+    """Return what this process has, and no ancestor of its: a dead one may have had its process id."""
+    global _is_watched
+    if not _is_watched:
+        os.register_at_fork(after_in_child=_count_fork)
+        _is_watched = True
+    return os.getpid(), _forks
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
 
 
 def identity() -> Identity:

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from tensorpipe_ipc.forks import ProcessKey, process_key
+from tensorpipe_ipc.process import ProcessKey, process_key
 from tensorpipe_ipc.zeromq.zmq_sockets import FrameSocket
 
 __all__ = ["COMPLAINT", "Absence", "OwnEnd", "binder_here", "forget", "note"]

@@ -22,7 +22,7 @@ from typing import Any
 
 from tensorpipe_ipc.borrowed import is_owned, join_threads
 from tensorpipe_ipc.errors import Busy, Closed
-from tensorpipe_ipc.forks import process_key
+from tensorpipe_ipc.process import process_key
 
 __all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
 

@@ -28,12 +28,11 @@ from typing import Any
 
 from tensorpipe_ipc.endpoints.rendezvous_file import QueueOffer
 from tensorpipe_ipc.errors import ProtocolError, SharedMemoryError
-from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.memory.arena import HEADER, SMALLEST, UNIT, Arena
 from tensorpipe_ipc.memory.row import ROWS_END
 from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.owned_fd import OwnedFd, owned
-from tensorpipe_ipc.process import Identity, identity
+from tensorpipe_ipc.process import Identity, ProcessKey, identity, process_key
 from tensorpipe_ipc.shared_queue.attachment import Attachment, attachment_of
 from tensorpipe_ipc.shared_queue.get_end import GetEnd
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue

@@ -518,11 +518,12 @@ class PutEnd:
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
         return f"{waiting} {what}; {self.attachment.describe_holders()}"
 
-    def _full_of_doorbells(self) -> Full:
+    def _full_of_doorbells(self) -> SharedMemoryError:
         """Return what to raise where a pipe without a log has no room: a shutdown that a kill cut short has rung for many."""
-        return Full(
-            self._why_full("has no room for a ticket: doorbells of a shutdown that was cut short fill its pipe")
+        what = (
+            "has no room for a ticket: doorbells of a shutdown that was cut short fill its pipe, until they are taken"
         )
+        return SharedMemoryError(errno.EAGAIN, self._why_full(what))
 
     def _finish(self, entry: list[Any]) -> None:
         """Finish what an exception ended.

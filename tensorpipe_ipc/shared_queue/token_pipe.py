@@ -73,10 +73,10 @@ from typing import Any, Protocol
 
 from tensorpipe_ipc import owned_fd
 from tensorpipe_ipc.errors import SharedMemoryError
-from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.handlers import passed_a_handler, reraise_from_handler
 from tensorpipe_ipc.libc import libc, punch_hole
 from tensorpipe_ipc.owned_fd import OwnedFd, owned, reopened
+from tensorpipe_ipc.process import ProcessKey, process_key
 
 __all__ = [
     "DOORBELL",

@@ -24,9 +24,9 @@ import zmq
 
 from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.forks import ProcessKey, process_key
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
+from tensorpipe_ipc.process import ProcessKey, process_key
 
 __all__ = [
     "acquire",

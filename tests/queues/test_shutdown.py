@@ -26,7 +26,7 @@ from inside import (
 )
 from wholeness import points, stride, strides
 
-from tensorpipe_ipc.errors import Empty, Full, ShutDown, UnsupportedLeaf
+from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue import shutdown
 from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, SHUT
@@ -318,7 +318,7 @@ def test_a_put_that_finds_the_pipe_full_of_doorbells_is_refused_and_takes_nothin
             count += 1
 
     for put in (fill, lambda: there.put_many([count, count + 1], timeout=0)):
-        with pytest.raises(Full, match="doorbells of a shutdown that was cut short"):
+        with pytest.raises(SharedMemoryError, match="doorbells of a shutdown that was cut short"):
             put()
     assert [there.get(timeout=LIMIT) for _ in range(count)] == [*range(count)]
     refused(there, lambda there: there.get())
