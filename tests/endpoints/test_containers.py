@@ -165,8 +165,7 @@ def test_a_descendant_that_has_a_dead_ancestors_number_is_not_that_ancestor(way:
             mine = os.getpid()
 
             def second() -> None:
-                while os.getppid() == mine:
-                    os.sched_yield()
+                wait_until(lambda: not os.path.exists(f"/proc/{mine}"))  # its parent has seen that it is dead
                 Path("/proc/sys/kernel/ns_last_pid").write_text(str(mine - 1))
                 third = fork(lambda: act(producer))
                 status = os.waitpid(third, 0)[1]
