@@ -22,7 +22,7 @@ from typing import Any
 
 from tensorpipe_ipc.borrowed import is_owned, join_threads
 from tensorpipe_ipc.errors import Busy, Closed
-from tensorpipe_ipc.process import process_key
+from tensorpipe_ipc.forks import watch
 
 __all__ = ["Guard", "close_at_last", "postponed", "undisturbed"]
 
@@ -79,14 +79,25 @@ class Guard:
         looks: whether a thread that only asks for statistics is at it, or about to be: others wait for that.
     """
 
-    __slots__ = ("__exit__", "_is_owned", "_lock", "_process", "closed", "closing", "looks", "user", "what")
+    __slots__ = (
+        "__exit__",
+        "_is_inherited",
+        "_is_owned",
+        "_lock",
+        "_pid",
+        "closed",
+        "closing",
+        "looks",
+        "user",
+        "what",
+    )
     __exit__: Callable[..., None]
 
     def __init__(self, what: str) -> None:
         self.closed = self.closing = self.looks = False
         self.what = what
         self.user = threading.get_ident()
-        self._process = process_key()
+        self._pid, self._is_inherited = os.getpid(), False
         self._lock = threading.RLock()  # which knows its owner
         self._is_owned: Callable[[], bool] = functools.partial(is_owned, self._lock)
         self.__exit__ = self._lock.__exit__
@@ -121,7 +132,7 @@ class Guard:
         """
         if self.foreign:
             raise Closed(
-                f"{self.what} belongs to pid {self._process[0]}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
+                f"{self.what} belongs to pid {self._pid}, of which this is a fork (pid {os.getpid()}): ZeroMQ's sockets "
                 "do not survive a fork; make the end in the process that uses it"
             )
 
@@ -183,17 +194,25 @@ class Guard:
     @property
     def state(self) -> str:
         """In words, for ``repr``."""
-        return f"of pid {self._process[0]}, forked" if self.foreign else "closed" if self.closed else "open"
+        return f"of pid {self._pid}, forked" if self.foreign else "closed" if self.closed else "open"
 
     @property
     def foreign(self) -> bool:
         """Return whether this is a fork of the process that made the end."""
-        return process_key() != self._process
+        return (
+            self._is_inherited or os.getpid() != self._pid
+        )  # the former: a descendant may have its dead ancestor's number
+
+    def disown(self) -> None:
+        """Note that this process is a fork of the one that made the end."""
+        self._is_inherited = True
 
 
 _open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard
-_prepared_in = 0, 0  # the process that has been told of ``_end``
-_ending_in = 0, 0  # the process that is ending
+_is_prepared = _was_prepared = (
+    False  # whether this process has been told of ``_end``; or it, or one that it is a fork of
+)
+_is_ending = False
 
 
 def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
@@ -205,9 +224,7 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
     finish = weakref.finalize(end, function, *arguments)
     _prepare()  # after the first finalizer: what is told last is asked first, before what an end has is gone
     _open[id(guard)] = guard, finish
-    if (
-        _ending_in == process_key()
-    ):  # asked last: an end that is not among those which are being closed is not to be opened
+    if _is_ending:  # asked last: an end that is not among those which are being closed is not to be opened
         guard.closing = True
         guard.set_closed()
         finish.detach()
@@ -216,22 +233,32 @@ def close_at_last(end: Any, guard: Guard, function: Callable[..., Any], *argumen
 
 
 def _prepare() -> None:
-    global _prepared_in
-    if not any(_prepared_in):
+    global _is_prepared, _was_prepared
+    watch(_in_child)
+    if not _was_prepared:
         atexit.register(_end)
-    if _prepared_in != process_key():
+        _was_prepared = True
+    if not _is_prepared:
         util.Finalize(None, _end, exitpriority=_FIRST)
-        _prepared_in = process_key()
+        _is_prepared = True
+
+
+def _in_child() -> None:
+    """In a forked child: nothing is its own yet."""
+    global _is_prepared, _is_ending
+    _is_prepared = _is_ending = False
+    for guard, _ in list(_open.values()):
+        guard.disown()
 
 
 def _end() -> None:
     """Close all ends, the newest first, when those threads have ended for which the process waits."""
-    global _ending_in
+    global _is_ending
     try:
         if threading.current_thread() is threading.main_thread():
             join_threads()
     finally:
-        _ending_in = process_key()
+        _is_ending = True
         with ExitStack() as steps:  # each is closed though another raises
             for _, finish in list(_open.values()):
                 steps.callback(finish)
