@@ -204,8 +204,8 @@ class Guard:
         )  # the former: a descendant may have its dead ancestor's number
 
     def disown(self) -> None:
-        """Note that this process is a fork of the one that made the end."""
-        self._is_inherited = True
+        """Note that this process is a fork of the one that made the end, unless it made it since: in another hook."""
+        self._is_inherited = self._is_inherited or os.getpid() != self._pid
 
 
 _open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard

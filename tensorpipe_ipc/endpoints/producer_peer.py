@@ -16,6 +16,7 @@ class ProducerPeer(Peer):
     Attributes:
         began: ``taken`` when the two met.
         round: the number by which this consumer last asked it to send what is missing.
+        credited: up to which sequence it may have been told that its messages were taken.
         served: the last of the producer's own ``round``, its connections, that was dealt with.
         asked_at: when this consumer asked because of a gap, until the gap is filled.
         reassembly: the large message that is coming from it in pieces.
@@ -26,6 +27,7 @@ class ProducerPeer(Peer):
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         super().__init__(routing, hello, sight)
         self.began = 0
+        self.credited = 0
         self.round = 1
         self.served = hello.round
         self.asked_at = 0.0

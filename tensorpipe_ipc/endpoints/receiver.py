@@ -503,6 +503,7 @@ class Receiver(Participant):
         self._handle_events()
 
     def _take_up_to(self, peer: ProducerPeer, sequence: int, *, in_hand: bool) -> None:
+        peer.credited = sequence  # first: an exception may come when it was said, and before it is counted as taken
         self.conversation.say(peer.routing, pack(Kind.CREDIT, sequence))
         skipped = sequence - peer.taken - 1
         if skipped:
@@ -627,6 +628,12 @@ class Receiver(Participant):
 
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""
+        for peer in (
+            self.peers.values()
+        ):  # what an exception left to come again, though its producer was told that it was taken
+            lost = max(0, peer.credited - peer.taken)
+            peer.credited = 0  # with no call since
+            self.lost += lost
         return "", _FAREWELL if self.say_goodbye() else 0.0
 
     def _let_go(self) -> None:

@@ -38,7 +38,7 @@ from tensorpipe_ipc.shared_queue.get_end import GetEnd
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import QueueRecord, RowPresenceLock
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
-from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, TokenPipe
+from tensorpipe_ipc.shared_queue.token_pipe import CAPACITY, Buffers, TokenPipe
 from tensorpipe_ipc.wire.header import Hello
 
 __all__ = ["WISHES", "PairQueue", "make", "objection", "reach"]
@@ -50,7 +50,12 @@ _SIZE = 1 << 38  # of addresses: a process may be connected to hundreds of binde
 
 
 class _CheckedGets(GetEnd):
-    """Get what another end wrote, which may be a stranger: all of it is looked at before it is used."""
+    """Get what another end wrote, which may be a stranger: all of it is looked at before it is used.
+
+    The producer's ``flush`` waits for the places of its messages: they come back once the messages were made.
+    """
+
+    credits_what_is_made = True
 
     def word_of(self, ticket: int) -> int:
         """See GetEnd.
@@ -73,6 +78,20 @@ class _CheckedGets(GetEnd):
         if not extent or word << 3 & min(room, UNIT) - 1:
             raise ProtocolError(f"a ticket for {word << 3:#x}, where there is no block")
         return room
+
+    def give(self, credit: Buffers) -> None:
+        """See GetEnd.
+
+        Raises:
+            ProtocolError: the other end has put something into the pipe: it has no room.
+        """
+        try:
+            super().give(credit)
+        except BlockingIOError:
+            assert self.credits is not None
+            if self.credits.unread() <= self.record.maxsize:
+                raise
+            raise ProtocolError("its pipe of credits holds more than it was made for") from None
 
     def give_up(self) -> None:
         """See GetEnd. A ticket that was set aside may name no block: then all that is left goes with the queue."""

@@ -60,6 +60,7 @@ from tensorpipe_ipc.memory.arena import (
     HOLDER,
     NBYTES,
     QUEUED,
+    WORTH,
     WRITING,
     WRITTEN,
     Arena,
@@ -150,6 +151,9 @@ class Leases:
         self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         keeping.discard(self._reference)
         self._look_again = 0.0
+        self._freed = (
+            0  # bytes of pages with blocks that were let go of after the last queue, since they were given back
+        )
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room = self.budget
 
@@ -177,7 +181,7 @@ class Leases:
         charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])  # pages of a larger one, too
         if self._room < charge or self.arena.is_overfull() or not (must or self.arena.is_for_tensors(block)):
             return None
-        if self.rows.is_forking:
+        if self.rows.is_within_fork():
             return None
         if is_small:
             return self._lease_of_copy(start, nbytes)
@@ -317,6 +321,13 @@ class Leases:
                 keeping.add(self._reference)
         self._look_again = monotonic() + min(PAUSE, _SELDOM * (thread_time() - spent))
 
+    def _give_back_pages(self) -> None:
+        """Give back free blocks' last pages, where they have become many: nobody may come by who would."""
+        self._freed += PAGE
+        if self._freed >= max(WORTH, self.arena.segment.resident() >> 1):
+            self._freed = 0
+            self.arena.trim()
+
     def _free_if_unread(self, word: int, answers: dict[tuple[int, int], bool]) -> None:
         """Free a block that only a fork's children kept, if they are gone.
 
@@ -338,6 +349,8 @@ class Leases:
             finally:
                 if process == self.process:  # not a child that was forked meanwhile
                     self.words[word] = held & ~HOLDER
+            if self.gives_back:
+                self._give_back_pages()
 
 
 # Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
@@ -507,6 +520,7 @@ def _release(
                 finally:
                     if anchor.process == leases.process:  # not a child that was forked meanwhile
                         words[word] = held & ~HOLDER
+                leases._give_back_pages()
     if word in leases.offered:
         leases.offered.discard(word)
     if leases._kept and not is_finalizing():  # else modules are half gone, and the children outlast this process

@@ -115,7 +115,7 @@ def make_tensors(
     """
     places, nbytes = _places(specs)
     array = None
-    if leases is not None and nbytes and not leases.rows.is_forking:  # as for a lease
+    if leases is not None and nbytes and not leases.rows.is_within_fork():  # as for a lease
         with leases.taking() as taker:
             block = allocate(_room(nbytes), taker)
             if block and not leases.arena.is_for_tensors(block):

@@ -116,7 +116,7 @@ class Rows:
         self.segment = segment
         self.words, self._numbers = segment.words, segment.octets.view(np.uint64)
         self.no_fork = no_fork()
-        self.is_forking = False
+        self.is_forking, self._forker = False, 0
         self.forked = 0
         self._forget()
         # By the object whose methods they are: they go when it goes.
@@ -283,6 +283,10 @@ class Rows:
             with contextlib.suppress(OSError):
                 self.spare = reopened(self.segment.descriptor, os.O_RDWR)
 
+    def is_within_fork(self) -> bool:
+        """Return whether this very thread is just forking: a signal's handler asks, or a hook. Others wait for ``no_fork``."""
+        return self.is_forking and self._forker == threading.get_ident()
+
     def has_fork_marker(self, row: int) -> bool:
         """Return whether any child lives that a row's process forked while it had leases; or may live."""
         return bool(self.words[row_word(row) + UNTRACKED]) or self.is_locked(row_byte(row) + 1, FORK_MARKERS)
@@ -300,6 +304,7 @@ class Rows:
 
     def _leave_fork_marker(self) -> None:
         """Before a fork."""
+        self._forker = threading.get_ident()  # first: others look at both
         self.is_forking = True
         self.forked += 1
         if self._leaves_fork_marker:

@@ -511,7 +511,8 @@ class JoinableQueue(Queue, queues.JoinableQueue):  # type: ignore[type-arg]
         """Report that the task of one taken object is done. Consumers call it once for each ``get``, even after ``close``.
 
         Raises:
-            ValueError: more calls than objects were put.
+            ValueError: more calls than objects were put. A process that took more objects than it reported is believed: if
+                another has reported one of these, too, join returns one object early.
         """
         self._queue.attachment.attach()
         self._queue.tasks.done()

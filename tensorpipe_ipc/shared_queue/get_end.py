@@ -82,10 +82,13 @@ class GetEnd:
     """A consumer's side of a queue. A subclass may look more closely at what it reads: ``word_of`` and ``places``.
 
     Attributes:
+        credits_what_is_made: whether a message's place is given back once it was made, and not once it was taken.
         spin: seconds for which a get looks for a message before it sleeps.
         undecodable: messages that this process dropped, as decoding them failed.
         lost: messages that this process lost, as an exception came when their blocks had been let go.
     """
+
+    credits_what_is_made = False
 
     def __init__(self, queue: OpenQueue) -> None:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
@@ -94,7 +97,8 @@ class GetEnd:
         self._watch, self._spilled, self._has_tasks = self.record.watch, self.record.spilled, self.record.has_tasks
         self._tickets_fd = queue.tickets.fd
         # Where nobody waits in readv, whoever takes without a timeout knows that there is something.
-        self._read_end = queue.tickets.read_end if queue.tickets.read_end >= 0 else queue.tickets.fd
+        self._waits_in_read = queue.tickets.read_end >= 0
+        self._read_end = queue.tickets.read_end if self._waits_in_read else queue.tickets.fd
         self.spin, self._spins, self._is_polled = 0.0, 0, False
         self.rows.after_fork(self._forget)
         self._forget()
@@ -191,7 +195,7 @@ class GetEnd:
             if self.spin and self._spin(operation.ticket_buffers):
                 pass
             elif deadline is None and not (words[self._watch] or words[self._spilled] or keeping):
-                if not words[GROWN] or not self._take_idly(operation.ticket_buffers):
+                if not (words[GROWN] and self._waits_in_read) or not self._take_idly(operation.ticket_buffers):
                     os.readv(self._read_end, operation.ticket_buffers)  # G1
             elif words[self._watch] or deadline == _PIPED or not self.tickets.take_piped(operation.ticket_buffers):
                 # Where there is no log yet, one call has looked, and not three.
@@ -204,12 +208,15 @@ class GetEnd:
             if words[self._watch]:
                 self._tell_of_more()
             word = self.word_of(ticket)
-            message = self.open(word, decode, lease_from)  # G2
+            if self.credits is not None and not self.credits_what_is_made:
+                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                self.credits.give(operation.given_buffers)  # G3
+            message = self.open(word, decode, lease_from)  # G4
             if process != queue.process:
                 return message  # of a fork within; the steps that remain are the parent's
-            if self.credits is not None:
-                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G3
-                self.credits.give(operation.given_buffers)  # G4
+            if self.credits is not None and self.credits_what_is_made:
+                words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                self.give(operation.given_buffers)  # G3
                 if process != queue.process:
                     return message  # as above
             nbytes = words[word + NBYTES]
@@ -282,27 +289,23 @@ class GetEnd:
             if words[self._watch]:
                 self._tell_of_more()
             blocks = [self.word_of(words[operation.ticket + i]) for i in found]
+            if self.credits is not None:
+                for i, word in zip(found, blocks, strict=True):
+                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+                buffer = operation.given_buffers[0]
+                many = [buffer[: 8 * count]] if len(found) == count else [buffer[8 * i : 8 * i + 8] for i in found]
+                self.credits.give(many)  # G3
             for word in blocks:
                 try:
-                    messages.append(self.open(word, decode, lease_from))  # G2
+                    messages.append(self.open(word, decode, lease_from))  # G4
                 except Exception as error:
                     if not messages or is_a_signals(error, error.__traceback__):
                         raise
                     break  # those before it are returned, and it is the next get's
             if process != queue.process:
                 return messages  # as in _get
-            done, rest = blocks[: len(messages)], found[len(messages) :]
-            if self.credits is not None:
-                for i, word in zip(found, done, strict=False):
-                    words[given + i] = words[word + CREDIT] + NEXT_LAP & _WORD  # G3
-                buffer, many = operation.given_buffers[0], found[: len(done)]
-                is_run = many[-1] - many[0] < len(many)
-                self.credits.give(
-                    [buffer[8 * many[0] : 8 * many[-1] + 8]] if is_run else [buffer[8 * i : 8 * i + 8] for i in many]
-                )  # G4
-                if process != queue.process:
-                    return messages  # as in _get
-            nbytes = sum(words[word + NBYTES] for word in done)
+            done = blocks[: len(messages)]
+            nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
             left = [Aside(operation, i) for i in rest]
             taken, waiting, stop = len(done), len(left), rest[0] if rest else count
             if left:
@@ -506,7 +509,7 @@ class GetEnd:
             return copy
         except MemoryError:
             # An arena grows beyond its capacity for one message only.
-            if not may_lease or self.rows.is_forking or self.arena.is_overfull():
+            if not may_lease or self.rows.is_within_fork() or self.arena.is_overfull():
                 raise
         return self.leases.lease_anyway(block, start, nbytes)
 
@@ -540,9 +543,6 @@ class GetEnd:
         Args:
             entry: of ``unfinished``: the operation; the ticket that was being served, or None for all that it took; the
                 exception.
-
-        Raises:
-            InDoubt: whether the place of one was given back cannot be judged now.
         """
         _, operation, aside, error = entry
         words, left = self.words, list[Aside]()
@@ -550,25 +550,30 @@ class GetEnd:
         is_failure = not (isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__))
         tries = taken[0].tries + is_failure if taken else 0
         is_broken = is_failure and (tries >= _TRIES or not _may_pass(error))
+        ended = list[tuple[Aside, int]]()
         for each in taken:
             if each is taken[0] and is_broken:
-                self._end(each, _UNDECODABLE)
+                ended.append((each, _UNDECODABLE))
             elif self._is_due(words[operation.ticket + each.index]):
                 left.append(each)
             else:
-                self._end(each, _LOST)
+                ended.append((each, _LOST))
         before = error.before if isinstance(error, _Again) else 0
-        waiting = (operation.waiting if aside else len(taken)) - len(taken) + len(left)
+        waiting = operation.waiting if aside else len(taken)
         if left and left[0] is taken[0]:
             left[0].tries, left[0].before = tries, before
+        entries = [[self._end_aside, each, fate] for each, fate in ended]
         del entry[:]  # from here on there is no call
         operation.waiting = waiting
         if before:
             self._queue.aside += left
         else:
             self._queue.aside[:0] = left
+        self._queue.unfinished += entries
         if not waiting:
             self._spare[operation.size] += (operation,)
+        if entries:  # last: it may be that one cannot be judged now, and the others come first whatever becomes of it
+            self._queue.take_up()
 
     def _end(self, aside: Aside, fate: int) -> None:
         """End the get of a message that nobody receives, as the recovering process would. It may be called again.
@@ -582,7 +587,7 @@ class GetEnd:
             return
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
-            if self.credits is not None and fate != _GIVEN_UP:
+            if self.credits is not None and not (fate == _GIVEN_UP and self.credits_what_is_made):
                 words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
             self._let_go(word)
         record = Record(operation.purpose, 1, operation.credit + i, operation.ticket + i, given, operation.tally)
@@ -664,16 +669,13 @@ class GetEnd:
         """
         operation, i, process, words = aside.operation, aside.index, self._queue.process, self.words
         word, given = self.word_of(words[operation.ticket + i]), operation.given + i
-        message = self.open(word, decode, lease_from)  # G2
+        if not self.credits_what_is_made:
+            self._give_credit(word, given)  # G2, G3
+        message = self.open(word, decode, lease_from)  # G4
         if process != self._queue.process:
             return message  # as in _get
-        if self.credits is not None:
-            words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G3
-            try:
-                self.attachment.recovery.give_credit(self._queue.handle, given)  # G4, unless it was done
-            except InDoubt:
-                error = SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
-                raise error from None
+        if self.credits_what_is_made:
+            self._give_credit(word, given)  # G2, G3
             if process != self._queue.process:
                 return message  # as in _get
         nbytes = words[word + NBYTES]
@@ -691,6 +693,30 @@ class GetEnd:
         if not operation.waiting:
             self._spare[operation.size] += (operation,)
         return message
+
+    def _give_credit(self, word: int, given: int) -> None:
+        """Give back the place of the message in a block, unless that was done.
+
+        Args:
+            given: the index of the word that is to name the credit.
+
+        Raises:
+            SharedMemoryError: whether it was done cannot be judged now.
+        """
+        words = self.words
+        if self.credits is None:
+            return
+        words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+        try:
+            self.attachment.recovery.give_credit(self._queue.handle, given)  # G3
+        except InDoubt:
+            error = SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
+            raise error from None
+
+    def give(self, credit: Buffers) -> None:
+        """Give a credit back."""
+        assert self.credits is not None
+        self.credits.give(credit)
 
     def drop_all(self) -> None:
         """Get what is left, of a queue that was shut down, for nobody."""

@@ -12,9 +12,9 @@ about processes that live or are stopped.
 
     put                                              get
     P1  readv(credits) -> C          (bounded)       G1  readv(tickets) -> T
-    P2  laps[slot of C] = lap of C   (bounded)       G2  (the content is copied, or a lease is made; no shared store)
-    P3  block WRITING; its header, credit C, content G3  G = next lap of the block's credit      (bounded)
-    P4  T = (block, generation + 1)                  G4  writev(credits) <- G                    (bounded)
+    P2  laps[slot of C] = lap of C   (bounded)       G2  G = next lap of the block's credit      (bounded)
+    P3  block WRITING; its header, credit C, content G3  writev(credits) <- G                    (bounded)
+    P4  T = (block, generation + 1)                  G4  (the content is copied, or a lease is made; no shared store)
     P5  block QUEUED, generation + 1                 G5  block FREE (copied) or HELD (leased)
     P6  writev(tickets) <- T                         G6  T = 0
     P7  C = 0                        (bounded)       G7  G = 0                                   (bounded)
@@ -63,7 +63,7 @@ process whose row has a fork marker does not move blocks (``handover.py``). A li
 the same generation, so its lease simply goes on.
 
 **A dead get.** T is set if it was killed in G1 to G6. The message is lost with the consumer (C5), and counted once: the count
-shares one word with the ticket that was counted last. If G is not set, G5 has not touched the block (G3 comes before it), so
+shares one word with the ticket that was counted last. If G is not set, G5 has not touched the block (G2 comes before it), so
 its header still has the credit: G = the credit's next lap, in doubt until it is found given. Then the block becomes FREE, if
 it is still QUEUED with this ticket. Then T = 0, then G = 0. T = 0 with G set means that the credit was given.
 
@@ -71,8 +71,8 @@ A token that stands in a dead taker's word and also in the snapshot was not take
 removes it, and a copy into a page that has just been swapped out can fail half-way through a batch. The recovering process
 clears that word and does nothing else.
 
-A queue between two endpoints has one consumer. Where that is dead, the credit does not come back: the producer counts the
-messages whose credits are missing as lost.
+A queue between two endpoints has one consumer, which takes G4 before G2: neither reads what the other writes. Where it is dead,
+the credit does not come back: the producer counts the messages whose credits are missing as lost.
 
 **A batch** uses runs of words. Up to P6 each step is done for all messages before the next step begins, and one system call
 takes or gives all tokens. The argument above holds for each triple of words by itself. In a queue that can be joined, a
@@ -289,7 +289,11 @@ class Recovery:
             or credit in self._taken(queue.number, PUT)
             or self.words[queue.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
         ):
-            credits.give([memoryview(self.arena.segment.memory)[8 * word : 8 * word + 8]])
+            try:
+                credits.give([memoryview(self.arena.segment.memory)[8 * word : 8 * word + 8]])
+            except BlockingIOError:
+                if not self.words[queue.record.pair]:  # else the producer has filled its pipe itself
+                    raise
 
     def _taken(self, number: int, direction: int) -> set[int]:
         return set(self._takers_words(number, direction))

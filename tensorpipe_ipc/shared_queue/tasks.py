@@ -88,8 +88,7 @@ class Tasks:
         Raises:
             ValueError: more than were put.
         """
-        # A process that took some may be late: another may have done their tasks.
-        if not self._has_taken() or self._words[self._record.tasks] == OF_OTHERS:
+        if not self._has_taken():
             done = self._sum(DONE)
             if self._sum(PUT) <= done:
                 raise ValueError("task_done() called too many times")

@@ -104,6 +104,11 @@ class TensorMeta:
             raise UnsupportedLeaf(
                 f"a tensor of {len(shape)} dimensions, the limit is {MAX_DIMS}; send .flatten() of it"
             )
+        # As the receiver counts them, with no regard to sizes of 0: see ``_shape``.
+        if row is not None and math.prod(size for size in shape if size) * row.itemsize > MAX_NBYTES:
+            raise UnsupportedLeaf(
+                f"a tensor of shape {list(shape)}, whose sizes other than 0 make over {MAX_NBYTES} bytes, the limit"
+            )
         self.dtype = row.torch if row else None
         self.numpy_dtype = row.numpy if row else None
         self.complex = row is not None and row.torch.is_complex
@@ -133,7 +138,13 @@ class TensorMeta:
         return _FIXED.pack(*self._head, nbytes) + self._tail
 
     def pack_view(self, span: int, offset: int, strides: tuple[int, ...]) -> bytes:
-        """Return the meta's bytes, for a window on span number ``span``, ``offset`` bytes into it; strides in items."""
+        """Return the meta's bytes, for a window on span number ``span``, ``offset`` bytes into it; strides in items.
+
+        Raises:
+            UnsupportedLeaf: a stride is out of range.
+        """
+        if strides and max(strides) > MAX_NBYTES:
+            raise UnsupportedLeaf(f"strides {list(strides)}, the limit is {MAX_NBYTES}; send .contiguous() of it")
         code, _, ndim, own = self._head
         dims = struct.pack(f"<{ndim}q", *self.shape)
         return (

@@ -149,5 +149,13 @@ def _is_at(connection: socket.SocketType, address: Address) -> bool:
 
 def _is_among(address: Address, *ends: Any) -> bool:
     if address.path:
-        return address.path in ends
+        return address.path in ends or any(_is_there(address.path, end) for end in ends)
     return int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple))
+
+
+def _is_there(path: str, end: Any) -> bool:
+    """Return whether the name of a unix socket is another spelling of a path: by a symbolic link, or another mount."""
+    if isinstance(end, str) and end.startswith("/"):
+        with suppress(OSError, ValueError):
+            return os.path.samefile(path, end)
+    return False

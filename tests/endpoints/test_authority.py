@@ -494,6 +494,22 @@ def test_another_user_cannot_connect_even_where_the_file_lets_him(sticky: Path) 
 
 
 @needs_root
+@pytest.mark.parametrize("binds", ["as it is", "by a link"])
+def test_ends_meet_in_a_shared_folder_though_they_spell_its_path_in_two_ways(binds: str, sticky: Path) -> None:
+    """By a link above, which is this user's: both paths lead to one file."""
+    (sticky / "outer").mkdir()
+    (sticky / "outer" / "inner").mkdir()
+    (sticky / "outer" / "inner").chmod(0o1777)
+    (sticky / "link").symlink_to(sticky / "outer")
+    paths = [f"ipc://{sticky}/outer/inner/socket", f"ipc://{sticky}/link/inner/socket"]
+    if binds == "by a link":
+        paths.reverse()
+    with tp.Consumer(paths[0]) as consumer, tp.Producer(paths[1]) as producer:
+        putting = in_thread(lambda: producer.put("crosses", PATIENCE))
+        assert consumer.get(PATIENCE) == "crosses"
+        putting()
+
+
 def test_another_users_lock_on_the_folder_is_no_matter(sticky: Path) -> None:
     """He may open the folder, and lock it for as long as he likes."""
 

@@ -941,6 +941,36 @@ def test_a_message_that_a_consumer_leaves_in_the_middle_of_its_get_is_lost_and_t
         assert reap(taker) == (-signal.SIGKILL if how == "killed" else 1)
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+@pytest.mark.parametrize("again", [False, True])
+def test_a_message_that_an_exception_takes_behind_its_credit_is_counted_or_comes_again(
+    endpoint: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its producer was told that it was taken, and get has not returned it."""
+    with tp.Consumer(endpoint, shared_memory="off") as consumer, tp.Producer(consumer.endpoint, linger=0) as producer:
+        _met(producer, consumer)
+        putting = in_thread(lambda: (producer.put("in hand", PATIENCE), producer.flush(PATIENCE)))
+        say = conversation_of(consumer).say
+
+        def say_and_raise(*arguments: Any) -> None:
+            monkeypatch.undo()
+            say(*arguments)
+            raise KeyboardInterrupt
+
+        wait_until(lambda: side_of(consumer).socket.has_incoming())
+        monkeypatch.setattr(conversation_of(consumer), "say", say_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            consumer.get(PATIENCE)
+        if again:
+            assert consumer.get(PATIENCE) == "in hand"
+        else:
+            putting()
+            consumer.close()
+        assert consumer.statistics().lost == (not again)
+        if again:
+            putting()
+
+
 # -- leaving a producer's with block
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import fuzz_wire
 import hostile
 import pytest
 import zoo
-from children import PATIENCE, Child
+from children import PATIENCE, Child, in_thread
+from inside import side_of
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.memory.segment import GROWN
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 GOOD = 400
@@ -44,6 +47,32 @@ def test_who_scribbles_hurts_his_own_messages() -> None:
     written, rejected = _survive(seed=1, rounds=60)
     assert written > 50
     assert rejected > 3
+
+
+@pytest.mark.parametrize("does", ["takes its messages back", "fills the pipe of credits"])
+def test_who_takes_from_a_queue_or_fills_it_stops_nobody(does: str) -> None:
+    """A producer of the same user, that uses the descriptors as it likes: get ends in time, and so does close."""
+    with tp.Consumer("taken") as consumer, tp.Producer("taken", linger=0) as producer:
+        putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(3)])
+        assert consumer.get(PATIENCE) == 0
+        putting()
+        queue = side_of(producer).any_queue()
+        queue.words[GROWN] = 1  # as after large messages
+        consumer.get(PATIENCE)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                if does == "takes its messages back":
+                    os.read(queue.tickets.fd, 8)
+                else:
+                    os.write(queue.credits.fd, bytes([5, 0, 0, 0, 0, 0, 0, 0]))
+        started = time.monotonic()
+        with contextlib.suppress(tp.Empty, tp.PeerLost):
+            consumer.get(0.2)
+        assert time.monotonic() - started < 0.2 + PATIENCE / 4
+        if does != "takes its messages back":
+            assert "pipe of credits" in consumer.statistics().last_rejection
+        with pytest.warns(RuntimeWarning), contextlib.suppress(tp.PeerLost):
+            producer.close()
 
 
 @pytest.mark.kills

@@ -1211,3 +1211,33 @@ def test_what_a_handler_gets_in_the_last_moment_before_a_fork_is_its_own(way: st
     """The child's writes do not reach it, and the child reads no other message there."""
     done = ran("-c", LATE, way)
     assert (done.status, done.err) == (0, "")
+
+
+def test_threads_get_leases_while_another_thread_forks(ctx: Any) -> None:
+    """They wait for the fork, for microseconds, and are refused nothing."""
+    there, refused, done = ctx.Queue(), list[Exception](), threading.Event()
+    there.put(torch.ones(20_000))
+    held = there.get(copy=False)  # so that a fork has something to do
+
+    def use() -> None:
+        while not done.is_set():
+            there.put(torch.ones(20_000))
+            try:
+                assert there.get(copy=False, timeout=LIMIT).is_shared() is not None
+            except Exception as error:
+                refused.append(error)
+                done.set()
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    done.set()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert refused == []
+    assert bool((held == 1).all())

@@ -47,39 +47,6 @@ def test_puts_and_dones_are_summed_over_processes(attachment: Attachment, payloa
         queue.tasks.done()
 
 
-@pytest.mark.parametrize("first", ["who took it", "another"])
-def test_a_task_that_two_processes_report_done_is_refused_to_the_second(
-    attachment: Attachment, queue: Any, payload: Any, first: str
-) -> None:
-    """One of them had taken it; else join would not wait for a task that is put later."""
-
-    def take_and_report() -> None:
-        queue.get(LIMIT)
-        if first == "another":
-            os.write(taken[1], b".")
-            os.read(reported[0], 1)
-            with pytest.raises(ValueError, match="too many times"):
-                queue.tasks.done()
-        else:
-            queue.tasks.done()
-
-    taken, reported = os.pipe(), os.pipe()
-    queue.put(payload(b"a task"))
-    worker = in_child(take_and_report)
-    if first == "another":
-        os.read(taken[0], 1)
-        queue.tasks.done()
-        os.write(reported[1], b".")
-    assert reap(worker) == 0
-    if first != "another":
-        with pytest.raises(ValueError, match="too many times"):
-            queue.tasks.done()
-    queue.put(payload(b"another task"))
-    assert queue.tasks.unfinished() == 1
-    for end in (*taken, *reported):
-        os.close(end)
-
-
 @pytest.mark.kills
 def test_a_producer_killed_at_any_step_is_counted_exactly_if_its_message_is_there(
     attachment: Attachment, payload: Any, queue: Any

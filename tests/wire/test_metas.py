@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from typing import Any
 
 import pytest
 import torch
+from children import PATIENCE, in_thread
 from exchange import join
 
+import tensorpipe_ipc as tp
 from tensorpipe_ipc.errors import ProtocolError
 from tensorpipe_ipc.wire import metas
 from tensorpipe_ipc.wire.dtypes import BY_CODE, BY_TORCH
@@ -175,3 +178,25 @@ def test_repr_says_what_it_is() -> None:
     """A meta's repr has its dtype, shape and order."""
     assert repr(meta_of(torch.int8, (3, 4), (1, 0))) == "<TensorMeta torch.int8 [3, 4] order [1, 0]>"
     assert repr(meta_of(torch.int8, (3,))) == "<TensorMeta torch.int8 [3]>"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(0, 1 << 25, 1 << 25),
+        lambda: [shared := torch.zeros(1), shared.expand(1 << 24, 1 << 24)],
+        lambda: [base := torch.zeros(8), base.as_strided((1, 8), (1 << 50, 1))],
+    ],
+    ids=["sizes beside 0", "expanded", "a stride that is never taken"],
+)
+@pytest.mark.parametrize("shared_memory", ["auto", "off"])
+def test_put_refuses_what_get_would_refuse(make: Any, shared_memory: Any) -> None:
+    """Else nobody but the receiver would know."""
+    with tp.Consumer("odd", shared_memory=shared_memory) as consumer, tp.Producer("odd") as producer:
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        with pytest.raises(tp.UnsupportedLeaf, match="the limit"):
+            producer.put(make(), PATIENCE)
+        producer.put("next", PATIENCE)
+        assert consumer.get(PATIENCE) == "next"

@@ -1,0 +1,154 @@
+"""The places of a queue with maxsize: each comes back when its object was taken, whatever becomes of the get that took it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from crash_points import in_child, reap
+
+from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.queues.tensor_queue import Queue
+from tensorpipe_ipc.shared_queue.recovery import Recovery
+
+LIMIT = 20  # seconds
+
+
+class Makes:
+    """An object that calls a function where it is got."""
+
+    function: Callable[[], object] = staticmethod(lambda: None)
+
+    def __getstate__(self) -> str:
+        return "any"
+
+    def __setstate__(self, state: str) -> None:
+        Makes.function()
+
+
+@pytest.fixture(autouse=True)
+def makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Makes, "function", staticmethod(lambda: None))
+
+
+def have_no_memory() -> None:
+    """Raise as where there is none."""
+    raise MemoryError
+
+
+WAYS = pytest.mark.parametrize("many", [False, True], ids=["get", "get_many"])
+
+
+def take(there: Queue, many: bool) -> object:
+    """Get an object, by get_many where ``many``."""
+    return there.get_many(9, LIMIT)[0] if many else there.get(timeout=LIMIT)
+
+
+@WAYS
+@pytest.mark.parametrize("maxsize", [1, 3])
+def test_who_could_not_make_what_it_took_keeps_no_place(
+    maxsize: int, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives on, and does something else, though the message comes again with its next get."""
+    there = Queue(maxsize)
+    for _ in range(maxsize):
+        there.put(Makes(), timeout=LIMIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Makes, "function", staticmethod(have_no_memory))
+        with pytest.raises(MemoryError):
+            take(there, many)
+    free = maxsize if many else 1
+    for number in range(free):
+        there.put(number, timeout=LIMIT)
+    got = [there.get(timeout=LIMIT) for _ in range(maxsize + free)]
+    assert [type(each) for each in got] == [Makes] * maxsize + [int] * free
+
+
+@WAYS
+def test_an_object_may_put_into_its_queue_while_it_is_made(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is free by then, as in multiprocessing."""
+    there = Queue(1)
+    there.put(Makes())
+    monkeypatch.setattr(Makes, "function", staticmethod(lambda: there.put("put meanwhile", timeout=LIMIT)))
+    assert type(take(there, many)) is Makes
+    assert there.get(timeout=LIMIT) == "put meanwhile"
+
+
+@pytest.mark.parametrize("ends", ["killed", "stopped"])
+def test_who_is_killed_while_it_closes_keeps_no_place(ends: str) -> None:
+    """It had a message set aside. Another queue of the same memory has its block by then."""
+    there, other = Queue(1), Queue()
+    other.put(Makes())
+    other.get(timeout=LIMIT)
+    there.put(Makes())
+
+    def close() -> None:
+        Makes.function = staticmethod(have_no_memory)  # type: ignore[assignment]
+        with contextlib.suppress(MemoryError):
+            there.get(timeout=LIMIT)
+        end_get = Recovery.end_get
+
+        def strike(*args: Any, **options: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL if ends == "killed" else signal.SIGSTOP)
+            end_get(*args, **options)
+
+        Recovery.end_get = strike  # type: ignore[method-assign,assignment]
+        there.close()
+
+    closing = in_child(close)
+    os.waitid(os.P_PID, closing, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    for _ in range(50):
+        other.put(Makes())
+    if ends == "stopped":
+        os.kill(closing, signal.SIGCONT)
+    assert reap(closing) == (-signal.SIGKILL if ends == "killed" else 0)
+    for number in range(3):
+        there.put(number, timeout=LIMIT)
+        assert there.get(timeout=LIMIT) == number
+    assert [type(other.get(timeout=LIMIT)) for _ in range(50)] == [Makes] * 50
+
+
+class Faulty:
+    """An object that cannot be made again."""
+
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise ValueError("faulty")
+
+
+@pytest.mark.parametrize("maxsize", [0, 9])
+def test_what_came_behind_a_faulty_object_keeps_its_turn_though_no_descriptor_is_left(maxsize: int) -> None:
+    """The place of the faulty one cannot be given back now: that is no matter for the others."""
+
+    def act() -> None:
+        there = Queue(maxsize)
+        there.put(0)
+        assert there.get_many(1) == [0]
+        for each in (Faulty(), 1, 2, 3):
+            there.put(each)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, most))
+        used, got = list[int](), list[object]()
+        with contextlib.suppress(OSError):
+            while True:  # numbers are what is limited, so there must be no gap
+                used.append(os.dup(0))
+        with pytest.raises(ValueError, match="faulty"):
+            there.get_many(9)
+        there.put(4)
+        with contextlib.suppress(SharedMemoryError):  # one may be needed, to see that the place was given back
+            got.append(there.get(timeout=LIMIT))
+        for descriptor in used:
+            os.close(descriptor)
+        while len(got) < 4:
+            got.append(there.get(timeout=LIMIT))
+        assert got == [1, 2, 3, 4], got
+
+    assert reap(in_child(act)) == 0
