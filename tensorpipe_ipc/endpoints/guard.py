@@ -199,9 +199,8 @@ class Guard:
     @property
     def foreign(self) -> bool:
         """Return whether this is a fork of the process that made the end."""
-        return (
-            self._is_inherited or os.getpid() != self._pid
-        )  # the former: a descendant may have its dead ancestor's number
+        # The former: a descendant may have its dead ancestor's number.
+        return self._is_inherited or os.getpid() != self._pid
 
     def disown(self) -> None:
         """Note that this process is a fork of the one that made the end, unless it made it since: in another hook."""
@@ -209,9 +208,7 @@ class Guard:
 
 
 _open: dict[int, tuple[Guard, weakref.finalize[..., Any]]] = {}  # by number of the guard
-_is_prepared = _was_prepared = (
-    False  # whether this process has been told of ``_end``; or it, or one that it is a fork of
-)
+_is_prepared = _was_prepared = False  # whether this process has been told of ``_end``; or an ancestor
 _is_ending = False
 
 

@@ -628,9 +628,8 @@ class Receiver(Participant):
 
     def take_leave(self, linger: float) -> tuple[str, float]:  # noqa: ARG002 - a consumer waits for nobody
         """See Participant."""
-        for peer in (
-            self.peers.values()
-        ):  # what an exception left to come again, though its producer was told that it was taken
+        # What an exception left to come again, though its producer was told that it was taken.
+        for peer in self.peers.values():
             lost = max(0, peer.credited - peer.taken)
             peer.credited = 0  # with no call since
             self.lost += lost

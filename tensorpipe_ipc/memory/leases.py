@@ -151,9 +151,7 @@ class Leases:
         self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         keeping.discard(self._reference)
         self._look_again = 0.0
-        self._freed = (
-            0  # bytes of pages with blocks that were let go of after the last queue, since they were given back
-        )
+        self._freed = 0  # bytes of pages whose blocks were let go of after the last queue, since such were given back
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room = self.budget
 
@@ -169,8 +167,8 @@ class Leases:
 
         Returns:
             None where the budget is used up, more memory is in use than the arena may cost, addresses are left to messages, or
-            there is no room for such a copy; or where a signal's handler asks while this process is just being forked: the
-            child would know nothing of the lease. Then memory of one's own is due.
+            there is no room for such a copy; or where a signal's handler asks while this thread is just forking: the child
+            would know nothing of the lease. Then memory of one's own is due.
         """
         self.settle(at_once=False)
         before = self.live.get(block >> 3)  # of a get that failed, and that somebody remembers: a traceback, say
