@@ -152,8 +152,13 @@ class Presence:
     def file_of(self, token: int) -> OwnedFd | None:
         """Open the file of another end in the same folder, if it is there."""
         with contextlib.suppress(OSError):  # it was removed, or no descriptor is left: its last words are not heard
-            with no_fork():  # listing duplicates the descriptor, and a child would keep the lock by that
-                is_there = self._folder is not None and _name_of(token) in os.listdir(self._folder.fileno())
+            if self._folder is None:
+                return None
+            # Listing duplicates a descriptor, and by the folder's own a child that another thread forks would keep the lock. It
+            # does not wait for such a fork: an end may be collected where its thread has a lock that the fork waits for.
+            anew = functools.partial(os.open, dir_fd=self._folder.fileno())
+            with owned(anew, ".", _FOLDER) as folder:
+                is_there = _name_of(token) in os.listdir(folder.fileno())
             return self._opened(token, _READ_ONLY | os.O_NONBLOCK) if is_there else None
         return None
 

@@ -435,7 +435,8 @@ class Sender(Participant):
                 connected = connected and self._lend(peer, kept, part)
                 if not connected and len(kept.parts) == 1:
                     break
-            kept.is_whole = True
+            else:
+                kept.is_whole = True
         except BaseException:  # as above
             self._finish_last(peer)
             raise

@@ -60,7 +60,6 @@ from tensorpipe_ipc.memory.arena import (
     HOLDER,
     NBYTES,
     QUEUED,
-    WORTH,
     WRITING,
     WRITTEN,
     Arena,
@@ -151,7 +150,6 @@ class Leases:
         self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         keeping.discard(self._reference)
         self._look_again = 0.0
-        self._freed = 0  # bytes of pages whose blocks were let go of after the last queue, since such were given back
         self.offered: set[int] = set()  # by the word: what the next put of it may hand over without being told
         self._room = self.budget
 
@@ -319,13 +317,6 @@ class Leases:
                 keeping.add(self._reference)
         self._look_again = monotonic() + min(PAUSE, _SELDOM * (thread_time() - spent))
 
-    def _give_back_pages(self) -> None:
-        """Give back free blocks' last pages, where they have become many: nobody may come by who would."""
-        self._freed += PAGE
-        if self._freed >= max(WORTH, self.arena.segment.resident() >> 1):
-            self._freed = 0
-            self.arena.trim()
-
     def _free_if_unread(self, word: int, answers: dict[tuple[int, int], bool]) -> None:
         """Free a block that only a fork's children kept, if they are gone.
 
@@ -347,8 +338,6 @@ class Leases:
             finally:
                 if process == self.process:  # not a child that was forked meanwhile
                     self.words[word] = held & ~HOLDER
-            if self.gives_back:
-                self._give_back_pages()
 
 
 # Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
@@ -518,7 +507,6 @@ def _release(
                 finally:
                     if anchor.process == leases.process:  # not a child that was forked meanwhile
                         words[word] = held & ~HOLDER
-                leases._give_back_pages()
     if word in leases.offered:
         leases.offered.discard(word)
     if leases._kept and not is_finalizing():  # else modules are half gone, and the children outlast this process

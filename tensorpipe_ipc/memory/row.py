@@ -105,6 +105,7 @@ class Operation:
         block: of a put, the one that it has just taken, and that is nowhere else on record; 0: none.
         blocks: of a batch, those that were filled, and that its words do not name yet.
         waiting: of a get, how many of its tickets were set aside and are not served yet.
+        is_credited: of a get, whether the places of all that it took were given back, as far as this process has noted.
     """
 
     __slots__ = (
@@ -116,6 +117,7 @@ class Operation:
         "given",
         "given_buffers",
         "hazard",
+        "is_credited",
         "messages",
         "nbytes",
         "purpose",
@@ -132,6 +134,7 @@ class Operation:
         self.credit, self.ticket, self.given = record.credit, record.ticket, record.given
         self.messages = self.nbytes = self.tally_before = self.block = self.waiting = 0
         self.blocks: list[int] = []
+        self.is_credited = False
         self.counters, self.hazard = record.counters, record.hazard
         octets = memoryview(segment.memory)
         self.credit_buffers, self.ticket_buffers, self.given_buffers = (

@@ -211,6 +211,7 @@ class GetEnd:
             if self.credits is not None and not self.credits_what_is_made:
                 words[operation.given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
                 self.credits.give(operation.given_buffers)  # G3
+                operation.is_credited = True
             message = self.open(word, decode, lease_from)  # G4
             if process != queue.process:
                 return message  # of a fork within; the steps that remain are the parent's
@@ -225,6 +226,7 @@ class GetEnd:
             self._let_go(word)  # G5
             words[operation.ticket] = 0  # G6; from here on there is no call, so no exception: the message is returned
             words[operation.given] = 0  # G7
+            operation.is_credited = False
             if self._has_tasks:
                 words[operation.tally] -= 1  # J4
             counted = operation.messages = operation.messages + 1
@@ -295,6 +297,7 @@ class GetEnd:
                 buffer = operation.given_buffers[0]
                 many = [buffer[: 8 * count]] if len(found) == count else [buffer[8 * i : 8 * i + 8] for i in found]
                 self.credits.give(many)  # G3
+                operation.is_credited = True
             for word in blocks:
                 try:
                     messages.append(self.open(word, decode, lease_from))  # G4
@@ -320,6 +323,7 @@ class GetEnd:
             operation.waiting = waiting
             queue.aside += left
             if not waiting:
+                operation.is_credited = False
                 self._batches += (operation,)
             return messages
         except BaseException as error:
@@ -547,7 +551,12 @@ class GetEnd:
         _, operation, aside, error = entry
         words, left = self.words, list[Aside]()
         taken = [aside] if aside else [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
-        is_failure = not (isinstance(error, (_Again, _NoLease)) or passed_a_handler(error.__traceback__))
+        gives_first = self.credits is not None and not self.credits_what_is_made
+        # Where a place could not be given back, which comes first, nothing is said of the message.
+        was_made = not (gives_first and isinstance(error, SharedMemoryError) and not operation.is_credited)
+        is_failure = was_made and not (
+            isinstance(error, (_Again, _NoLease, _NoCredit)) or passed_a_handler(error.__traceback__)
+        )
         tries = taken[0].tries + is_failure if taken else 0
         is_broken = is_failure and (tries >= _TRIES or not _may_pass(error))
         ended = list[tuple[Aside, int]]()
@@ -559,18 +568,19 @@ class GetEnd:
             else:
                 ended.append((each, _LOST))
         before = error.before if isinstance(error, _Again) else 0
-        waiting = operation.waiting if aside else len(taken)
         if left and left[0] is taken[0]:
             left[0].tries, left[0].before = tries, before
         entries = [[self._end_aside, each, fate] for each, fate in ended]
         del entry[:]  # from here on there is no call
-        operation.waiting = waiting
+        if not aside:
+            operation.waiting = len(taken)
         if before:
             self._queue.aside += left
         else:
             self._queue.aside[:0] = left
         self._queue.unfinished += entries
-        if not waiting:
+        if not taken:
+            operation.is_credited = False
             self._spare[operation.size] += (operation,)
         if entries:  # last: it may be that one cannot be judged now, and the others come first whatever becomes of it
             self._queue.take_up()
@@ -585,16 +595,18 @@ class GetEnd:
         ticket, given = words[operation.ticket + i], operation.given + i
         if not ticket:
             return
+        has_left = fate == _GIVEN_UP and self.credits_what_is_made
+        returns_credit = self.credits is not None and not (operation.is_credited or has_left)
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
-            if self.credits is not None and not (fate == _GIVEN_UP and self.credits_what_is_made):
+            if returns_credit:
                 words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
             self._let_go(word)
         record = Record(operation.purpose, 1, operation.credit + i, operation.ticket + i, given, operation.tally)
         done = self._done()
-        is_lost, has_left = fate in (_LOST, _GIVEN_UP), fate == _GIVEN_UP
+        is_lost = fate in (_LOST, _GIVEN_UP)
         self.attachment.recovery.end_get(
-            self._queue.handle, self.rows.index, record, is_lost=is_lost, has_left=has_left
+            self._queue.handle, self.rows.index, record, is_lost=is_lost, returns_credit=returns_credit
         )
         if fate == _UNDECODABLE:  # with no call since the ticket went
             self.undecodable += 1
@@ -611,6 +623,7 @@ class GetEnd:
         operation = aside.operation
         operation.waiting -= 1
         if not operation.waiting:
+            operation.is_credited = False
             self._spare[operation.size] += (operation,)
 
     def _end_all_aside(self, fate: int) -> None:
@@ -670,12 +683,12 @@ class GetEnd:
         operation, i, process, words = aside.operation, aside.index, self._queue.process, self.words
         word, given = self.word_of(words[operation.ticket + i]), operation.given + i
         if not self.credits_what_is_made:
-            self._give_credit(word, given)  # G2, G3
+            self._give_credit(operation, word, given)  # G2, G3
         message = self.open(word, decode, lease_from)  # G4
         if process != self._queue.process:
             return message  # as in _get
         if self.credits_what_is_made:
-            self._give_credit(word, given)  # G2, G3
+            self._give_credit(operation, word, given)  # G2, G3
             if process != self._queue.process:
                 return message  # as in _get
         nbytes = words[word + NBYTES]
@@ -691,26 +704,28 @@ class GetEnd:
         words[operation.counters], words[operation.counters + 1] = operation.messages, operation.nbytes
         operation.waiting -= 1
         if not operation.waiting:
+            operation.is_credited = False
             self._spare[operation.size] += (operation,)
         return message
 
-    def _give_credit(self, word: int, given: int) -> None:
+    def _give_credit(self, operation: Operation, word: int, given: int) -> None:
         """Give back the place of the message in a block, unless that was done.
 
         Args:
+            operation: the get.
             given: the index of the word that is to name the credit.
 
         Raises:
-            SharedMemoryError: whether it was done cannot be judged now.
+            SharedMemoryError: whether it was done cannot be judged now. It is no fault of the message.
         """
         words = self.words
-        if self.credits is None:
+        if self.credits is None or operation.is_credited:
             return
         words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
         try:
             self.attachment.recovery.give_credit(self._queue.handle, given)  # G3
         except InDoubt:
-            error = SharedMemoryError(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
+            error = _NoCredit(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
             raise error from None
 
     def give(self, credit: Buffers) -> None:
@@ -762,6 +777,10 @@ def _passed_decoding(trace: TracebackType | None) -> bool:
 
 class _NoLease(SharedMemoryError):
     """Only a lease was wanted, and there is none."""
+
+
+class _NoCredit(SharedMemoryError):
+    """A message's place cannot be given back now. That is no fault of the message."""
 
 
 class _Again(Exception):

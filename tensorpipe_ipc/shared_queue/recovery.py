@@ -236,23 +236,23 @@ class Recovery:
             words[record.ticket] = 0
         elif ticket and not words[record.given] and ticket in snapshot(queue.tickets):
             words[record.ticket] = 0
-        self.end_get(queue, row, record, has_left=True)
+        # Nobody else gets from a pair's queue: there the credit stays away, and the producer finds that this was not taken.
+        self.end_get(queue, row, record, returns_credit=not words[queue.record.pair])
 
     def end_get(
-        self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True, has_left: bool = False
+        self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True, returns_credit: bool = True
     ) -> None:
         """End the get of a message that nobody receives: of a dead row; or of this process's own, after an exception.
 
         Args:
             is_lost: whether it counts as lost.
-            has_left: whether who gets is dead, or gets no more. Nobody else gets from a pair's queue: then its credit does not
-                come back, and the producer finds that this message was not taken.
+            returns_credit: whether its place is to be given back.
         """
         words = self.words
         ticket = words[record.ticket]
         if ticket:
             word = block_of(ticket) >> 3
-            if queue.credits is not None and not (has_left and words[queue.record.pair]):
+            if queue.credits is not None and returns_credit:
                 if not words[record.given]:
                     words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
                 self.give_credit(queue, record.given)

@@ -78,10 +78,12 @@ def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
     """
     with suppress(OSError):
         with closing(_duplicate(fd)) as connection:
-            if connection.family == socket.AF_UNIX and _is_at(connection, address):
+            if connection.family == socket.AF_UNIX:
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 pid, uid, _ = _CREDENTIALS.unpack(credentials)
-                return pid, uid
+                # A name that another user gave its socket is compared, and leads nowhere.
+                if _is_at(connection, address) or (uid == os.geteuid() and _is_there(connection, address)):
+                    return pid, uid
     return None
 
 
@@ -149,13 +151,14 @@ def _is_at(connection: socket.SocketType, address: Address) -> bool:
 
 def _is_among(address: Address, *ends: Any) -> bool:
     if address.path:
-        return address.path in ends or any(_is_there(address.path, end) for end in ends)
+        return address.path in ends
     return int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple))
 
 
-def _is_there(path: str, end: Any) -> bool:
-    """Return whether the name of a unix socket is another spelling of a path: by a symbolic link, or another mount."""
-    if isinstance(end, str) and end.startswith("/"):
+def _is_there(connection: socket.SocketType, address: Address) -> bool:
+    """Return whether the other end's name is another spelling of an address: by a symbolic link, or another mount."""
+    name = connection.getpeername()
+    if isinstance(name, str) and name.startswith("/"):
         with suppress(OSError, ValueError):
-            return os.path.samefile(path, end)
+            return os.path.samefile(address.path, name)
     return False

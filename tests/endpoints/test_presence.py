@@ -18,6 +18,7 @@ import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from inside import conversation_of
+from programs import ran
 from proxy import Proxy
 
 import tensorpipe_ipc as tp
@@ -236,7 +237,7 @@ class _StopsInUnlink:
 
 
 def test_a_child_forked_while_another_thread_looks_for_a_peer_keeps_no_lock(folder: Path) -> None:
-    """Listing the folder duplicates its descriptor for a moment. A child that had that would keep its killed parent present."""
+    """A child that had a duplicate of the folder's own descriptor would keep its killed parent present."""
     with tp.Consumer("looks") as consumer:
         for number in range(500):
             (folder / f"other{number}").touch()
@@ -248,8 +249,9 @@ def test_a_child_forked_while_another_thread_looks_for_a_peer_keeps_no_lock(fold
                 own.file_of(1)
 
         def see() -> None:
-            here = [os.fstat(descriptor).st_ino for descriptor in range(3, 200) if _is_open(descriptor)]
-            assert folder.stat().st_ino not in here
+            for descriptor in filter(_is_open, range(3, 200)):
+                if os.fstat(descriptor).st_ino == folder.stat().st_ino:
+                    assert "OFDLCK" not in Path(f"/proc/self/fdinfo/{descriptor}").read_text()
 
         looking = in_thread(look)
         try:
@@ -264,3 +266,40 @@ def _is_open(descriptor: int) -> bool:
         os.fstat(descriptor)
         return True
     return False
+
+
+COLLECTED = """
+import os, threading, time
+
+lock = threading.Lock()  # as logging's, or an executor's: registered first, its hook is called last before a fork
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+import torch
+import tensorpipe_ipc as tp
+
+with tp.Consumer("collected") as consumer:
+    own = consumer._receiver.conversation.presence
+    begun = threading.Event()
+
+    def fork():
+        begun.set()
+        pid = os.fork()
+        if not pid:
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    forking = threading.Thread(target=fork)
+    with lock:
+        forking.start()
+        begun.wait()
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            own.file_of(1)  # as its closing does where it hears of a peer
+    forking.join()
+"""
+
+
+def test_an_end_that_is_collected_waits_for_no_fork_of_another_thread() -> None:
+    """Its thread may have a lock that the fork waits for."""
+    done = ran("-c", COLLECTED)
+    assert (done.status, done.err) == (0, "")

@@ -1033,22 +1033,6 @@ def test_what_a_childs_end_frees_after_the_last_queue_is_given_back(monkeypatch:
     assert [each.unique().tolist() for each in got] == [[0], [1]]
 
 
-def test_small_leases_that_are_let_go_after_the_last_queue_are_given_back() -> None:
-    """Each has a page, with others of its extent; some last as long as their program."""
-    there = tp.Queue()
-    got = []
-    for number in range(3000):
-        there.put(octets(1000, number % 100))
-        got.append(there.get(copy=False))
-    segment = segment_at(got[0].data_ptr())
-    assert segment.resident() > 11 * MIB
-    del there
-    gc.collect()
-    del got[2:]
-    assert segment.resident() < 5 * MIB
-    assert [each.unique().tolist() for each in got] == [[0], [1]]
-
-
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []
