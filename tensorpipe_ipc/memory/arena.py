@@ -111,6 +111,7 @@ _ROW = HOLDER - ((1 << STEP_BITS) - 1)
 
 ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom, at most (about 60 us each)
 PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
+ROW_PAGES = 1 << 15  # bytes of a process's row that it makes pages of, about
 STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
 PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
 STOCK = 32  # small blocks that are made free ahead of need
@@ -448,7 +449,7 @@ class Arena(Extents):
         its block next, and the next such message would take another.
         """
         if self.words[OVER]:
-            if self.segment.resident() > self.capacity:
+            if self._reserved() + self.segment.resident() > self.capacity:  # also while its pages are made
                 return True
             self.words[OVER] = 0
         return False
@@ -503,7 +504,8 @@ class Arena(Extents):
             counted: bytes of them that the own row says already that it is about to get.
         """
         for pause in PAUSES:
-            room, others = self.capacity - self.segment.resident(), max(0, self._reserved() - counted)
+            others = max(0, self._reserved() - counted)  # first: what becomes pages in between counts twice, not never
+            room = self.capacity - self.segment.resident()
             if room < nbytes and not force:
                 return False
             if self._machine < nbytes or nbytes >= WORTH or monotonic() > self._looked + OUTDATED:
@@ -668,8 +670,12 @@ class Arena(Extents):
         return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
     def is_overfull(self) -> bool:
-        """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
+        """Return whether the memory in use is more than the capacity, by a message. What lies free does not count: it can be
+        given back. Nor does what each process has for small objects and its row: it may need that when all else is in use.
+        """
         over = self.segment.resident() - self.capacity
+        if over > 0:
+            over -= (PURSE + ROW_PAGES) * len(self.rows.used())
         return over > 0 and over > self._free_bytes()
 
     def _free_bytes(self) -> int:

@@ -553,7 +553,8 @@ class GetEnd:
         taken = [aside] if aside else [Aside(operation, i) for i in self._tickets_in(operation, operation.size)]
         gives_first = self.credits is not None and not self.credits_what_is_made
         # Where a place could not be given back, which comes first, nothing is said of the message.
-        was_made = not (gives_first and isinstance(error, SharedMemoryError) and not operation.is_credited)
+        is_credited = operation.is_credited or (aside is not None and aside.is_credited)
+        was_made = not (gives_first and isinstance(error, SharedMemoryError) and not is_credited)
         is_failure = was_made and not (
             isinstance(error, (_Again, _NoLease, _NoCredit)) or passed_a_handler(error.__traceback__)
         )
@@ -570,10 +571,10 @@ class GetEnd:
         before = error.before if isinstance(error, _Again) else 0
         if left and left[0] is taken[0]:
             left[0].tries, left[0].before = tries, before
-        entries = [[self._end_aside, each, fate] for each, fate in ended]
+        entries, count = [[self._end_aside, each, fate] for each, fate in ended], len(taken)
         del entry[:]  # from here on there is no call
         if not aside:
-            operation.waiting = len(taken)
+            operation.waiting = count
         if before:
             self._queue.aside += left
         else:
@@ -596,7 +597,7 @@ class GetEnd:
         if not ticket:
             return
         has_left = fate == _GIVEN_UP and self.credits_what_is_made
-        returns_credit = self.credits is not None and not (operation.is_credited or has_left)
+        returns_credit = self.credits is not None and not (operation.is_credited or aside.is_credited or has_left)
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
             if returns_credit:
@@ -683,12 +684,12 @@ class GetEnd:
         operation, i, process, words = aside.operation, aside.index, self._queue.process, self.words
         word, given = self.word_of(words[operation.ticket + i]), operation.given + i
         if not self.credits_what_is_made:
-            self._give_credit(operation, word, given)  # G2, G3
+            self._give_credit(aside, word, given)  # G2, G3
         message = self.open(word, decode, lease_from)  # G4
         if process != self._queue.process:
             return message  # as in _get
         if self.credits_what_is_made:
-            self._give_credit(operation, word, given)  # G2, G3
+            self._give_credit(aside, word, given)  # G2, G3
             if process != self._queue.process:
                 return message  # as in _get
         nbytes = words[word + NBYTES]
@@ -708,18 +709,18 @@ class GetEnd:
             self._spare[operation.size] += (operation,)
         return message
 
-    def _give_credit(self, operation: Operation, word: int, given: int) -> None:
-        """Give back the place of the message in a block, unless that was done.
+    def _give_credit(self, aside: Aside, word: int, given: int) -> None:
+        """Give back the place of a message that was set aside, unless that was done.
 
         Args:
-            operation: the get.
+            word: the index of the state of its block.
             given: the index of the word that is to name the credit.
 
         Raises:
             SharedMemoryError: whether it was done cannot be judged now. It is no fault of the message.
         """
         words = self.words
-        if self.credits is None or operation.is_credited:
+        if self.credits is None or aside.is_credited or aside.operation.is_credited:
             return
         words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
         try:
@@ -727,6 +728,7 @@ class GetEnd:
         except InDoubt:
             error = _NoCredit(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
             raise error from None
+        aside.is_credited = True
 
     def give(self, credit: Buffers) -> None:
         """Give a credit back."""

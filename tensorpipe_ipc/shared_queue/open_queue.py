@@ -81,13 +81,15 @@ class Aside:
         operation, index: where it stands.
         before: how many others go first.
         tries: how often its message could not be decoded.
+        is_credited: whether its place was given back since it was set aside.
     """
 
-    __slots__ = ("before", "index", "operation", "tries")
+    __slots__ = ("before", "index", "is_credited", "operation", "tries")
 
     def __init__(self, operation: Operation, index: int) -> None:
         self.operation, self.index = operation, index
         self.before = self.tries = 0
+        self.is_credited = False
 
 
 class OpenQueue:

@@ -194,14 +194,14 @@ class PutEnd:
         if not messages:
             return 0
         queue = self._queue
-        operation = None if self._has_tasks else queue.batch(PUT, self._batches)
-        if operation is None:  # only single operations count tasks
-            self.put(*messages[0], timeout)
-            return 1
         if queue.unfinished or keeping:
             queue.take_up()
         deadline = None if timeout is None else monotonic() + timeout
         words, count, process = self.words, len(messages), queue.process
+        operation = None if self._has_tasks else queue.batch(PUT, self._batches)  # last: no exception takes it away
+        if operation is None:  # only single operations count tasks
+            self.put(*messages[0], timeout)
+            return 1
         try:
             if self.credits is not None:
                 count = self._take_credits(operation, count, deadline)  # P1, P2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import queue
@@ -1031,6 +1032,49 @@ def test_what_a_childs_end_frees_after_the_last_queue_is_given_back(monkeypatch:
     del got[2:]
     assert segment.resident() < 3 * MIB
     assert [each.unique().tolist() for each in got] == [[0], [1]]
+
+
+def fill(there: Any, nbytes: int) -> None:
+    """Put until there is no room."""
+    with contextlib.suppress(Full):
+        while True:
+            there.put(octets(nbytes), timeout=0)
+
+
+def test_who_comes_to_a_full_arena_gets_leases(ctx: Any) -> None:
+    """What it needs for itself is no message beyond the capacity."""
+    there = ctx.Queue()
+    fill(there, 40_000)
+
+    def get() -> None:
+        for _ in range(3):
+            assert segment_at(there.get(timeout=LIMIT, copy=False).data_ptr())
+
+    assert reap(in_child(get)) == 0
+
+
+def test_small_objects_of_many_processes_beside_a_full_arena_keep_nobody_from_leases(ctx: Any) -> None:
+    """Each had memory for some before, and uses it."""
+    there, others = ctx.Queue(), [ctx.Queue() for _ in range(6)]
+    there.put(0)
+    there.get()
+    begun, filled = os.pipe(), os.pipe()
+
+    def put(other: Any) -> None:
+        other.put(octets(300))
+        os.write(begun[1], b".")
+        os.read(filled[0], 1)
+        fill(other, 300)
+
+    putting = [in_child(functools.partial(put, other)) for other in others]
+    for _ in putting:
+        os.read(begun[0], 1)
+    fill(there, 500_000)
+    os.write(filled[1], b"." * len(putting))
+    assert [reap(child) for child in putting] == [0] * len(putting)
+    assert segment_at(there.get(timeout=LIMIT, copy=False).data_ptr())
+    for end in (*begun, *filled):
+        os.close(end)
 
 
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
