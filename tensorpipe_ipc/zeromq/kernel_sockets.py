@@ -156,9 +156,12 @@ def _is_among(address: Address, *ends: Any) -> bool:
 
 
 def _is_there(connection: socket.SocketType, address: Address) -> bool:
-    """Return whether the other end's name is another spelling of an address: by a symbolic link, or another mount."""
+    """Return whether the other end's name is another spelling of an address: by a symbolic link above, or another mount.
+
+    A link at the address itself is not followed: others may have put it there.
+    """
     name = connection.getpeername()
     if isinstance(name, str) and name.startswith("/"):
         with suppress(OSError, ValueError):
-            return os.path.samefile(address.path, name)
+            return os.path.samestat(os.lstat(address.path), os.lstat(name))
     return False

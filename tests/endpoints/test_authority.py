@@ -510,6 +510,27 @@ def test_ends_meet_in_a_shared_folder_though_they_spell_its_path_in_two_ways(bin
         putting()
 
 
+def test_a_link_at_an_address_in_a_shared_folder_leads_to_no_other_end(sticky: Path, tmp_path: Path) -> None:
+    """Another user may put it there, while no binder is. It leads to a socket of this user's."""
+    tmp_path.chmod(0o700)
+    with (
+        tp.Consumer(f"ipc://{tmp_path}/private") as consumer,
+        tp.Producer(f"ipc://{sticky}/socket", linger=0) as producer,
+    ):
+        with pytest.raises(tp.Full):
+            producer.put("secret", 0.2)
+        (sticky / "socket").symlink_to(tmp_path / "private")
+        putting = in_thread(lambda: _refused(producer))
+        with pytest.raises(tp.Empty):
+            consumer.get(1)
+        putting()
+
+
+def _refused(producer: tp.Producer) -> None:
+    with pytest.raises((tp.Full, tp.Refused)):
+        producer.put("secret", 1)
+
+
 def test_another_users_lock_on_the_folder_is_no_matter(sticky: Path) -> None:
     """He may open the folder, and lock it for as long as he likes."""
 
