@@ -144,7 +144,9 @@ class TensorMeta:
             UnsupportedLeaf: a stride is out of range.
         """
         if strides and max(strides) > MAX_NBYTES:
-            raise UnsupportedLeaf(f"strides {list(strides)}, the limit is {MAX_NBYTES}; send .contiguous() of it")
+            raise UnsupportedLeaf(
+                f"strides {list(strides)}, the limit is {MAX_NBYTES}; send .clone(memory_format=torch.contiguous_format)"
+            )
         code, _, ndim, own = self._head
         dims = struct.pack(f"<{ndim}q", *self.shape)
         return (
