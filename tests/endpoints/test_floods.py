@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import socket
@@ -615,30 +616,35 @@ def test_what_is_rejected_has_a_fifth_of_the_time_while_a_queue_has_messages() -
 
 
 def test_what_is_rejected_has_a_fifth_of_the_time_of_a_consumer_that_finds_its_queue_empty() -> None:
-    """It takes each message as soon as it is there. So in between there is none, and what is damaged takes milliseconds."""
-    count, few = 1000, 100
-    with tp.Consumer(LOOPBACK, maxsize=4) as consumer, Child() as child, RawEnd(consumer.endpoint) as raw:
+    """It takes each message as soon as it is there. So in between there is none, and what is damaged takes milliseconds.
+
+    Where the producer stands still for a tenth of a second, as on a busy machine, it may have all the time: then once more.
+    """
+    count, few, tries = 1000, 100, 5
+    with tp.Consumer(LOOPBACK, maxsize=4) as consumer, Child() as child:
         child.call(children.open_producer, consumer.endpoint, maxsize=4)
-        putting = in_thread(lambda: child.call(children.put_numbers, 0, count))
-        came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until it is known
-        raw.say(hello("producer", window=few))
-        for number in range(few):
-            raw.say(pack(Kind.DATA, 1 + number, _dict_with_one_key_twice(2000)))
-        began = time.monotonic()
-        came += [consumer.get(PATIENCE)[1] for _ in range(count - 20)]
-        took, rejected = time.monotonic() - began, consumer.statistics().rejected
-        assert came == [*range(count)]
-        putting()
-        wait_in_vain(consumer, lambda: consumer.statistics().rejected >= few)
-        with RawEnd(consumer.endpoint) as another:  # how long one takes
-            another.say(hello("producer", end=2, window=few))
-            another.until_answered(consumer)
-            rejected_then, began = consumer.statistics().rejected, time.thread_time()
-            for number in range(10):
-                another.say(pack(Kind.DATA, 1 + number, _dict_with_one_key_twice(2000)))
-            wait_in_vain(consumer, lambda: consumer.statistics().rejected >= rejected_then + 10)
-            each = (time.thread_time() - began) / 10
-        assert rejected * each < took / 2, "it all comes at once, and would have nearly all the time at first"
+        for attempt in range(tries):
+            rejected = consumer.statistics().rejected
+            with RawEnd(consumer.endpoint) as raw:
+                begin = attempt * count
+                putting = in_thread(functools.partial(child.call, children.put_numbers, begin, begin + count))
+                came = [consumer.get(PATIENCE)[1] for _ in range(20)]  # until it is known
+                raw.say(hello("producer", end=1 + attempt, window=few))
+                for number in range(few):
+                    raw.say(pack(Kind.DATA, 1 + number, _dict_with_one_key_twice(2000)))
+                began = time.monotonic()
+                came += [consumer.get(PATIENCE)[1] for _ in range(count - 20)]
+                took, heard = time.monotonic() - began, consumer.statistics().rejected - rejected
+                assert came == [*range(begin, begin + count)]
+                putting()
+                began = time.thread_time()
+                while consumer.statistics().rejected < rejected + few:
+                    with contextlib.suppress(tp.Empty):
+                        consumer.get(0)
+                if heard < few and heard * (time.thread_time() - began) / (few - heard) < took / 2:
+                    break
+        else:
+            raise AssertionError("it all comes at once, and has nearly all the time each time")
         child.call(children.abandon)
 
 

@@ -1042,7 +1042,7 @@ def fill(there: Any, nbytes: int) -> None:
 
 
 def test_who_comes_to_a_full_arena_gets_leases(ctx: Any) -> None:
-    """What it needs for itself is no message beyond the capacity."""
+    """Its own needs are no message beyond the capacity."""
     there = ctx.Queue()
     fill(there, 40_000)
 
