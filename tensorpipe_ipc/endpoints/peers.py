@@ -203,8 +203,9 @@ class Peers(dict[bytes, Any]):
         """Return whether a peer whose connection has ended is away, and not gone.
 
         Over ipc a connector makes its connection anew when the binder before this one has left, and may do so after it met
-        this one: that ends nothing between two that see each other, but for a connector's frames, which are lost.
+        this one: that ends nothing between two that see each other, but for a connector's frames, which are lost. A connector
+        that has claimed a queue has it, whether or not its binder has answered.
         """
-        if not peer.settled or not (self._keeps or self._socket.binds or peer.queue is not None):
+        if peer.queue is None and not (peer.settled and (self._keeps or self._socket.binds)):
             return False
         return peer.may_return(self._patience if self._keeps or peer.by_file else 0.0)

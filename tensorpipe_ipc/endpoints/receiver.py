@@ -42,7 +42,6 @@ class Receiver(Participant):
     """A consumer's.
 
     Attributes:
-        met_any: whether any producer ever came.
         duplicates: messages that came again, and were dropped.
         producers: how many must end for the stream to end; 0: all that came; None: it never ends.
         ended: producers that have left since the last stream ended; with ``producers``, some of them may be the next streams'.
@@ -73,7 +72,6 @@ class Receiver(Participant):
         self._spent = 0.0  # when the last turn began, in this thread's processor time
         self._listens_from = 0.0  # when it is the socket's turn again, though a queue has something
         self._rests = False  # whether it is not before, either, if none has: what came last was rejected
-        self.met_any = False
         self.asked: ProducerPeer
         self.duplicates = 0
         conversation = weakref.proxy(self.conversation)
@@ -171,7 +169,6 @@ class Receiver(Participant):
     def _greeted(self, peer: ProducerPeer, sequence: int) -> None:
         """A peer says how far it has sent messages. All that it sent before saying so has come in before, or never will."""
         self._share(peer)
-        self.met_any = self.met_any or peer.settled
         if peer.queue is None and sequence > peer.taken:
             # One that sends again will not send those: it has given them up. But for what one that connects says by the
             # connection by which the two met: then the end that was here before had them.
@@ -213,14 +210,13 @@ class Receiver(Participant):
             peer.queue.attachment.recover_dead()
         counts = peer.left in (How.GOODBYE, How.FAILED, How.LOST)
         is_unwell = counts and (peer.left is not How.GOODBYE or peer.never_came > 0)
-        met_any = self.met_any or peer.left not in (How.REFUSED, How.REFUSED_US)
         if is_unwell and self.producers is None:  # a stream that never ends
             log.warning("%s: %s", self.endpoint, peer)
         unwell = self.unwell
         if is_unwell and self.producers is not None:
             unwell = self._with_one_more(self.ended + 1, peer)
         self.left[peer.left] += 1
-        self.met_any, self.unwell, peer.reassembly = met_any, unwell, None
+        self.unwell, peer.reassembly = unwell, None
         self.ended += counts
         self.conversation.events.popleft()  # with no call since the first of these figures
         self._forget_if_drained(peer)
@@ -268,7 +264,7 @@ class Receiver(Participant):
             return False
         if self.producers:
             return self.ended >= self.producers and not any(peer.left for peer in self._sharing.values())
-        return self.met_any and not self.peers and not self._sharing and not here.standby.any_claimed
+        return self.ended > 0 and not self.peers and not self._sharing and not here.standby.any_claimed
 
     def is_expectant(self) -> bool:
         """Return whether a first producer is missing, or a further one of a stream. The next stream may begin at any time."""
@@ -282,7 +278,7 @@ class Receiver(Participant):
         """Begin the next stream, as the end of this one is being told. No exception can come at its end, or when it returns."""
         ended = self.producers or self.ended
         unwell = [(count - ended, peer) for count, peer in self.unwell if count > ended]
-        self.unwell, self.met_any, self._stream = unwell, False, self._stream + 1
+        self.unwell, self._stream = unwell, self._stream + 1
         self.ended -= ended
 
     def holds_back(self) -> bool:
@@ -420,7 +416,7 @@ class Receiver(Participant):
         self.asked = peer
         message = self._take(peer, queue, decode, lease_from)
         if message is not NOTHING:
-            self.in_hand = self.met_any = True
+            self.in_hand = True
             peer.heard = time.monotonic()
             self._misses -= 1
             if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:

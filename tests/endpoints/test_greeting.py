@@ -553,7 +553,7 @@ def test_a_consumer_that_is_refused_later_is_told_of_no_stream(monkeypatch: pyte
         take_in_at_most(0, monkeypatch)
         child.call(children.open_consumer, "busy", bind=False)
         with pytest.raises(tp.Empty, match="met by its file"):
-            child.call(children.take, timeout=0.05)
+            child.call(children.take, timeout=0.5)
         wait_until(lambda: producer.statistics().rejected)
         for _ in range(3):
             with pytest.raises(tp.Refused, match="0 peers are attached"):

@@ -7,14 +7,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from children import PATIENCE, in_thread
 from proxy import Proxy
+from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.endpoints.greeting import Greeting
 from tests.partitions import campaign
 
 pytestmark = pytest.mark.limit(30)
@@ -137,3 +140,82 @@ def test_a_thousand_disconnects_and_a_hundred_partitions() -> None:
     """``python -m tests.partitions``: all that it promises holds."""
     done = campaign(disconnects=1000, partitions=100, seed=7)
     assert (done.disconnects, done.partitions) == (1000, 100)
+
+
+@pytest.mark.parametrize("takes_first", [True, False], ids=["one was taken before", "none was taken before"])
+def test_a_line_that_breaks_while_two_ends_with_keys_agree_on_a_queue_ends_nothing(
+    takes_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer claimed a queue, its producer put into it, and the line broke before the producer's next WELCOME came."""
+    keys = make_keys(tmp_path / "keys")
+    with tp.Producer("tcp://127.0.0.1:0", bind=True, security=binders(keys)) as producer:
+        with Proxy(int(producer.endpoint.rpartition(":")[2])) as line:
+            _silence_at_a_claim(line, monkeypatch)
+            with tp.Consumer(line.endpoint, bind=False, security=connectors(keys)) as consumer:
+                putting = in_thread(lambda: [producer.put(number, PATIENCE) for number in range(2)])
+                got = []
+                if takes_first:
+                    got.append(consumer.get(PATIENCE))
+                else:
+                    _meet(consumer, producer)
+                putting()
+                line.cut(reset=True)
+                got += [consumer.get(PATIENCE) for _ in range(2 - len(got))]
+                assert got == [0, 1]
+                with pytest.raises(tp.Empty):
+                    consumer.get(1.5)
+                line.heal()
+                producer.put(2, PATIENCE)
+                assert consumer.get(PATIENCE) == 2
+                producer.flush(PATIENCE)
+                assert producer.statistics().lost == consumer.statistics().lost == 0
+                producer.close()
+                with pytest.raises(tp.EndOfStream):
+                    consumer.get(PATIENCE)
+
+
+def test_a_line_that_breaks_while_a_producer_with_keys_claims_a_queue_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer that binds knows whose the queue is, and the line breaks before its WELCOME says so."""
+    keys = make_keys(tmp_path / "keys")
+    with tp.Consumer("tcp://127.0.0.1:0", security=binders(keys)) as consumer:
+        with Proxy(int(consumer.endpoint.rpartition(":")[2])) as line:
+            _silence_at_a_claim(line, monkeypatch)
+            with tp.Producer(line.endpoint, security=connectors(keys)) as producer:
+                putting = in_thread(lambda: producer.put("first", PATIENCE))
+                deadline = time.monotonic() + PATIENCE
+                while consumer.statistics().transport != "shared memory":
+                    assert time.monotonic() < deadline
+                    with pytest.raises(tp.Empty):
+                        consumer.get(0.01)
+                line.cut(reset=True)
+                with pytest.raises(tp.Empty):
+                    consumer.get(1.5)
+                line.heal()
+                assert consumer.get(PATIENCE) == "first"
+                putting()
+                producer.flush(PATIENCE)
+                assert producer.statistics().lost == consumer.statistics().lost == 0
+            with pytest.raises(tp.EndOfStream):
+                consumer.get(PATIENCE)
+
+
+def _silence_at_a_claim(line: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a line bring nothing to its connector from the moment on at which that claims a queue."""
+    claim_of = Greeting.claim_of
+
+    def claim_behind_a_partition(greeting: Greeting, peer: Any) -> None:
+        if not peer.missed:
+            line.silence("back")
+        claim_of(greeting, peer)
+
+    monkeypatch.setattr(Greeting, "claim_of", claim_behind_a_partition)
+
+
+def _meet(consumer: tp.Consumer, producer: tp.Producer) -> None:
+    """Have a consumer say HELLO until its producer has put a message."""
+    deadline = time.monotonic() + PATIENCE
+    while not producer.statistics().messages:
+        assert time.monotonic() < deadline
+        assert not consumer._receiver.pump(0.01)
