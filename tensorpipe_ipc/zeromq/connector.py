@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
@@ -60,7 +61,7 @@ class Connector(FrameSocket):
         self._is_settled = False  # whether ``_settle`` is done since there are other lines
         self._failed: Line | None = None  # the last whose handshake failed
         self._failures = 0
-        self._stranger: int | None = None  # the other user whose socket is at the address, at the last look
+        self._objection = ""  # to what is at the address, at the last look: nothing is sent there
         self.self_connections = 0
 
     def open(self, told: Callable[[Exception], None]) -> None:  # noqa: ARG002 - nobody comes to a connector
@@ -79,8 +80,21 @@ class Connector(FrameSocket):
             self._pace()
 
     def _may_be_there(self) -> bool:
-        """Return whether a try can succeed, as far as that is known: within one process it is."""
-        return self.address.scheme != "inproc" or is_bound_here(self.address.text)
+        """Return whether a try can succeed, as far as that is known.
+
+        Where others may put something, they may do so at any time: libzmq would follow a link, and wait where that leads.
+        """
+        if self.address.scheme == "inproc":
+            return is_bound_here(self.address.text)
+        if not self.address.path:
+            return True
+        try:
+            is_there, self._objection = check_socket_file(self.address.path), ""
+        except Refused as why:
+            is_there, self._objection = False, str(why)
+        except OSError:  # nobody of this user gets there
+            is_there, self._objection = False, ""
+        return is_there
 
     def _try(self) -> None:
         """Try to get the binder."""
@@ -140,7 +154,10 @@ class Connector(FrameSocket):
             self._failures += 1
             if self._failed is None or line.was_answered:
                 self._failed = line
-        self._stranger = line.stranger
+        if line.stranger is not None:
+            self._objection = (
+                f"{self.address.path} is a socket of uid {line.stranger}, not of uid {os.geteuid()}; use another path"
+            )
         self.self_connections += line.is_to_itself
         self._go_on(None, self._last)
 
@@ -150,8 +167,9 @@ class Connector(FrameSocket):
         self._pause = min(2 * self._pause, _LONGEST if self._timer is None else _RARELY)
 
     def _try_if_due(self) -> None:
-        is_within, may_be_there = self.address.scheme == "inproc", self._may_be_there()
-        if time.monotonic() < self._due and not (is_within and may_be_there):
+        is_due = time.monotonic() >= self._due
+        may_be_there = (is_due or self.address.scheme == "inproc") and self._may_be_there()
+        if not (is_due or may_be_there):
             return
         self._is_short = may_be_there and not has_descriptors()  # where libzmq finds none, it ends the process
         if self._is_short or not may_be_there:
@@ -271,12 +289,8 @@ class Connector(FrameSocket):
     def connect_error(self) -> str:
         """See FrameSocket."""
         self._hear()
-        if self._stranger is not None:
-            path = self.address.path
-            return (
-                f"{path} is a socket of uid {self._stranger}, not of uid {os.geteuid()}: nothing was sent to it; "
-                "remove it, or use a path in a folder of your own"
-            )
+        if self._objection:
+            return f"nothing was sent there: {self._objection}"
         if self._is_short:
             return "too few descriptors are left to connect with: close some, or raise the limit (ulimit -n)"
         if self._failed is None:

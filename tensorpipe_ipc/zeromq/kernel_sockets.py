@@ -72,6 +72,8 @@ def listener(path: str, backlog: int) -> socket.socket:
 def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
     """Return the process, and user, at the other end of a connection to a unix socket; None if it is none any more.
 
+    Another user counts by any name that its socket has. The process is 0 then, as that may be another connection by now.
+
     Args:
         fd: its descriptor. It is libzmq's, whose thread may have closed it by now.
         address: of one of its two ends.
@@ -84,6 +86,8 @@ def process_behind(fd: int, address: Address) -> tuple[int, int] | None:
                 # A name that another user gave its socket is compared, and leads nowhere.
                 if _is_at(connection, address) or (uid == os.geteuid() and _is_there(connection, address)):
                     return pid, uid
+                if uid != os.geteuid():
+                    return 0, uid
     return None
 
 
@@ -158,7 +162,7 @@ def _is_among(address: Address, *ends: Any) -> bool:
 def _is_there(connection: socket.SocketType, address: Address) -> bool:
     """Return whether the other end's name is another spelling of an address: by a symbolic link above, or another mount.
 
-    A link at the address itself is not followed: others may have put it there.
+    A link at the address itself is not compared with what it leads to: others may have put it there.
     """
     name = connection.getpeername()
     if isinstance(name, str) and name.startswith("/"):

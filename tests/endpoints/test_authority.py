@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -37,7 +38,7 @@ import tensorpipe_ipc as tp
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.security import PUBLIC, SECRET
 from tensorpipe_ipc.wire.header import Kind, SharedMemoryTerms, pack, pack_control
-from tensorpipe_ipc.zeromq import address_claim
+from tensorpipe_ipc.zeromq import address_claim, connector
 from tensorpipe_ipc.zeromq.addresses import parse, runtime_folder
 from tensorpipe_ipc.zeromq.curve import read_keys
 
@@ -426,7 +427,9 @@ def test_a_socket_that_another_user_put_there_gets_nothing(role: str, sticky: Pa
                 end.put("secret", 0.1) if isinstance(end, tp.Producer) else end.get(0.1)
             return str(raised.value)
 
-        wait_until(lambda: f"{path} is a socket of uid {containers.NOBODY}, not of uid 0: nothing was sent" in said())
+        wait_until(
+            lambda: f"nothing was sent there: {path} is a socket of uid {containers.NOBODY}, not of uid 0" in said()
+        )
         listening()
         assert Path(done).read_text(encoding="ascii") == "nothing came"
         with pytest.raises(tp.Refused, match=f"uid {containers.NOBODY}"):
@@ -438,6 +441,54 @@ def test_a_socket_that_another_user_put_there_gets_nothing(role: str, sticky: Pa
             putting = in_thread(lambda: producer.put("word", PATIENCE))
             assert consumer.get(PATIENCE) == "word"
             putting()
+
+
+def _take_the_place(folder: str, ready: str, done: str) -> None:
+    """Make a folder anew that was removed, bind elsewhere, and give the socket the name that is looked for."""
+    own = f"{folder}.own"
+    os.mkdir(folder, 0o755)
+    with RawEnd(f"ipc://{own}", bind=True) as raw:
+        Path(own).chmod(0o666)
+        os.rename(own, f"{folder}/socket")
+        Path(ready).touch()
+        came = not raw.is_quiet(2)
+        Path(done).write_text("something came" if came else "nothing came", encoding="ascii")
+
+
+@needs_root
+@pytest.mark.parametrize("looks", ["at the file", "at the connection"])
+@pytest.mark.parametrize("role", ["producer", "consumer"])
+def test_a_folder_that_another_user_made_anew_leads_to_no_socket_of_his(
+    role: str, looks: str, sticky: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was this user's alone when the end was opened, and then removed. He may put his socket there after a look."""
+    if looks == "at the connection":
+        monkeypatch.setattr(connector, "check_socket_file", os.path.exists)
+    folder, ready, done = (str(sticky / name) for name in ("folder", "ready", "done"))
+    os.mkdir(folder, 0o700)
+    made = tp.Producer if role == "producer" else tp.Consumer
+    with made(f"ipc://{folder}/socket", bind=False, **({"linger": 0} if role == "producer" else {})) as end:
+        os.rmdir(folder)
+        listening = in_thread(lambda: _of_another_user(lambda: _take_the_place(folder, ready, done)))
+        wait_until(lambda: os.path.exists(ready))
+        with pytest.raises(
+            (tp.Full, tp.Empty), match=f"nothing was sent there: .* a socket of uid {containers.NOBODY}"
+        ):
+            end.put("secret", 1) if isinstance(end, tp.Producer) else end.get(1)
+        listening()
+        assert Path(done).read_text(encoding="ascii") == "nothing came"
+
+
+def test_a_link_at_an_address_is_not_followed(sticky: Path, tmp_path: Path) -> None:
+    """Another user may put it there, and it may lead to where nobody answers, for which libzmq would wait."""
+    with socket.socket(socket.AF_UNIX) as listener, tp.Producer(f"ipc://{sticky}/socket", linger=0) as producer:
+        listener.bind(str(tmp_path / "elsewhere"))
+        listener.listen()
+        (sticky / "socket").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(tp.Full, match="nothing was sent there: .*socket exists and is no socket"):
+            producer.put("secret", 0.5)
+        assert not select.select([listener], [], [], 0)[0]
+        os.unlink(tmp_path / "elsewhere")
 
 
 def _feed_as_another(path: str, fed: str, done: str, *, stays: bool) -> None:
@@ -459,8 +510,14 @@ def _feed_as_another(path: str, fed: str, done: str, *, stays: bool) -> None:
 
 @needs_root
 @pytest.mark.parametrize("stays", [True, False])
-def test_what_another_user_says_in_the_place_of_a_binder_is_not_believed(stays: bool, sticky: Path) -> None:
-    """A consumer computes, and its producer dies. Another user's socket is at the address when it comes round, or was there."""
+def test_what_another_user_says_in_the_place_of_a_binder_is_not_believed(
+    stays: bool, sticky: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A consumer computes, and its producer dies. Another user's socket is at the address when it comes round, or was there.
+
+    It came there after the look at the file.
+    """
+    monkeypatch.setattr(connector, "check_socket_file", os.path.exists)
     path, fed, done = (str(sticky / name) for name in ("socket", "fed", "done"))
     with tp.Consumer(f"ipc://{path}", bind=False, producers=None) as consumer:
         for word in ("good", "better"):
