@@ -719,10 +719,15 @@ class GetEnd:
         Raises:
             SharedMemoryError: whether it was done cannot be judged now. It is no fault of the message.
         """
-        words = self.words
-        if self.credits is None or aside.is_credited or aside.operation.is_credited:
+        words, operation = self.words, aside.operation
+        if self.credits is None or aside.is_credited or operation.is_credited:
             return
-        words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+        if not words[given]:  # it cannot have been given back
+            words[given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+            start = 8 * (given - operation.given)
+            self.give([operation.given_buffers[0][start : start + 8]])  # G3
+            aside.is_credited = True
+            return
         try:
             self.attachment.recovery.give_credit(self._queue.handle, given)  # G3
         except InDoubt:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from containers import WITHOUT_PIPES, run_there
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.queues.tensor_queue import Queue
 from tensorpipe_ipc.shared_queue.recovery import Recovery
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
 LIMIT = 20  # seconds
 
@@ -148,3 +150,27 @@ def test_what_came_behind_a_faulty_object_keeps_its_turn_though_no_descriptor_is
             os.close(descriptor)
 
     assert reap(in_child(act)) == 0
+
+
+def test_places_of_what_came_before_its_turn_come_back_where_a_users_budget_of_pipes_is_used_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was set aside because it came early was not given back: nothing need be judged of that."""
+    count, taken = 9_000, TokenPipe._take_behind  # more than a pipe holds
+
+    def come_early(pipe: TokenPipe, *arguments: Any) -> int:
+        monkeypatch.undo()
+        return -taken(pipe, *arguments)
+
+    def act() -> None:
+        monkeypatch.setattr(TokenPipe, "_take_behind", come_early)
+        got = list[int]()
+        while len(got) < count:
+            got += there.get_many(64, LIMIT)
+        assert got == list(range(count))
+        assert TokenPipe._take_behind is taken
+
+    there = Queue(2 * count)
+    for number in range(count):
+        there.put(number)
+    assert run_there(WITHOUT_PIPES, act) == 0
