@@ -1077,6 +1077,50 @@ def test_small_objects_of_many_processes_beside_a_full_arena_keep_nobody_from_le
         os.close(end)
 
 
+def test_an_arena_full_of_small_messages_keeps_nobody_from_leases(ctx: Any) -> None:
+    """Each lease takes a page, and the message's own room comes free afterwards."""
+    there = ctx.Queue()
+    fill(there, 300)
+    held = [there.get(timeout=LIMIT, copy=False) for _ in range(20)]
+    for _ in range(500):
+        there.put(octets(300), timeout=LIMIT)
+        held.append(there.get(timeout=LIMIT, copy=False))
+        assert segment_at(held.pop(0).data_ptr())
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
+def test_a_message_beyond_the_capacity_leaves_others_their_free_memory(keeps: bool, ctx: Any) -> None:
+    """A process that comes then gets it, and needs memory for itself. Others put and get as before."""
+    full, empty, between = (ctx.Queue() for _ in range(3))
+    for _ in range(2):
+        for _ in range(30):
+            between.put(octets(300))
+        for _ in range(30):
+            between.get()
+    fill(full, 20_000)
+    empty.put(octets(60_000), timeout=LIMIT)
+    taken, done = os.pipe(), os.pipe()
+
+    def get() -> None:
+        message = empty.get(timeout=LIMIT)
+        if not keeps:
+            del message
+        os.write(taken[1], b".")
+        os.read(done[0], 1)
+
+    child = in_child(get)
+    os.read(taken[0], 1)
+    for _ in range(20):
+        for _ in range(3):
+            between.put(octets(300), timeout=1)
+        for _ in range(3):
+            between.get(timeout=LIMIT)
+    os.write(done[1], b".")
+    assert reap(child) == 0
+    for end in (*taken, *done):
+        os.close(end)
+
+
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []

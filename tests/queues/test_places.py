@@ -155,7 +155,7 @@ def test_what_came_behind_a_faulty_object_keeps_its_turn_though_no_descriptor_is
 def test_places_of_what_came_before_its_turn_come_back_where_a_users_budget_of_pipes_is_used_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was set aside because it came early was not given back: nothing need be judged of that."""
+    """No place of a message that was set aside because it came early was given back: nothing need be judged."""
     count, taken = 9_000, TokenPipe._take_behind  # more than a pipe holds
 
     def come_early(pipe: TokenPipe, *arguments: Any) -> int:
