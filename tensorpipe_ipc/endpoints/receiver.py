@@ -195,7 +195,8 @@ class Receiver(Participant):
         # A HELLO that names a queue not offered here was meant for the binder before this one. Who is there comes again.
         terms = peer.hello.shared_memory
         meant_another = self.socket.binds and terms is not None and bool(terms.attached)
-        if peer.left is How.LOST and not peer.settled and (meant_another or not peer.sight.is_gone()):
+        has_sent = peer.settled or (peer.queue is not None and peer.queue.tickets.unread() > 0)
+        if peer.left is How.LOST and not has_sent and (meant_another or not peer.sight.is_gone()):
             self.conversation.events.popleft()
             self.conversation.publish()
             return
@@ -416,7 +417,7 @@ class Receiver(Participant):
         self.asked = peer
         message = self._take(peer, queue, decode, lease_from)
         if message is not NOTHING:
-            self.in_hand = True
+            self.in_hand = peer.settled = True  # its binder has accepted the queue, or it would have nothing
             peer.heard = time.monotonic()
             self._misses -= 1
             if self._misses < 0 and len(self._sharing) == 1 and len(self.peers) == 1:

@@ -449,7 +449,7 @@ class Arena(Extents):
         its block next, and the next such message would take another.
         """
         if self.words[OVER]:
-            if self._excess(self._reserved()) > 0:  # also while its pages are made
+            if self._reserved() + self.segment.resident() > self.capacity:  # also while its pages are made
                 return True
             self.words[OVER] = 0
         return False
@@ -670,19 +670,13 @@ class Arena(Extents):
         return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
     def is_overfull(self) -> bool:
-        """Return whether the memory in use is more than the capacity. What lies free does not count: it can be given back."""
-        over = self._excess()
-        return over > 0 and over > self._free_bytes()
-
-    def _excess(self, coming: int = 0) -> int:
-        """Return bytes in use beyond the capacity, and beyond what each process may need for small objects and its row when
-        all else is in use.
-
-        Args:
-            coming: bytes that are about to be in use, too.
+        """Return whether the memory in use is more than the capacity, by a message. What lies free does not count: it can be
+        given back. Nor does what each process has for small objects and its row: it may need that when all else is in use.
         """
-        over = coming + self.segment.resident() - self.capacity
-        return over - (PURSE + ROW_PAGES) * len(self.rows.used()) if over > 0 else over
+        over = self.segment.resident() - self.capacity
+        if over > 0:
+            over -= (PURSE + ROW_PAGES) * len(self.rows.used())
+        return over > 0 and over > self._free_bytes()
 
     def _free_bytes(self) -> int:
         """Return bytes of memory in all free blocks, whoever has them."""

@@ -16,6 +16,7 @@ import tempfile
 from typing import NamedTuple
 
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.forks import no_fork
 
 __all__ = ["FILE_MODE", "Address", "check_folder", "check_socket_file", "is_shared", "parse", "runtime_folder"]
 
@@ -80,7 +81,11 @@ def runtime_folder() -> str:
     if base and os.path.isabs(base) and os.path.isdir(base) and _is_utf8(base):
         return os.path.join(base, "tensorpipe_ipc")
     try:
-        return os.path.join(tempfile.gettempdir(), f"tensorpipe_ipc-{os.geteuid()}")
+        with (
+            no_fork()
+        ):  # the first time tempfile holds a lock of its own, which a child forked meanwhile would wait for
+            folder = tempfile.gettempdir()
+        return os.path.join(folder, f"tensorpipe_ipc-{os.geteuid()}")
     except FileNotFoundError as error:
         raise Refused(
             f"no folder for the runtime folder of this user ({error.strerror}): set XDG_RUNTIME_DIR, or TMPDIR, to one that "

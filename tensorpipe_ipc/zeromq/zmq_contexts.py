@@ -24,6 +24,7 @@ import zmq
 
 from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
+from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 from tensorpipe_ipc.process import ProcessKey, process_key
@@ -70,6 +71,7 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         Refused: too few descriptors are left to open an end.
     """
     _check_descriptors()
+    watch(_renew_reapers_lock)
     shared = _shared.setdefault(process_key(), _Shared())
     with shared.lock:
         context = shared.common
@@ -225,6 +227,12 @@ def hold_reaper() -> None:
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
     _run_undisturbed(_start_reaper)
+
+
+def _renew_reapers_lock() -> None:
+    """In a child: another thread of its parent may have had the lock when it was forked."""
+    if pyzmq_reaper is not None:
+        pyzmq_reaper._lock = threading.Lock()
 
 
 def _start_reaper() -> None:

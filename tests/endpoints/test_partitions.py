@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import children
 import pytest
 import torch
-from children import PATIENCE, in_thread
+from children import PATIENCE, Child, in_thread
 from proxy import Proxy
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints.greeting import Greeting
+from tensorpipe_ipc.zeromq.addresses import runtime_folder
 from tests.partitions import campaign
 
 pytestmark = pytest.mark.limit(30)
@@ -157,7 +162,7 @@ def test_a_line_that_breaks_while_two_ends_with_keys_agree_on_a_queue_ends_nothi
                 if takes_first:
                     got.append(consumer.get(PATIENCE))
                 else:
-                    _meet(consumer, producer)
+                    _meet(consumer, lambda: producer.statistics().messages == 2)
                 putting()
                 line.cut(reset=True)
                 got += [consumer.get(PATIENCE) for _ in range(2 - len(got))]
@@ -172,6 +177,47 @@ def test_a_line_that_breaks_while_two_ends_with_keys_agree_on_a_queue_ends_nothi
                 producer.close()
                 with pytest.raises(tp.EndOfStream):
                     consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("takes", [2, 0], ids=["both were taken", "none was taken"])
+def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_queue_is_told(
+    takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime folder was made anew between their openings, so that nothing but the line tells of the producer."""
+    keys = make_keys(tmp_path / "keys")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with (
+        Child() as child,
+        Proxy(port) as line,
+        tp.Consumer(line.endpoint, bind=False, security=connectors(keys), peer_timeout=1.0) as consumer,
+    ):
+        _silence_at_a_claim(line, monkeypatch)
+        shutil.rmtree(runtime_folder())
+        os.mkdir(runtime_folder(), 0o700)
+        child.call(_open_binder, f"tcp://127.0.0.1:{port}", str(keys))
+        child.begin(children.put, 0, 1)
+        got = [consumer.get(PATIENCE) for _ in range(takes)]
+        if not takes:
+            _meet(consumer, lambda: consumer.statistics().peers and _has_put(consumer))
+        child.kill()
+        line.cut(reset=True)
+        got += [consumer.get(PATIENCE) for _ in range(2 - takes)]
+        assert got == [0, 1]
+        with pytest.raises(tp.PeerLost, match="vanished"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().vanished == 1
+    for name in os.listdir(runtime_folder()):  # the next end that binds there would, of one that was killed
+        os.unlink(os.path.join(runtime_folder(), name))
+
+
+def _open_binder(ends: children.Ends, endpoint: str, keys: str) -> None:
+    children.open_producer(ends, endpoint, bind=True, security=binders(Path(keys)))
+
+
+def _has_put(consumer: tp.Consumer) -> bool:
+    queues = [peer.queue for peer in consumer._receiver.peers.values() if peer.queue is not None]
+    return any(queue.tickets.unread() == 2 for queue in queues)
 
 
 def test_a_line_that_breaks_while_a_producer_with_keys_claims_a_queue_ends_nothing(
@@ -213,9 +259,9 @@ def _silence_at_a_claim(line: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Greeting, "claim_of", claim_behind_a_partition)
 
 
-def _meet(consumer: tp.Consumer, producer: tp.Producer) -> None:
-    """Have a consumer say HELLO until its producer has put a message."""
+def _meet(consumer: tp.Consumer, until: Callable[[], object]) -> None:
+    """Have a consumer hear its producer, and take nothing, until something holds."""
     deadline = time.monotonic() + PATIENCE
-    while not producer.statistics().messages:
+    while not until():
         assert time.monotonic() < deadline
         assert not consumer._receiver.pump(0.01)

@@ -1,0 +1,71 @@
+"""Ends in children that were forked while another thread of their parent began to use ends."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import PATIENCE, in_thread
+from crash_points import in_child, reap
+from zmq.utils.garbage import GarbageCollector
+
+import tensorpipe_ipc as tp
+
+_FORKS = 0.5  # seconds that a fork may take, where it does not wait
+
+
+def _exchange() -> None:
+    """Put and get between two ends, in frames."""
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
+        with tp.Producer(consumer.endpoint, shared_memory="off") as producer:
+            putting = in_thread(lambda: producer.put(torch.full((300_000,), 2.0), PATIENCE))
+            assert consumer.get(PATIENCE).unique().tolist() == [2.0]
+            putting()
+
+
+def _slowed(function: Callable[..., Any]) -> tuple[Callable[..., Any], threading.Event]:
+    """Return a function that takes so long that another thread forks meanwhile, and what tells that it was called."""
+    called = threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        called.set()
+        threading.Event().wait(_FORKS)
+        return function(*arguments)
+
+    return slowly, called
+
+
+def test_a_child_that_is_forked_while_a_thread_looks_for_the_folder_of_temporary_files_has_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The runtime folder lies there, where there is no XDG_RUNTIME_DIR."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    slowly, looks = _slowed(tempfile._get_default_tempdir)  # type: ignore[attr-defined]
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", slowly)
+    exchanging = in_thread(_exchange)
+    assert looks.wait(PATIENCE)
+    child = in_child(_exchange)
+    exchanging()
+    assert reap(child) == 0
+
+
+def test_a_child_that_is_forked_while_a_thread_puts_its_first_frames_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyzmq starts a thread for them."""
+
+    def act() -> None:
+        slowly, starts = _slowed(GarbageCollector.start)
+        monkeypatch.setattr(GarbageCollector, "start", slowly)
+        exchanging = in_thread(_exchange)
+        assert starts.wait(PATIENCE)
+        child = in_child(_exchange)
+        exchanging()
+        assert reap(child) == 0
+
+    assert reap(in_child(act)) == 0
