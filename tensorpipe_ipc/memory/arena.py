@@ -449,10 +449,22 @@ class Arena(Extents):
         its block next, and the next such message would take another.
         """
         if self.words[OVER]:
-            if self._reserved() + self.segment.resident() > self.capacity:  # also while its pages are made
+            if self._excess(self._reserved()) > 0:  # also while its pages are made
                 return True
             self.words[OVER] = 0
         return False
+
+    def _excess(self, coming: int = 0) -> int:
+        """Return bytes in use beyond what was in use, or might have been, before a message was placed beyond the capacity.
+
+        Processes that came since then count apart: each needs memory for its row, and may need some for small objects.
+
+        Args:
+            coming: bytes that are about to be in use, too.
+        """
+        before, rows = divmod(self.words[OVER], MAX_ROWS + 1)
+        came = len(self.rows.used()) - rows
+        return coming + self.segment.resident() - before - (PURSE + ROW_PAGES) * came if before else 0
 
     def reach(self, block: int, end: int) -> bool:
         """Have memory for a block that this process holds, up to an end in it. False: there is no room."""
@@ -513,8 +525,8 @@ class Arena(Extents):
                 left = headroom() - others - _tables(nbytes) - PURSE
                 self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
-                if room < nbytes:
-                    self.words[OVER] = 1
+                if room < nbytes and not self.words[OVER]:
+                    self.words[OVER] = max(self.capacity, self.capacity - room) * (MAX_ROWS + 1) + len(self.rows.used())
                 return True
             if not others:
                 return False
@@ -670,13 +682,10 @@ class Arena(Extents):
         return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
     def is_overfull(self) -> bool:
-        """Return whether the memory in use is more than the capacity, by a message. What lies free does not count: it can be
-        given back. Nor does what each process has for small objects and its row: it may need that when all else is in use.
+        """Return whether a message lies beyond the capacity. What lies free does not count: it can be given back. Nor does what
+        processes have for small objects and their rows: they may need that when all else is in use.
         """
-        over = self.segment.resident() - self.capacity
-        if over > 0:
-            over -= (PURSE + ROW_PAGES) * len(self.rows.used())
-        return over > 0 and over > self._free_bytes()
+        return self.is_over() and self._excess() > self._free_bytes()
 
     def _free_bytes(self) -> int:
         """Return bytes of memory in all free blocks, whoever has them."""

@@ -26,10 +26,11 @@ which the lock of its fork marker is another's. A block whose message is just be
 that decodes it (``__setstate__``) may fork with its tensors in hand. Its array is kept until the get is over (``early``). Other
 blocks that are not HELD during a fork carry no tensors, and stay shared.
 
-**The bound.** A process has at most ``budget`` bytes of pages under lease. And it makes no lease while the memory in use
-exceeds the arena's capacity, which happens when a message is placed in an empty queue although memory is short. So all leases
-of all processes together never pin more than the capacity. Nor do they take all addresses (``ulimit -v``): no tensor lies on
-the upper half of them, unless the user wants nothing but a lease. So messages always find addresses, and are copied there.
+**The bound.** A process has at most ``budget`` bytes of pages under lease. And it makes no lease while a message lies
+beyond the arena's capacity, as one does that was placed in an empty queue although memory is short. So all leases of all
+processes together never pin more than the capacity, and what processes need for themselves. Nor do they take all addresses
+(``ulimit -v``): no tensor lies on the upper half of them, unless the user wants nothing but a lease. So messages always
+find addresses, and are copied there.
 
 **Signals and threads.** CPython looks for signals, and switches threads, after a call, on entering a function and on jumping
 back. It does not between a subscript, a comparison and a store or ``del``. So a look, and the store that depends on it, are

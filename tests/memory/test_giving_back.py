@@ -1077,17 +1077,6 @@ def test_small_objects_of_many_processes_beside_a_full_arena_keep_nobody_from_le
         os.close(end)
 
 
-def test_an_arena_full_of_small_messages_keeps_nobody_from_leases(ctx: Any) -> None:
-    """Each lease takes a page, and the message's own room comes free afterwards."""
-    there = ctx.Queue()
-    fill(there, 300)
-    held = [there.get(timeout=LIMIT, copy=False) for _ in range(20)]
-    for _ in range(500):
-        there.put(octets(300), timeout=LIMIT)
-        held.append(there.get(timeout=LIMIT, copy=False))
-        assert segment_at(held.pop(0).data_ptr())
-
-
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
 def test_a_message_beyond_the_capacity_leaves_others_their_free_memory(keeps: bool, ctx: Any) -> None:
     """A process that comes then gets it, and needs memory for itself. Others put and get as before."""
