@@ -105,7 +105,8 @@ class Operation:
         block: of a put, the one that it has just taken, and that is nowhere else on record; 0: none.
         blocks: of a batch, those that were filled, and that its words do not name yet.
         waiting: of a get, how many of its tickets were set aside and are not served yet.
-        is_credited: of a get, whether the places of all that it took were given back, as far as this process has noted.
+        is_credited: as far as this process has noted: of a get, whether the places of all that it took were given back; of a
+            put, whether it has taken the places that its words say.
     """
 
     __slots__ = (

@@ -600,8 +600,9 @@ class GetEnd:
         returns_credit = self.credits is not None and not (operation.is_credited or aside.is_credited or has_left)
         if self._is_due(ticket):
             word = ticket >> 32 << SMALLEST - 3
-            if returns_credit:
-                words[given] = words[given] or words[word + CREDIT] + NEXT_LAP & _WORD
+            if returns_credit and not words[given]:
+                self._give_anew(aside, word, given)
+                returns_credit = False
             self._let_go(word)
         record = Record(operation.purpose, 1, operation.credit + i, operation.ticket + i, given, operation.tally)
         done = self._done()
@@ -719,20 +720,23 @@ class GetEnd:
         Raises:
             SharedMemoryError: whether it was done cannot be judged now. It is no fault of the message.
         """
-        words, operation = self.words, aside.operation
-        if self.credits is None or aside.is_credited or operation.is_credited:
+        if self.credits is None or aside.is_credited or aside.operation.is_credited:
             return
-        if not words[given]:  # it cannot have been given back
-            words[given] = words[word + CREDIT] + NEXT_LAP & _WORD  # G2
-            start = 8 * (given - operation.given)
-            self.give([operation.given_buffers[0][start : start + 8]])  # G3
-            aside.is_credited = True
+        if not self.words[given]:
+            self._give_anew(aside, word, given)
             return
         try:
             self.attachment.recovery.give_credit(self._queue.handle, given)  # G3
         except InDoubt:
             error = _NoCredit(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
             raise error from None
+        aside.is_credited = True
+
+    def _give_anew(self, aside: Aside, word: int, given: int) -> None:
+        """Give back a place that cannot have been given back, as no word says so yet. Arguments as above."""
+        operation, start = aside.operation, 8 * (given - aside.operation.given)
+        self.words[given] = self.words[word + CREDIT] + NEXT_LAP & _WORD  # G2
+        self.give([operation.given_buffers[0][start : start + 8]])  # G3
         aside.is_credited = True
 
     def give(self, credit: Buffers) -> None:

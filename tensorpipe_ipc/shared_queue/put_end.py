@@ -363,6 +363,7 @@ class PutEnd:
         """Wait for one, and take as many more as are there. They stand in the operation's first words."""
         credits, words, first = self.credits, self.words, operation.credit
         assert credits is not None
+        operation.is_credited = False
         buffers = operation.credit_buffers if most == operation.size else [operation.credit_buffers[0][: 8 * most]]
         while True:
             # early or not: credits have no order
@@ -376,6 +377,7 @@ class PutEnd:
                 credit = words[i]
                 words[self._laps + (credit & SLOTS)] = credit >> SLOT_BITS
             if count:
+                operation.is_credited = True
                 return count
 
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
@@ -549,7 +551,9 @@ class PutEnd:
         )
         is_held = operation.ticket in self._handovers
         for each in record.each():  # credits and tickets, as far as they were not given
-            self.attachment.recovery.finish_put(self._queue.handle, self.rows.index, each, frees=not is_held)
+            self.attachment.recovery.finish_put(
+                self._queue.handle, self.rows.index, each, frees=not is_held, has_credit=operation.is_credited
+            )
         self._settle_handover(operation)
         del entry[:]  # from here on there is no call
         spare += (operation,)

@@ -168,11 +168,14 @@ class Recovery:
 
     # ---- a put ----
 
-    def finish_put(self, queue: QueueHandle, row: int, record: Record, *, frees: bool = False) -> None:
+    def finish_put(
+        self, queue: QueueHandle, row: int, record: Record, *, frees: bool = False, has_credit: bool = False
+    ) -> None:
         """Finish a put of a dead row; or of this process's own, which an exception ended.
 
         Args:
             frees: whether to free a block whose ticket was not given. Else it is WRITING again, and the sweep frees it.
+            has_credit: whether the credit is known to have been taken, if its word says one.
         """
         words, ungiven = self.words, 0
         ticket = words[record.ticket]
@@ -190,21 +193,22 @@ class Recovery:
             words[record.ticket] = 0
             if frees and ungiven:
                 words[ungiven >> 3] &= ~HOLDER  # with no call since then: nobody else knows of it
-        self._return_credit(queue, record)
+        self._return_credit(queue, record, has_credit)
 
-    def _return_credit(self, queue: QueueHandle, record: Record) -> None:
+    def _return_credit(self, queue: QueueHandle, record: Record, has_credit: bool) -> None:
         words, credits = self.words, queue.credits
         credit = words[record.credit]
         if credit == DOORBELL and credits is not None:
             credits.ring_doorbell()
             words[record.credit] = 0
         elif credit and credits is not None:
-            if not words[record.given] and credit not in snapshot(credits):
+            if words[record.given]:
+                self.give_credit(queue, record.given)
+            elif has_credit or credit not in snapshot(credits):
                 # P2, which may not have been done
                 words[queue.record.laps + (credit & SLOTS)] = credit >> SLOT_BITS
                 words[record.given] = credit + NEXT_LAP
-            if words[record.given]:
-                self.give_credit(queue, record.given)
+                self._give(queue, record.given)  # nobody can have given it before
             words[record.credit] = 0
         words[record.given] = 0
 
@@ -289,11 +293,15 @@ class Recovery:
             or credit in self._taken(queue.number, PUT)
             or self.words[queue.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
         ):
-            try:
-                credits.give([memoryview(self.arena.segment.memory)[8 * word : 8 * word + 8]])
-            except BlockingIOError:
-                if not self.words[queue.record.pair]:  # else the producer has filled its pipe itself
-                    raise
+            self._give(queue, word)
+
+    def _give(self, queue: QueueHandle, word: int) -> None:
+        assert queue.credits is not None
+        try:
+            queue.credits.give([memoryview(self.arena.segment.memory)[8 * word : 8 * word + 8]])
+        except BlockingIOError:
+            if not self.words[queue.record.pair]:  # else the producer has filled its pipe itself
+                raise
 
     def _taken(self, number: int, direction: int) -> set[int]:
         return set(self._takers_words(number, direction))

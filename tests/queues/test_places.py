@@ -7,13 +7,17 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from queue import Full
 from typing import Any
 
 import pytest
+import torch
+from arenas import small_context
 from containers import WITHOUT_PIPES, run_there
 from crash_points import in_child, reap
 
-from tensorpipe_ipc.queues.tensor_queue import Queue
+from tensorpipe_ipc.errors import SharedMemoryError, ShutDown
+from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.recovery import Recovery
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
@@ -125,6 +129,17 @@ def _fail() -> None:
     raise ValueError("faulty")
 
 
+def all_descriptors() -> list[int]:
+    """Take all descriptors that this process may have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, most))
+    used = list[int]()
+    with contextlib.suppress(OSError):
+        while True:  # numbers are what is limited, so there must be no gap
+            used.append(os.dup(0))
+    return used
+
+
 @pytest.mark.parametrize("maxsize", [0, 9])
 def test_what_came_behind_a_faulty_object_keeps_its_turn_though_no_descriptor_is_left(maxsize: int) -> None:
     """The place of the faulty one cannot be given back now: that is no matter for the others."""
@@ -135,12 +150,7 @@ def test_what_came_behind_a_faulty_object_keeps_its_turn_though_no_descriptor_is
         assert there.get_many(1) == [0]
         for each in (Faulty(), 1, 2, 3):
             there.put(each)
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, most))
-        used = list[int]()
-        with contextlib.suppress(OSError):
-            while True:  # numbers are what is limited, so there must be no gap
-                used.append(os.dup(0))
+        used = all_descriptors()
         with pytest.raises(ValueError, match="faulty"):
             there.get_many(9)
         there.put(4)
@@ -174,3 +184,68 @@ def test_places_of_what_came_before_its_turn_come_back_where_a_users_budget_of_p
     for number in range(count):
         there.put(number)
     assert run_there(WITHOUT_PIPES, act) == 0
+
+
+def test_a_put_that_is_refused_keeps_no_place_though_no_descriptor_is_left() -> None:
+    """It had one, and knows that."""
+
+    def act() -> None:
+        there = small_context(capacity=16 << 20).Queue(2)
+        there.put(0)
+        there.get(timeout=LIMIT)
+        all_descriptors()
+        for _ in range(2):
+            with pytest.raises(SharedMemoryError, match="can never fit"):
+                there.put(torch.zeros(16 << 20))
+        for number in range(2):
+            there.put(number, timeout=LIMIT)
+        assert [there.get(timeout=LIMIT) for _ in range(2)] == [0, 1]
+
+    assert reap(in_child(act)) == 0
+
+
+@pytest.mark.parametrize("ends", ["shutdown", "close"])
+def test_what_came_before_its_turn_is_dropped_where_a_users_budget_of_pipes_is_used_up(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place comes back, and join does not wait for it."""
+    count, taken = 9_000, TokenPipe._take_behind  # more than a pipe holds
+    there = JoinableQueue(count + 1)
+    for number in range(count):
+        there.put(number)
+
+    def come_early(pipe: TokenPipe, *arguments: Any) -> int:
+        monkeypatch.undo()
+        came = taken(pipe, *arguments)
+        there.put("another's")
+        return -came
+
+    def act() -> None:
+        monkeypatch.setattr(TokenPipe, "_take_behind", come_early)
+        got = 0
+        while TokenPipe._take_behind is not taken:
+            there.get(timeout=LIMIT)
+            there.task_done()
+            got += 1
+        if ends == "close":
+            there.close()
+            assert there.statistics().lost == 1
+            return
+        there.shutdown(immediate=True)
+        with pytest.raises(ShutDown):
+            there.get(timeout=LIMIT)
+        there.join()
+
+    assert run_there(WITHOUT_PIPES, act) == 0
+    if ends == "close":
+        assert there.qsize() + fill(there) == count + 1
+
+
+def fill(there: Queue) -> int:
+    """Put until there is no room. Return how often."""
+    count = 0
+    with contextlib.suppress(Full):
+        while True:
+            there.put(count, timeout=0)
+            count += 1
+    return count
