@@ -84,11 +84,11 @@ def _go_on_in_a_child() -> None:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
-def _of_another_user() -> None:
+def _of_another_user(uid: int = NOBODY) -> None:
     codecs.lookup("ascii")  # the interpreter itself may lie where that user cannot read
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(uid)
+    os.setuid(uid)
 
 
 def _of_one_user() -> None:
@@ -141,6 +141,17 @@ def _without_pipes() -> None:
     """Of a user who has as many pages of pipes as he may: the next ones are of one or two."""
     if not os.geteuid():
         _of_one_user()
+    _use_up_pipes()
+
+
+def _alone_without_pipes() -> None:
+    """The same, of a user whom nothing else is done as: a budget is all processes'."""
+    if not os.geteuid():
+        _of_another_user(100_000 + os.getpid())
+    _use_up_pipes()
+
+
+def _use_up_pipes() -> None:
     with open("/proc/sys/fs/pipe-user-pages-soft", encoding="ascii") as file:
         limit = int(file.read())
     for _ in range(0, limit, 256):
@@ -152,6 +163,7 @@ CLOSED, OPEN, WITHOUT_PIPES = OF_ONE_USER = "closed to others", "of that user", 
 APART = "another network"  # no way to an end on loopback from there
 SMALL = "/dev/shm of 64 KiB"
 HIDDEN = "hidden processes"
+ALONE_WITHOUT_PIPES = "alone without pipes"
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
     SMALL: _with_small_dev_shm,
@@ -164,6 +176,7 @@ _ALL: dict[str, Callable[[], None]] = {
     "another user": _of_another_user,
     "another clock": _with_another_clock,
     HIDDEN: _where_processes_are_hidden,
+    ALONE_WITHOUT_PIPES: _alone_without_pipes,
 }
 
 
@@ -202,6 +215,6 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if way not in (APART, SMALL, *OF_ONE_USER) and _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (APART, SMALL, ALONE_WITHOUT_PIPES, *OF_ONE_USER) and _is_allowed(way)]
 HAS_NETWORKS = _is_allowed(APART)
 HAS_SMALL = _is_allowed(SMALL)

@@ -18,7 +18,16 @@ from typing import NamedTuple
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.forks import no_fork
 
-__all__ = ["FILE_MODE", "Address", "check_folder", "check_socket_file", "is_shared", "parse", "runtime_folder"]
+__all__ = [
+    "FILE_MODE",
+    "Address",
+    "check_chain",
+    "check_folder",
+    "check_socket_file",
+    "is_shared",
+    "parse",
+    "runtime_folder",
+]
 
 # The mode of files in the runtime folder. What is sticky is left there by those who clear away old files, as systemd does (XDG
 # Base Directory Specification).
@@ -120,7 +129,7 @@ def check_folder(path: str) -> None:
             f"{folder} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it must be "
             f"yours (uid {os.geteuid()}) with mode 0700: remove it, chmod 700, or set XDG_RUNTIME_DIR to another folder"
         )
-    _check_chain(folder, 0)
+    check_chain(folder)
 
 
 def is_shared(folder: str) -> bool:
@@ -128,8 +137,17 @@ def is_shared(folder: str) -> bool:
     return bool(os.lstat(folder).st_mode & 0o022)
 
 
-def _check_chain(path: str, links: int) -> None:
-    """See that nobody else can replace a folder on the way to ``path``, or a link that leads there."""
+def check_chain(path: str, links: int = 0) -> None:
+    """See that nobody else can replace a folder on the way to ``path``, or a link that leads there. No link of another user's
+    is followed.
+
+    Args:
+        links: how many led there.
+
+    Raises:
+        Refused: another user can.
+        OSError: there is no such folder, or this user may not look there.
+    """
     if links > _MOST_LINKS:
         raise Refused(f"{path} leads through more than {_MOST_LINKS} symbolic links")
     top = os.lstat("/").st_uid  # in a user namespace, root's folders are those of a uid that has no name there
@@ -146,7 +164,7 @@ def _check_chain(path: str, links: int) -> None:
                 + "; use a folder of your own, or a bare name"
             )
         if is_link:
-            _check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
+            check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
         if is_open:
             owners = {0, os.geteuid()}
 
@@ -171,7 +189,7 @@ def check_socket_file(path: str) -> bool:
 def _make(folder: str) -> None:
     if os.path.lexists(folder):
         return
-    _check_chain(os.path.dirname(folder), 0)  # first: who can put a link in its place has its target's mode changed
+    check_chain(os.path.dirname(folder))  # first: who can put a link in its place has its target's mode changed
     with contextlib.suppress(FileExistsError):  # somebody else was as quick; it is looked at next
         os.mkdir(folder, 0o700)
         os.chmod(folder, 0o700)  # whatever the umask took from it

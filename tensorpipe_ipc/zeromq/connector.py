@@ -20,7 +20,7 @@ import zmq
 
 from tensorpipe_ipc.errors import Refused
 from tensorpipe_ipc.security import Curve
-from tensorpipe_ipc.zeromq.addresses import Address, check_folder, check_socket_file, is_shared
+from tensorpipe_ipc.zeromq.addresses import Address, check_chain, check_folder, check_socket_file, is_shared
 from tensorpipe_ipc.zeromq.curve import read_keys, use_keys
 from tensorpipe_ipc.zeromq.line import Line
 from tensorpipe_ipc.zeromq.timer_fd import TimerFd
@@ -82,13 +82,15 @@ class Connector(FrameSocket):
     def _may_be_there(self) -> bool:
         """Return whether a try can succeed, as far as that is known.
 
-        Where others may put something, they may do so at any time: libzmq would follow a link, and wait where that leads.
+        Where others may put something, they may do so at any time, and also where a folder was removed: libzmq would follow
+        their link, and wait where that leads.
         """
         if self.address.scheme == "inproc":
             return is_bound_here(self.address.text)
         if not self.address.path:
             return True
         try:
+            check_chain(os.path.dirname(self.address.path))
             is_there, self._objection = check_socket_file(self.address.path), ""
         except Refused as why:
             is_there, self._objection = False, str(why)

@@ -462,8 +462,11 @@ def test_a_folder_that_another_user_made_anew_leads_to_no_socket_of_his(
     role: str, looks: str, sticky: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was this user's alone when the end was opened, and then removed. He may put his socket there after a look."""
+    said = f"{sticky}/folder .uid {containers.NOBODY}.* lets others put a socket"
     if looks == "at the connection":
+        said = f"a socket of uid {containers.NOBODY}"
         monkeypatch.setattr(connector, "check_socket_file", os.path.exists)
+        monkeypatch.setattr(connector, "check_chain", lambda folder: None)
     folder, ready, done = (str(sticky / name) for name in ("folder", "ready", "done"))
     os.mkdir(folder, 0o700)
     made = tp.Producer if role == "producer" else tp.Consumer
@@ -471,12 +474,43 @@ def test_a_folder_that_another_user_made_anew_leads_to_no_socket_of_his(
         os.rmdir(folder)
         listening = in_thread(lambda: _of_another_user(lambda: _take_the_place(folder, ready, done)))
         wait_until(lambda: os.path.exists(ready))
-        with pytest.raises(
-            (tp.Full, tp.Empty), match=f"nothing was sent there: .* a socket of uid {containers.NOBODY}"
-        ):
+        with pytest.raises((tp.Full, tp.Empty), match=f"nothing was sent there: .*{said}"):
             end.put("secret", 1) if isinstance(end, tp.Producer) else end.get(1)
         listening()
         assert Path(done).read_text(encoding="ascii") == "nothing came"
+
+
+@needs_root
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_folder_that_another_user_made_anew_leads_to_no_other_end_of_ours(
+    depth: int, sticky: Path, tmp_path: Path
+) -> None:
+    """He puts a link in its place, or within it, to a folder of this user's in which a socket has the same name."""
+    tmp_path.chmod(0o700)
+    folder = sticky.joinpath("folder", *["within"] * (depth - 1))
+    folder.mkdir(0o700, parents=True)
+
+    def put_link() -> None:
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(tmp_path)
+
+    with (
+        tp.Consumer(f"ipc://{tmp_path}/socket") as consumer,
+        tp.Producer(f"ipc://{folder}/socket", linger=0) as producer,
+    ):
+        shutil.rmtree(sticky / "folder")
+        _of_another_user(put_link)
+        putting = in_thread(lambda: _refused(producer))
+        with pytest.raises(tp.Empty):
+            consumer.get(1)
+        putting()
+        assert "lets others put a socket" in str(_full(producer))
+
+
+def _full(producer: tp.Producer) -> tp.Full:
+    with pytest.raises(tp.Full) as raised:
+        producer.put("secret", 0)
+    return raised.value
 
 
 def test_a_link_at_an_address_is_not_followed(sticky: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from arenas import small_context
-from containers import WITHOUT_PIPES, run_there
+from containers import ALONE_WITHOUT_PIPES, run_there
 from crash_points import in_child, reap
 
 from tensorpipe_ipc.errors import SharedMemoryError, ShutDown
@@ -183,11 +183,12 @@ def test_places_of_what_came_before_its_turn_come_back_where_a_users_budget_of_p
     there = Queue(2 * count)
     for number in range(count):
         there.put(number)
-    assert run_there(WITHOUT_PIPES, act) == 0
+    assert run_there(ALONE_WITHOUT_PIPES, act) == 0
 
 
 def test_a_put_that_is_refused_keeps_no_place_though_no_descriptor_is_left() -> None:
     """It had one, and knows that."""
+    large = torch.zeros(16 << 20)  # here: torch's threads are not in a child
 
     def act() -> None:
         there = small_context(capacity=16 << 20).Queue(2)
@@ -196,7 +197,7 @@ def test_a_put_that_is_refused_keeps_no_place_though_no_descriptor_is_left() -> 
         all_descriptors()
         for _ in range(2):
             with pytest.raises(SharedMemoryError, match="can never fit"):
-                there.put(torch.zeros(16 << 20))
+                there.put(large)
         for number in range(2):
             there.put(number, timeout=LIMIT)
         assert [there.get(timeout=LIMIT) for _ in range(2)] == [0, 1]
@@ -236,7 +237,7 @@ def test_what_came_before_its_turn_is_dropped_where_a_users_budget_of_pipes_is_u
             there.get(timeout=LIMIT)
         there.join()
 
-    assert run_there(WITHOUT_PIPES, act) == 0
+    assert run_there(ALONE_WITHOUT_PIPES, act) == 0
     if ends == "close":
         assert there.qsize() + fill(there) == count + 1
 
