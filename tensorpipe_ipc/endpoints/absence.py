@@ -110,4 +110,5 @@ class Absence:
             return ""
         if socket.address.scheme == "inproc":
             return "no end of this process has bound it"
-        return "nobody listens there, or another program does; one of the two ends must be open with bind=True"
+        unknown = "" if socket.address.is_numeric else ", or no host has that name"
+        return f"nobody listens there{unknown}; one of the two ends must be open with bind=True"

@@ -46,6 +46,7 @@ class Address(NamedTuple):
     text: str  # in full, as ZeroMQ takes it
     path: str = ""  # of an ipc socket
     is_remote: bool = False  # whether other hosts come into it
+    is_numeric: bool = True  # whether no host has to be found by its name
 
 
 def parse(endpoint: str, *, has_keys: bool = False) -> Address:
@@ -227,7 +228,8 @@ def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
             f"endpoint {endpoint!r}: write tcp://host:port with a host's name or number, or * for all here"
         )
     host = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-    return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote)
+    is_numeric = host == "*" or host.startswith("[") or host.replace(".", "").isdigit()
+    return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote, is_numeric=is_numeric)
 
 
 def _is_loopback(host: str) -> bool:

@@ -61,6 +61,7 @@ class Connector(FrameSocket):
         self._is_settled = False  # whether ``_settle`` is done since there are other lines
         self._failed: Line | None = None  # the last whose handshake failed
         self._failures = 0
+        self._was_reached = False  # whether somebody listened there at the last try, and was no end, or stopped
         self._objection = ""  # to what is at the address, at the last look: nothing is sent there
         self.self_connections = 0
 
@@ -156,6 +157,7 @@ class Connector(FrameSocket):
             self._failures += 1
             if self._failed is None or line.was_answered:
                 self._failed = line
+        self._was_reached = line.is_reached and not line.routing
         if line.stranger is not None:
             self._objection = (
                 f"{self.address.path} is a socket of uid {line.stranger}, not of uid {os.geteuid()}; use another path"
@@ -296,7 +298,11 @@ class Connector(FrameSocket):
         if self._is_short:
             return "too few descriptors are left to connect with: close some, or raise the limit (ulimit -n)"
         if self._failed is None:
-            return ""
+            line = self._line
+            is_reached = self._was_reached if line is None else line.is_reached and not line.routing
+            return (
+                "somebody listens there, and does not answer as an end does: another program, or stopped" * is_reached
+            )
         times = f" ({self._failures} times)" if self._failures > 1 else ""
         why = self._failed.why_it_failed(has_keys=self._security is not None)
         return f"handshake with {self.address.text} failed{times}: {why}"

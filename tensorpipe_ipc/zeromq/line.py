@@ -58,6 +58,7 @@ class Line:
         failure: how the handshake failed: what libzmq told, and the number that went with it; None: it did not.
         stranger: the other user whose socket is at the address; None: none.
         is_to_itself: whether it got the connector itself on the line.
+        is_reached: whether somebody listens there. If it is not up, that may be another program.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: Address, tears: Tears, *, is_shared: bool = False) -> None:
@@ -74,7 +75,7 @@ class Line:
         self.is_up = self.has_ended = False
         self.failure: tuple[int, int] | None = None
         self.stranger: int | None = None
-        self.is_to_itself = False
+        self.is_to_itself = self.is_reached = False
         self._address, self._is_shared = address, is_shared
         self._listener = 0  # the process that listens at the other end, over ipc, as far as it is seen from here
         self._is_torn = False  # an exception of a signal's handler may have taken word of the connection with it
@@ -134,6 +135,7 @@ class Line:
 
     def _note(self, event: int, number: int) -> None:
         if event == _CONNECTED:
+            self.is_reached = True
             if self._address.path:
                 self._see_who_listens(number)
             elif is_to_itself(number):

@@ -12,6 +12,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -566,6 +567,8 @@ def test_an_exception_while_a_connection_is_hung_up_stops_nobody(
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
         readable = consumer.fileno()
+        with socket.socket(socket.AF_UNIX) as left:  # as a killed binder's, which is tried
+            left.bind(f"{runtime_folder()}/hung.sock")
         monkeypatch.setattr(Line, "close", interrupted)
         with contextlib.suppress(KeyboardInterrupt):
             consumer.get(0.1)
@@ -1792,11 +1795,11 @@ def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
         endpoint = f"tcp://127.0.0.1:{free_port}"
     with tp.Producer(endpoint, shared_memory="off") as producer:
         with pytest.raises(
-            tp.Full, match="no consumer has come to .*: (nobody listens there, .* bind=True|no end of this)"
+            tp.Full, match="no consumer has come to .*: (nobody listens there; .* bind=True|no end of this)"
         ):
             producer.put(1, 0.8)
         with tp.Consumer(endpoint, bind=False) as other:
-            with pytest.raises(tp.Empty, match="(nobody listens there, .* bind=True|no end of this)"):
+            with pytest.raises(tp.Empty, match="(nobody listens there; .* bind=True|no end of this)"):
                 other.get(0.8)
         with tp.Consumer(endpoint):
             with pytest.raises(
@@ -1807,6 +1810,45 @@ def test_why_nobody_comes(endpoint: str, free_port: int) -> None:
                 tp.Refused, match=rf"of this very process \(pid {os.getpid()}\), made at {__file__}:\d+: close"
             ):
                 tp.Consumer(endpoint)
+
+
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", None], ids=["another protocol", "nothing"])
+def test_another_program_that_listens_at_the_address_is_told(says: bytes | None) -> None:
+    """It is not said that nobody does."""
+    done = threading.Event()
+
+    def serve(server: socket.socket) -> None:
+        taken = []
+        with contextlib.suppress(OSError):
+            while not done.is_set():
+                taken.append(server.accept()[0])
+                if says is not None:
+                    taken[-1].sendall(says)
+                    taken.pop().close()
+        for each in taken:
+            each.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = in_thread(lambda: serve(server))
+        with tp.Producer(f"tcp://127.0.0.1:{server.getsockname()[1]}", linger=0) as producer:
+            with pytest.raises(
+                tp.Full, match="no consumer has come to .*; somebody listens there, and does not answer"
+            ):
+                producer.put(1, 1)
+            done.set()
+            with contextlib.suppress(OSError):
+                socket.create_connection(server.getsockname()).close()
+            serving()
+
+
+def test_a_host_that_nobody_has_is_told(tmp_path: Path) -> None:
+    """It may be the name that is wrong."""
+    keys = secured.make_keys(tmp_path / "keys")
+    with tp.Producer("tcp://no-such-host.invalid:5555", linger=0, security=secured.connectors(keys)) as producer:
+        with pytest.raises(
+            tp.Full, match="nobody listens there, or no host has that name; one of the two ends must be"
+        ):
+            producer.put(1, 1)
 
 
 @pytest.mark.parametrize("endpoint", BETWEEN_PROCESSES)
