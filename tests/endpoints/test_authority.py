@@ -109,8 +109,8 @@ def _of_another_user(action: Callable[[], Any]) -> None:
 
 
 def _was_not_touched(victim: subprocess.Popen[bytes], seen: list[str]) -> None:
-    """Nothing was opened of it, no signal was sent to it, and nothing was written into its pipe: it would have ended."""
-    assert not [each for each in seen if f"/proc/{victim.pid}/fd" in each or each.startswith(("os.kill", "signal"))]
+    """Nothing was looked at of it, no signal was sent to it, and nothing was written into its pipe: it would have ended."""
+    assert not [each for each in seen if f"/proc/{victim.pid}" in each or each.startswith(("os.kill", "signal"))]
     assert victim.stdin is not None
     victim.stdin.write(b"exit 7\n")
     victim.stdin.close()
@@ -698,12 +698,13 @@ def test_an_end_never_touches_the_umask(endpoint: str, tmp_path: Path, monkeypat
         putting()
 
 
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("how", ["writable by others", "writable by its group", "another user's", "behind his link"])
-def test_a_folder_above_that_others_can_replace(how: str, tmp_path: Path) -> None:
+def test_a_folder_above_that_others_can_replace(how: str, depth: int, tmp_path: Path) -> None:
     """The whole chain up to / counts: who can rename a folder on the way can put his own in its place."""
     if os.geteuid() and "another" in how or os.geteuid() and "his" in how:
         pytest.skip("takes two users, and so root")
-    above, folder = tmp_path / "above", tmp_path / "above" / "mine"
+    above, folder = tmp_path / "above", tmp_path.joinpath("above", *["between"] * depth, "mine")
     folder.mkdir(parents=True, mode=0o700)
     above.chmod({"writable by others": 0o707, "writable by its group": 0o770}.get(how, 0o700))
     if how == "another user's":
@@ -711,7 +712,7 @@ def test_a_folder_above_that_others_can_replace(how: str, tmp_path: Path) -> Non
     if how == "behind his link":
         (tmp_path / "link").symlink_to(above)
         os.chown(tmp_path / "link", containers.NOBODY, containers.NOBODY, follow_symlinks=False)
-        folder = tmp_path / "link" / "mine"
+        folder = tmp_path.joinpath("link", *["between"] * depth, "mine")
     for bind in (True, False):
         with pytest.raises(tp.Refused, match="lets others put a socket into"):
             tp.Consumer(f"ipc://{folder}/socket", bind=bind)

@@ -1004,7 +1004,7 @@ def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch
                 raw.say(hello("consumer", end=end, sequence=sequence))
                 producer.wait_for(1, PATIENCE)
                 first = raw.hear_first()
-                if end == 7:
+                if end >= 7:
                     producer.put("word", PATIENCE)
                     assert raw.hear_of(Kind.DATA).sequence == first + 1
                     raw.say(pack(Kind.CREDIT, first + 1))
@@ -1016,6 +1016,9 @@ def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch
         for stranger in (1, 2, 3):
             assert come(stranger) == first
         assert come(7, first + 1) == first + 1
+        for other in (8, 9):
+            come(other)
+        assert come(7) == first, "of more than that the oldest is forgotten"
 
 
 def _hello(end: int = 7, resends: int = 1, sequence: int = 0) -> Hello:

@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -391,3 +392,32 @@ def test_what_one_process_took_and_keeps_does_not_pile_up_with_who_puts() -> Non
         reap(child)
         os.close(told)
         os.close(tell)
+
+
+def test_a_burst_beyond_the_pipe_costs_next_to_nothing_once_it_was_taken() -> None:
+    """A put and a get make about as many calls as before: two more, which ask whether there was one."""
+    there = Queue()
+
+    def calls() -> int:
+        count = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            there.put(1)
+            there.get(timeout=LIMIT)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    for _ in range(3):
+        before = calls()
+    for number in range(20_000):  # more than a pipe holds
+        there.put(number)
+    assert [there.get(timeout=LIMIT) for _ in range(20_000)] == list(range(20_000))
+    for _ in range(100):  # the next ones look, and find that there is nothing more
+        calls()
+    assert calls() <= before + 5
