@@ -110,5 +110,5 @@ class Absence:
             return ""
         if socket.address.scheme == "inproc":
             return "no end of this process has bound it"
-        unknown = "" if socket.address.is_numeric else ", or no host has that name"
+        unknown = ", or no host has that name" if socket.address.has_name else ""
         return f"nobody listens there{unknown}; one of the two ends must be open with bind=True"

@@ -15,6 +15,7 @@ class ProducerPeer(Peer):
 
     Attributes:
         began: ``taken`` when the two met.
+        is_back: whether it had been given up, and counted.
         round: the number by which this consumer last asked it to send what is missing.
         credited: up to which sequence it may have been told that its messages were taken.
         served: the last of the producer's own ``round``, its connections, that was dealt with.
@@ -27,6 +28,7 @@ class ProducerPeer(Peer):
     def __init__(self, routing: bytes, hello: Hello, sight: Sight | None = None) -> None:
         super().__init__(routing, hello, sight)
         self.began = 0
+        self.is_back = False
         self.credited = 0
         self.round = 1
         self.served = hello.round

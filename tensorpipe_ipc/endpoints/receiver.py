@@ -16,6 +16,7 @@ from tensorpipe_ipc.endpoints.peers import MOST_PEERS
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
+from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
@@ -160,6 +161,7 @@ class Receiver(Participant):
             self.lost += peer.began - taken  # what was given up with it
             if stream >= self._stream:  # its end was not told yet
                 self.unwell = unwell
+            peer.is_back = True
             del known[end]
             self.ended -= stream >= self._stream and self.ended > 0  # as the end of which it was counted
             self.left[How.LOST] -= 1
@@ -195,7 +197,7 @@ class Receiver(Participant):
         # A HELLO that names a queue not offered here was meant for the binder before this one. Who is there comes again.
         terms = peer.hello.shared_memory
         meant_another = self.socket.binds and terms is not None and bool(terms.attached)
-        has_sent = peer.settled or (peer.queue is not None and peer.queue.tickets.unread() > 0)
+        has_sent = peer.settled or peer.is_back or (peer.queue is not None and self._holds_any(peer.queue))
         if peer.left is How.LOST and not has_sent and (meant_another or not peer.sight.is_gone()):
             self.conversation.events.popleft()
             self.conversation.publish()
@@ -477,8 +479,12 @@ class Receiver(Participant):
             self._unshare(peer)
 
     def _forget_if_drained(self, peer: ProducerPeer) -> None:
-        if peer.queue is not None and not peer.queue.tickets.unread() and not peer.queue.gets.holds_back:
+        if peer.queue is not None and not self._holds_any(peer.queue):
             self._unshare(peer)
+
+    def _holds_any(self, queue: PairQueue) -> bool:
+        """Return whether a message is in a queue, or was taken out of it and comes again."""
+        return queue.tickets.unread() > 0 or queue.gets.holds_back
 
     # -- frames
 
@@ -513,6 +519,7 @@ class Receiver(Participant):
         peer, header = arrived.peer, arrived.header
         if not self._expects(peer, header):
             peer.repeated += 1
+            self.socket.waste()
             return None
         if peer.reassembly is not None and not arrived.refused:
             if len(arrived.frames) == 1 and self._lacks_pieces(peer, header):
@@ -565,6 +572,8 @@ class Receiver(Participant):
         """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
         if peer.queue is not None or len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
+        if len(frames[1]) < BULK:
+            self.socket.waste()  # what libzmq held it in is larger
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             peer.repeated += 1
             return

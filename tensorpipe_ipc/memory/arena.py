@@ -73,7 +73,17 @@ from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.headroom import OUTDATED, headroom, until_the_next_look
 from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
-from tensorpipe_ipc.memory.row import ALLOCATING, HAZARDS, MAX_ROWS, RESERVED, WALKING, Operation, hazard_word, row_word
+from tensorpipe_ipc.memory.row import (
+    ALLOCATING,
+    HAZARDS,
+    MAX_ROWS,
+    RESERVED,
+    ROWS_END,
+    WALKING,
+    Operation,
+    hazard_word,
+    row_word,
+)
 from tensorpipe_ipc.memory.rows import Prepared, Rows
 from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, OVER, PAGE_LOCKED, Segment
 
@@ -111,7 +121,6 @@ _ROW = HOLDER - ((1 << STEP_BITS) - 1)
 
 ALLOWANCE = 1 << 22  # bytes of growth between two looks at the machine's headroom, at most (about 60 us each)
 PURSE = 1 << 16  # bytes of growth for small blocks that are had at once
-ROW_PAGES = 1 << 15  # bytes of a process's row that it makes pages of, about
 STEP = 1 << 22  # bytes of pages that are made at once: a signal has the kernel begin anew
 PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory have it soon
 STOCK = 32  # small blocks that are made free ahead of need
@@ -449,22 +458,19 @@ class Arena(Extents):
         its block next, and the next such message would take another.
         """
         if self.words[OVER]:
-            if self._excess(self._reserved()) > 0:  # also while its pages are made
+            if not self.words[PAGE_LOCKED] and self._excess(self._reserved()) > 0:  # also while its pages are made
                 return True
-            self.words[OVER] = 0
+            self.words[OVER] = 0  # or, where pages are locked, nothing can be given back
         return False
 
     def _excess(self, coming: int = 0) -> int:
-        """Return bytes in use beyond what was in use, or might have been, before a message was placed beyond the capacity.
-
-        Processes that came since then count apart: each needs memory for its row, and may need some for small objects.
+        """Return bytes in extents beyond those before a message was placed beyond the capacity, or beyond the capacity then.
 
         Args:
-            coming: bytes that are about to be in use, too.
+            coming: bytes that are about to be there, too.
         """
-        before, rows = divmod(self.words[OVER], MAX_ROWS + 1)
-        came = len(self.rows.used()) - rows
-        return coming + self.segment.resident() - before - (PURSE + ROW_PAGES) * came if before else 0
+        before = self.words[OVER]
+        return coming + self.segment.resident() - self.segment.resident_until(ROWS_END) - before if before else 0
 
     def reach(self, block: int, end: int) -> bool:
         """Have memory for a block that this process holds, up to an end in it. False: there is no room."""
@@ -526,7 +532,7 @@ class Arena(Extents):
                 self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
                 if room < nbytes and not self.words[OVER]:
-                    self.words[OVER] = max(self.capacity, self.capacity - room) * (MAX_ROWS + 1) + len(self.rows.used())
+                    self.words[OVER] = max(self.capacity, self.capacity - room) - self.segment.resident_until(ROWS_END)
                 return True
             if not others:
                 return False

@@ -166,6 +166,15 @@ class Segment:
         """Return bytes of memory that the segment costs the machine now, all processes together."""
         return os.fstat(self.descriptor).st_blocks * 512
 
+    def resident_until(self, stop: int) -> int:
+        """Return how many of those bytes lie before an offset."""
+        total = end = 0
+        with contextlib.suppress(OSError):  # there is nothing behind the last of them
+            while (begin := os.lseek(self.descriptor, end, os.SEEK_DATA)) < stop:
+                end = os.lseek(self.descriptor, begin, os.SEEK_HOLE)
+                total += min(end, stop) - begin
+        return total
+
     def punch(self, start: int, stop: int) -> bool:
         """Give back the memory of the whole pages within [start, stop). What is in them nobody may need.
 

@@ -171,6 +171,7 @@ class OpenQueue:
 
     def take_up(self) -> None:
         """Finish what exceptions ended, as far as it can be judged now, and free what only a fork's children kept."""
+        process = self.process
         self.leases.settle(at_once=False)
         settle_kept()
         for _ in range(len(self.unfinished)):
@@ -182,7 +183,8 @@ class OpenQueue:
                 if entry:
                     entry[0](entry)
             except BaseException as error:
-                self.unfinished.append(entry)
+                if process == self.process:  # else of a fork within: it is the parent's to do
+                    self.unfinished.append(entry)
                 if not isinstance(error, InDoubt):
                     raise
 

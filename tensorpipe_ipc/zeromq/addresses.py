@@ -12,11 +12,9 @@ import ipaddress
 import os
 import re
 import stat
-import tempfile
 from typing import NamedTuple
 
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.forks import no_fork
 
 __all__ = [
     "FILE_MODE",
@@ -33,6 +31,7 @@ __all__ = [
 # Base Directory Specification).
 FILE_MODE = 0o1600
 _MOST_LINKS = 40
+_TEMPORARY = "/tmp"
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
@@ -46,7 +45,12 @@ class Address(NamedTuple):
     text: str  # in full, as ZeroMQ takes it
     path: str = ""  # of an ipc socket
     is_remote: bool = False  # whether other hosts come into it
-    is_numeric: bool = True  # whether no host has to be found by its name
+
+    @property
+    def has_name(self) -> bool:
+        """Return whether a host has to be found by its name."""
+        host = self.text.rpartition(":")[0].removeprefix("tcp://")
+        return self.scheme == "tcp" and not (host == "*" or host.startswith("[") or host.replace(".", "").isdigit())
 
 
 def parse(endpoint: str, *, has_keys: bool = False) -> Address:
@@ -82,25 +86,28 @@ def parse(endpoint: str, *, has_keys: bool = False) -> Address:
 
 
 def runtime_folder() -> str:
-    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in /tmp.
+    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in
+    ``$TMPDIR`` or /tmp.
+
+    ``tempfile`` is not asked: it holds a lock, which a child that is forked meanwhile, or a signal's handler, would wait for.
 
     Raises:
-        Refused: neither is there.
+        Refused: none of them is there.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    if base and os.path.isabs(base) and os.path.isdir(base) and _is_utf8(base):
+    if _is_folder(base):
         return os.path.join(base, "tensorpipe_ipc")
-    try:
-        with (
-            no_fork()
-        ):  # the first time tempfile holds a lock of its own, which a child forked meanwhile would wait for
-            folder = tempfile.gettempdir()
-        return os.path.join(folder, f"tensorpipe_ipc-{os.geteuid()}")
-    except FileNotFoundError as error:
-        raise Refused(
-            f"no folder for the runtime folder of this user ({error.strerror}): set XDG_RUNTIME_DIR, or TMPDIR, to one that "
-            "you may write to"
-        ) from None
+    for base in (os.environ.get("TMPDIR", ""), _TEMPORARY):
+        if _is_folder(base) and os.access(base, os.W_OK | os.X_OK):
+            return os.path.join(base, f"tensorpipe_ipc-{os.geteuid()}")
+    raise Refused(
+        f"no folder for the runtime folder of this user: {_TEMPORARY} is none that you may write to; set XDG_RUNTIME_DIR, or "
+        "TMPDIR, to one"
+    )
+
+
+def _is_folder(path: str) -> bool:
+    return bool(path) and os.path.isabs(path) and os.path.isdir(path) and _is_utf8(path)
 
 
 def check_folder(path: str) -> None:
@@ -228,8 +235,7 @@ def _tcp(endpoint: str, rest: str, has_keys: bool) -> Address:
             f"endpoint {endpoint!r}: write tcp://host:port with a host's name or number, or * for all here"
         )
     host = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-    is_numeric = host == "*" or host.startswith("[") or host.replace(".", "").isdigit()
-    return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote, is_numeric=is_numeric)
+    return Address("tcp", f"tcp://{host}:{port}", is_remote=is_remote)
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -43,17 +45,42 @@ def _slowed(function: Callable[..., Any]) -> tuple[Callable[..., Any], threading
 def test_a_child_that_is_forked_while_a_thread_looks_for_the_folder_of_temporary_files_has_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The runtime folder lies there, where there is no XDG_RUNTIME_DIR."""
+    """The runtime folder lies there, where there is no XDG_RUNTIME_DIR. The thread is the program's own."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     slowly, looks = _slowed(tempfile._get_default_tempdir)  # type: ignore[attr-defined]
     monkeypatch.setattr(tempfile, "_get_default_tempdir", slowly)
-    exchanging = in_thread(_exchange)
+    looking = in_thread(tempfile.gettempdir)
     assert looks.wait(PATIENCE)
     child = in_child(_exchange)
-    exchanging()
+    looking()
     assert reap(child) == 0
+    assert (tmp_path / f"tensorpipe_ipc-{os.geteuid()}").is_dir()
+
+
+def test_an_end_that_is_collected_where_its_thread_has_a_lock_waits_for_no_fork(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The fork waits for that lock, which is logging's."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def act() -> None:
+        has_lock, consumers = threading.Event(), [tp.Consumer("tcp://127.0.0.1:0")]
+
+        def drop() -> None:
+            with logging._lock:  # type: ignore[attr-defined]
+                has_lock.set()
+                threading.Event().wait(_FORKS)  # until the fork waits for it
+                consumers.clear()
+
+        dropping = in_thread(drop)
+        assert has_lock.wait(PATIENCE)
+        assert reap(in_child(lambda: None)) == 0
+        dropping()
+
+    assert reap(in_child(act)) == 0
 
 
 def test_a_child_that_is_forked_while_a_thread_puts_its_first_frames_has_ends(monkeypatch: pytest.MonkeyPatch) -> None:

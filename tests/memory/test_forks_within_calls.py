@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -409,3 +411,56 @@ def test_an_exception_while_a_tensor_is_made_in_the_arena_leaves_no_block(
             assert ctx.tensorpipe_attachment().arena.holders() == {}, point
             point += 1
         assert point > 30
+
+
+def test_a_child_that_leaves_a_get_that_failed_does_not_end_what_its_parent_gets_next(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler forks while a get tidies up that found nothing. The child gets while its parent makes the next object."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    there, parent = ctx.Queue(2), os.getpid()
+    there.put(0)
+    there.get()
+    point, pids = 1, [0]
+    while pids:
+        pids = []
+        (told, tell), (done, say_done) = os.pipe(), os.pipe()
+
+        def fork(pids: list[int] = pids) -> None:
+            pid = os.fork()
+            if not pid:
+                raise Through
+            pids.append(pid)
+
+        def make(_: torch.Tensor, tell: int = tell, done: int = done) -> None:
+            os.write(tell, b".")
+            os.read(done, 1)
+            there.put(torch.full((SIZE,), 9.0), timeout=LIMIT)
+
+        try:
+            run_traced(lambda: pytest.raises(Empty, there.get, timeout=0), point, fork, SIGNAL_CHECKS, before=False)
+        except BaseException:
+            if os.getpid() == parent:
+                raise
+        if os.getpid() != parent:
+            os.read(told, 1)
+            with contextlib.suppress(Empty):
+                there.get(timeout=0)
+            use_memory(ctx)
+            os.write(say_done, b".")
+            os._exit(0)
+        if pids:
+            there.put(Made(torch.ones(SIZE)))
+            monkeypatch.setattr(Making, "do", staticmethod(make))
+            got = there.get(timeout=LIMIT).tensor
+            monkeypatch.undo()
+            assert got.unique().tolist() == [1.0]
+            assert there.get(timeout=LIMIT).unique().tolist() == [9.0]
+            for number in range(2):
+                there.put(number, timeout=0)
+            assert [there.get(timeout=0), there.get(timeout=0)] == [0, 1]
+            assert reap(pids[0]) == 0
+        for end in (told, tell, done, say_done):
+            os.close(end)
+        point += 7
+    assert point > 50

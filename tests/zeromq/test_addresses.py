@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tensorpipe_ipc import Consumer, Producer, Refused
+from tensorpipe_ipc.zeromq import addresses
 from tensorpipe_ipc.zeromq.addresses import (
     PATH_LIMIT,
     Address,
@@ -147,9 +147,9 @@ def test_a_path_that_is_no_utf8() -> None:
 def test_where_no_temporary_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bare name is refused, with what to do."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
-    with pytest.raises(Refused, match="set XDG_RUNTIME_DIR, or TMPDIR"):
+    monkeypatch.setenv("TMPDIR", "relative")
+    monkeypatch.setattr(addresses, "_TEMPORARY", "/missing")
+    with pytest.raises(Refused, match="/missing is none that you may write to; set XDG_RUNTIME_DIR, or TMPDIR"):
         Consumer("frames")
 
 
