@@ -993,6 +993,21 @@ def test_so_many_that_vanished_are_remembered(monkeypatch: pytest.MonkeyPatch) -
         assert remembered() == [2, 5]
 
 
+def test_one_that_was_given_up_and_is_lost_again_before_it_is_settled_is_told() -> None:
+    """It had sent messages: what it says when it is back takes none of that away."""
+    with tp.Consumer(LOOPBACK, producers=1) as consumer:
+        _part(consumer, 7, 1, How.LOST)
+        assert consumer.statistics().vanished == 1
+        back = side_of(consumer).new_peer(b"again", _hello(7, 1, sequence=70), Sight())
+        tell(consumer, events.Joined(back))
+        assert consumer.statistics().vanished == 0
+        back.leave(How.LOST)
+        tell(consumer, events.Left(back))
+        assert consumer.statistics().vanished == 1
+        with pytest.raises(tp.PeerLost, match="vanished"):
+            consumer.get(PATIENCE)
+
+
 def test_a_consumer_is_remembered_however_many_come_that_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its messages go on where they were when it comes back. Else it takes the next for some that it has, and drops them."""
     monkeypatch.setattr(sender, "REMEMBERED", 2)

@@ -36,7 +36,7 @@ from programs import InFork, ran_in_fork
 from wholeness import strides
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.errors import Full, OutOfMemory, SharedMemoryError
+from tensorpipe_ipc.errors import Empty, Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier, leases
 from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
@@ -1086,8 +1086,12 @@ def test_a_message_beyond_the_capacity_leaves_others_their_free_memory(keeps: bo
             between.put(octets(300))
         for _ in range(30):
             between.get()
+    further = [ctx.Queue() for _ in range(10)]
     fill(full, 20_000)
     empty.put(octets(60_000), timeout=LIMIT)
+    for each in further:  # for which this process needs memory, too
+        with contextlib.suppress(Empty):
+            each.get_many(9, 0)
     taken, done = os.pipe(), os.pipe()
 
     def get() -> None:
@@ -1108,6 +1112,19 @@ def test_a_message_beyond_the_capacity_leaves_others_their_free_memory(keeps: bo
     assert reap(child) == 0
     for end in (*taken, *done):
         os.close(end)
+
+
+def test_where_pages_are_locked_a_message_beyond_the_capacity_holds_nothing_back(ctx: Any) -> None:
+    """Nothing can be given back there: what is free is used."""
+    full, empty, between = (ctx.Queue() for _ in range(3))
+    ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
+    fill(full, 20_000)
+    empty.put(octets(60_000), timeout=LIMIT)
+    empty.get(timeout=LIMIT)
+    while full.qsize():
+        full.get(timeout=LIMIT)
+    for _ in range(3):
+        between.put(octets(20_000), timeout=1)
 
 
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
