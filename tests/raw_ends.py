@@ -153,6 +153,14 @@ class RawLine:
         """Send messages of one frame each."""
         self._socket.sendall(b"".join(b"\x02" + struct.pack(">Q", len(frame)) + frame for frame in frames))
 
+    def say_by_itself(self, *frames: bytes) -> None:
+        """Send a message of several frames, which libzmq reads alone."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        heads = [b"\x03"] * (len(frames) - 1) + [b"\x02"]
+        self._socket.sendall(
+            b"".join(head + struct.pack(">Q", len(frame)) + frame for head, frame in zip(heads, frames, strict=True))
+        )
+
     def leave_no_room_for_answers(self) -> None:
         """Have the kernel hold but a few KB of what the other side sends, which is in this very process."""
         for number in map(int, os.listdir("/proc/self/fd")):

@@ -452,7 +452,7 @@ class Arena(Extents):
                 self.give_up(taker)
 
     def is_over(self) -> bool:
-        """Return whether more memory is in use than the capacity. Then free blocks are given back, and not used again.
+        """Return whether a message lies beyond the capacity. Then free blocks are given back, and not used again.
 
         A message may be placed beyond the capacity in a queue that has none (``force``). A queue that nobody reads would get
         its block next, and the next such message would take another.
@@ -460,11 +460,12 @@ class Arena(Extents):
         if self.words[OVER]:
             if not self.words[PAGE_LOCKED] and self._excess(self._reserved()) > 0:  # also while its pages are made
                 return True
-            self.words[OVER] = 0  # or, where pages are locked, nothing can be given back
+            self.words[OVER] = 0  # where pages are locked, at once: nothing can be given back
         return False
 
     def _excess(self, coming: int = 0) -> int:
-        """Return bytes in extents beyond those before a message was placed beyond the capacity, or beyond the capacity then.
+        """Return by how many bytes the extents exceed what ``OVER`` notes: what they might have been, or were, before a message
+        was placed beyond the capacity. Rows and tables are left out: a process needs more of its row with each further queue.
 
         Args:
             coming: bytes that are about to be there, too.

@@ -165,7 +165,7 @@ class Leases:
             must: also where addresses are left to messages.
 
         Returns:
-            None where the budget is used up, more memory is in use than the arena may cost, addresses are left to messages, or
+            None where the budget is used up, a message lies beyond the capacity, addresses are left to messages, or
             there is no room for such a copy; or where a signal's handler asks while this thread is just forking: the child
             would know nothing of the lease. Then memory of one's own is due.
         """

@@ -67,6 +67,9 @@ shares one word with the ticket that was counted last. If G is not set, G5 has n
 its header still has the credit: G = the credit's next lap, in doubt until it is found given. Then the block becomes FREE, if
 it is still QUEUED with this ticket. Then T = 0, then G = 0. T = 0 with G set means that the credit was given.
 
+A living process whose put failed judges only what it does not know: it has noted whether it took C (``Operation.is_credited``).
+And a G that no word says yet was given by nobody.
+
 A token that stands in a dead taker's word and also in the snapshot was not taken. The kernel copies a token before it
 removes it, and a copy into a page that has just been swapped out can fail half-way through a batch. The recovering process
 clears that word and does nothing else.

@@ -300,9 +300,8 @@ class Connector(FrameSocket):
         if self._failed is None:
             line = self._line
             is_reached = self._was_reached if line is None else line.is_reached and not line.routing
-            return (
-                "somebody listens there, and does not answer as an end does: another program, or stopped" * is_reached
-            )
+            told = "somebody listens there, and does not answer as an end does: another program, or stopped"
+            return told if is_reached else ""
         times = f" ({self._failures} times)" if self._failures > 1 else ""
         why = self._failed.why_it_failed(has_keys=self._security is not None)
         return f"handshake with {self.address.text} failed{times}: {why}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import math
 import os
 import socket
@@ -490,6 +491,32 @@ def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None
         assert resident().rss - before > 50 * MIB
         child.begin(children.take_and_drop, math.inf)
         wait_until(lambda: resident().rss - before < 20 * MIB)
+        child.kill()
+    tp.Consumer("next").close()  # which removes the killed one's files
+
+
+@pytest.mark.parametrize("what", ["pieces", "repeated"])
+def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later(what: str) -> None:
+    """Each piece brings a byte; or each message had come before. What libzmq held of them lies below what the other has."""
+    with Child() as child:
+        endpoint = child.call(children.open_consumer, LOOPBACK, producers=None, shared_memory="off")
+        resident = psutil.Process(child.pid).memory_info
+        line = RawLine(endpoint)
+        line.say_by_itself(hello("producer", round=1, end=7))
+        child.call(children.wait_in_vain, 0.3)
+        before = resident().rss
+        places = iter(range(1_000_000))
+        while resident().rss - before < 40 * MIB:
+            for place in itertools.islice(places, 5_000):
+                if what == "pieces":
+                    line.say_by_itself(pack_piece(1, Piece(place, 1 << 30)), b"a")
+                else:
+                    line.say_by_itself(pack(Kind.DATA, 0), bytes(40))
+        with RawEnd(endpoint) as later:
+            later.say(hello("producer", end=9))
+            child.begin(children.take_and_drop, math.inf)
+            wait_until(lambda: resident().rss - before < 20 * MIB)
+        line.reset()
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
 
