@@ -457,15 +457,15 @@ class Arena(Extents):
         A message may be placed beyond the capacity in a queue that has none (``force``). A queue that nobody reads would get
         its block next, and the next such message would take another.
         """
-        if self.words[OVER]:
-            if not self.words[PAGE_LOCKED] and self._excess(self._reserved()) > 0:  # also while its pages are made
+        if self.words[OVER] and not self.words[PAGE_LOCKED]:  # there nothing can be given back
+            if self._excess(self._reserved()) > 0:  # also while its pages are made
                 return True
-            self.words[OVER] = 0  # where pages are locked, at once: nothing can be given back
+            self.words[OVER] = 0
         return False
 
     def _excess(self, coming: int = 0) -> int:
         """Return by how many bytes the extents exceed what ``OVER`` notes: what they might have been, or were, before a message
-        was placed beyond the capacity. Rows and tables are left out: a process needs more of its row with each further queue.
+        was placed beyond the capacity. Rows are left out: a process needs more of its own with each further queue.
 
         Args:
             coming: bytes that are about to be there, too.
@@ -532,7 +532,7 @@ class Arena(Extents):
                 left = headroom() - others - _tables(nbytes) - PURSE
                 self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
-                if room < nbytes and not self.words[OVER]:
+                if room - others < nbytes and not self.words[OVER]:
                     self.words[OVER] = max(self.capacity, self.capacity - room) - self.segment.resident_until(ROWS_END)
                 return True
             if not others:
@@ -692,7 +692,8 @@ class Arena(Extents):
         """Return whether a message lies beyond the capacity. What lies free does not count: it can be given back. Nor does what
         processes have for small objects and their rows: they may need that when all else is in use.
         """
-        return self.is_over() and self._excess() > self._free_bytes()
+        over = self._excess()
+        return over > 0 and over > self._free_bytes()
 
     def _free_bytes(self) -> int:
         """Return bytes of memory in all free blocks, whoever has them."""

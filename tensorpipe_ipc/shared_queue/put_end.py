@@ -407,7 +407,8 @@ class PutEnd:
         if size_class > QUICK or not free:
             arena.mind_idle(self.attachment.recover_dead)
             arena.reclaim_freed(size_class)
-        if not (self.words[OVER] and self._queue.qsize()) and free:  # last: no other thread may take the last one since
+        is_over = self.words[OVER] and not self.words[PAGE_LOCKED] and self._queue.qsize()
+        if not is_over and free:  # last: no other thread may take the last one since
             block = free[-1]
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard

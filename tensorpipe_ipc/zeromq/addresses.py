@@ -31,7 +31,7 @@ __all__ = [
 # Base Directory Specification).
 FILE_MODE = 0o1600
 _MOST_LINKS = 40
-_TEMPORARY = "/tmp"
+_TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # as tempfile has them
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
@@ -86,8 +86,8 @@ def parse(endpoint: str, *, has_keys: bool = False) -> Address:
 
 
 def runtime_folder() -> str:
-    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in
-    ``$TMPDIR`` or /tmp.
+    """Return where the sockets of bare names are: ``$XDG_RUNTIME_DIR/tensorpipe_ipc``, or a folder of this user's in the
+    first folder for temporary files that may be written to: ``$TMPDIR``, ``$TEMP``, ``$TMP``, /tmp, /var/tmp, /usr/tmp.
 
     ``tempfile`` is not asked: it holds a lock, which a child that is forked meanwhile, or a signal's handler, would wait for.
 
@@ -97,12 +97,12 @@ def runtime_folder() -> str:
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if _is_folder(base):
         return os.path.join(base, "tensorpipe_ipc")
-    for base in (os.environ.get("TMPDIR", ""), _TEMPORARY):
+    for base in (*(os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")), *_TEMPORARY):
         if _is_folder(base) and os.access(base, os.W_OK | os.X_OK):
             return os.path.join(base, f"tensorpipe_ipc-{os.geteuid()}")
     raise Refused(
-        f"no folder for the runtime folder of this user: {_TEMPORARY} is none that you may write to; set XDG_RUNTIME_DIR, or "
-        "TMPDIR, to one"
+        f"no folder for the runtime folder of this user: none of {', '.join(_TEMPORARY)} may be written to; set "
+        "XDG_RUNTIME_DIR, or TMPDIR, to one that you may write to"
     )
 
 

@@ -97,6 +97,7 @@ class Connector(FrameSocket):
             is_there, self._objection = False, str(why)
         except OSError:  # nobody of this user gets there
             is_there, self._objection = False, ""
+        self._was_reached = self._was_reached and is_there
         return is_there
 
     def _try(self) -> None:
@@ -157,7 +158,7 @@ class Connector(FrameSocket):
             self._failures += 1
             if self._failed is None or line.was_answered:
                 self._failed = line
-        self._was_reached = line.is_reached and not line.routing
+        self._was_reached = line.is_reached and not line.routing and not line.is_to_itself
         if line.stranger is not None:
             self._objection = (
                 f"{self.address.path} is a socket of uid {line.stranger}, not of uid {os.geteuid()}; use another path"

@@ -1127,6 +1127,29 @@ def test_where_pages_are_locked_a_message_beyond_the_capacity_holds_nothing_back
         between.put(octets(20_000), timeout=1)
 
 
+def test_where_pages_are_locked_leases_pin_no_more_than_the_capacity(ctx: Any) -> None:
+    """What lies beyond it is copied, however many processes get."""
+    there = ctx.Queue()
+    ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
+    (told, tell), (done, say_done) = os.pipe(), os.pipe()
+
+    def keep() -> None:
+        message = there.get(timeout=LIMIT)
+        os.write(tell, b"l" if segment_at(message.data_ptr()) else b"c")
+        os.read(done, 1)
+
+    children, leases = [], 0
+    for _ in range(6):
+        there.put(octets(3 * MIB), timeout=LIMIT)
+        children.append(in_child(keep))
+        leases += os.read(told, 1) == b"l"
+    assert leases == 2, "of 3 MiB in 8 MiB"
+    os.write(say_done, b"." * len(children))
+    assert [reap(child) for child in children] == [0] * len(children)
+    for end in (told, tell, done, say_done):
+        os.close(end)
+
+
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []

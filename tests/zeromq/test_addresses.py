@@ -144,13 +144,16 @@ def test_a_path_that_is_no_utf8() -> None:
         parse(os.fsdecode(b"ipc:///tmp/\xff"))
 
 
-def test_where_no_temporary_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bare name is refused, with what to do."""
+def test_where_no_temporary_folder_can_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A bare name is refused, with what to do. The first that can be is taken."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setenv("TMPDIR", "relative")
-    monkeypatch.setattr(addresses, "_TEMPORARY", "/missing")
-    with pytest.raises(Refused, match="/missing is none that you may write to; set XDG_RUNTIME_DIR, or TMPDIR"):
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, "relative")
+    monkeypatch.setattr(addresses, "_TEMPORARY", ("/missing",))
+    with pytest.raises(Refused, match="none of /missing may be written to; set XDG_RUNTIME_DIR, or TMPDIR"):
         Consumer("frames")
+    monkeypatch.setattr(addresses, "_TEMPORARY", ("/missing", str(tmp_path)))
+    assert runtime_folder() == f"{tmp_path}/tensorpipe_ipc-{os.geteuid()}"
 
 
 def test_ipc_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
