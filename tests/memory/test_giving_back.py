@@ -1128,7 +1128,7 @@ def test_where_pages_are_locked_a_message_beyond_the_capacity_holds_nothing_back
 
 
 def test_where_pages_are_locked_leases_pin_no_more_than_the_capacity(ctx: Any) -> None:
-    """What lies beyond it is copied, however many processes get."""
+    """Messages beyond it are copied, however many processes get."""
     there = ctx.Queue()
     ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
     (told, tell), (done, say_done) = os.pipe(), os.pipe()
