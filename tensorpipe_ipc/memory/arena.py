@@ -34,7 +34,7 @@ FREE to WRITING. So a block has one owner and one writer, and no process needs c
 generation goes up each time the block is queued. A ticket is (block, generation), so one look at the state tells whether a
 ticket was given, is late or is foreign. A generation comes round after 2 ** 32 messages in one block.
 
-**Allocation** is private to the owner, in plain Python data: lists of blocks by size class, the last freed first. A copy
+**Allocation** is private to the owner, in plain Python data: lists of blocks by kind, the last freed first. A copy
 into warm memory is five times as fast as into fresh memory. ``free`` has blocks that are thought to be free, ``_fresh`` those
 that cost nothing or little yet. ``recent`` and ``_older`` have blocks that were taken, and will be freed by the processes that
 have them. *The lists are hints.* A block's extent and state say whether it may be taken, and they are looked at when it is
@@ -47,6 +47,11 @@ out. Before it gets them, they are held against ``capacity``, against what the m
 against what other processes are just getting (``RESERVED`` in their rows, stored first). Then the pages are made, all at once,
 and from then on every process counts them; also those of a loan that is not filled yet. Small blocks are charged whole, 64 KiB
 at a time. This is a check, not a guarantee: other programs may take what is left in the meantime.
+
+**Beyond the capacity** a block is had by force: for a message in a queue that has none, as queues that share an arena must not
+starve each other in a circle, and for a queue's own record. It lies in an extent of a kind of its own (``BEYOND``). What comes
+free there is used by force again, or given back. It is no lease's (leases.py), nor another message's: so what is left there is
+what was had by force, and one message after the other cannot add to what others have for long.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
@@ -72,20 +77,30 @@ import numpy as np
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.headroom import OUTDATED, headroom, until_the_next_look
-from tensorpipe_ipc.memory.extents import SIZE_CLASS, UNIT, Extent, Extents, Places, Words
+from tensorpipe_ipc.memory.extents import (
+    BEYOND,
+    KIND,
+    SIZE_CLASS,
+    UNIT,
+    Extent,
+    Extents,
+    Places,
+    Words,
+    size_of,
+    units_of,
+)
 from tensorpipe_ipc.memory.row import (
     ALLOCATING,
     HAZARDS,
     MAX_ROWS,
     RESERVED,
-    ROWS_END,
     WALKING,
     Operation,
     hazard_word,
     row_word,
 )
 from tensorpipe_ipc.memory.rows import Prepared, Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, OVER, PAGE_LOCKED, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, PAGE_LOCKED, Segment
 
 __all__ = [
     "FREE",
@@ -128,7 +143,6 @@ RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # size class up to which a free block is taken without a look at those that others have just freed
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
-_SIZE_CLASSES = 48
 
 
 class Taker:
@@ -149,9 +163,9 @@ class Arena(Extents):
 
     Attributes:
         writing, held: the low half of a block's state while this process writes or holds it.
-        free: by size class, blocks that are thought to be free.
-        recent: by size class, blocks that this process took last.
-        own: by size class, what an extent's word is while it is this process's.
+        free: by kind, blocks that are thought to be free.
+        recent: by kind, blocks that this process took last.
+        own: by kind, what an extent's word is while it is this process's.
         whole: the largest size class that is no larger than a page.
         maker: the process whose arena was the segment's first, where this is that one; else 0.
     """
@@ -223,12 +237,12 @@ class Arena(Extents):
             "writing": holder | WRITING,
             "queued": holder | QUEUED,
             "held": holder | HELD,
-            "own": [max(1, (1 << each) >> 20) << 32 | each << 16 | row + 1 for each in range(_SIZE_CLASSES)],
+            "own": [units_of(kind) << 32 | kind << 16 | row + 1 for kind in range(KIND + 1)],
             "_hazard": hazard_word(row, ALLOCATING),
         }
-        for start, size_class, units in self._extents(row):
-            lists = (prepared[name][size_class] for name in ("free", "_fresh", "_older"))
-            for blocks, some in zip(lists, self._sorted(start, size_class, units), strict=True):
+        for start, kind, units in self._extents(row):
+            lists = (prepared[name][kind] for name in ("free", "_fresh", "_older"))
+            for blocks, some in zip(lists, self._sorted(start, kind, units), strict=True):
                 blocks += some
         return vars(self), prepared
 
@@ -250,16 +264,17 @@ class Arena(Extents):
         Raises:
             SharedMemoryError: there can never be room for so much.
         """
-        size_class, growth = size_class_of(nbytes), self._growth(nbytes)
+        kind, growth = size_class_of(nbytes), self._growth(nbytes)
         if not force:
             self.check(nbytes)
         self.mind_idle()
-        block = self._allocate(size_class, growth, force, taker)
+        block = self._allocate(kind, growth, taker)
         if not block and not collected:
-            self.reclaim(self._useful(size_class))
-            self._trim(growth)
-            block = self._allocate(size_class, growth, force, taker)
-        return block
+            self.reclaim(self._useful(kind))
+            if not self._lies_free(kind, growth):
+                self._trim(growth)
+            block = self._allocate(kind, growth, taker)
+        return block or (self._allocate(kind | BEYOND, growth, taker) if force else 0)
 
     def check(self, nbytes: int) -> None:
         """
@@ -273,41 +288,39 @@ class Arena(Extents):
                 "send it in parts",
             )
 
-    def _allocate(self, size_class: int, growth: int, force: bool, taker: Operation | Taker | None) -> int:
+    def _allocate(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
         taker = Taker() if taker is None else taker
-        if size_class > QUICK:
-            self.reclaim_freed(size_class)  # what was freed last is warm; it costs less than a copy of so much
-        is_small, stale = size_class <= self.whole, 0
+        if kind > QUICK:
+            self.reclaim_freed(kind)  # what was freed last is warm; it costs less than a copy of so much
+        is_small, size, force, stale = self._is_small(kind), size_of(kind), bool(kind & BEYOND), 0
         while True:
-            source = self._next(size_class)
+            source = self._next(kind)
             if not source:
-                if not self._has_room(1 << size_class if is_small else growth, force) or not self._claim(size_class):
+                if not self._has_room(size if is_small else growth, force) or not self._claim(kind):
                     return 0
                 continue
-            is_fresh = source is self._fresh[size_class]
-            if is_small and is_fresh and not self._has_purse(1 << size_class, force):  # first: its state makes a page
+            is_fresh = source is self._fresh[kind]
+            if is_small and is_fresh and not self._has_purse(size, force):  # first: its state makes a page
                 return 0
-            if is_small and not is_fresh and not force and self.is_over():
-                return 0
-            block = self._start(source, size_class, taker)
+            block = self._start(source, kind, taker)
             if block and (is_small or self._has_pages(block, growth, force, taker)):
-                self.recent[size_class].append(block)
+                self.recent[kind].append(block)
                 if is_small and is_fresh:
-                    self._purse -= 1 << size_class
-                    self._stock(size_class)
+                    self._purse -= size
+                    self._stock(kind)
                 return block
             if block:
                 source.append(block)
                 return 0
             stale += 1
             if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
-                self.reclaim({size_class})
+                self.reclaim({kind})
 
-    def _next(self, size_class: int) -> list[int]:
+    def _next(self, kind: int) -> list[int]:
         """Return a list whose last block is thought to be free; an empty one: there is none."""
-        return self.reclaim_freed(size_class) or self._fresh[size_class]
+        return self.reclaim_freed(kind) or self._fresh[kind]
 
-    def _start(self, blocks: list[int], size_class: int, taker: Operation | Taker, at: int = -1) -> int:
+    def _start(self, blocks: list[int], kind: int, taker: Operation | Taker, at: int = -1) -> int:
         """Have a block of a list WRITING, if it is free and its extent this process's. (extents.py, "Changing hands").
 
         Returns:
@@ -321,7 +334,7 @@ class Arena(Extents):
             except IndexError:
                 return 0
             words[self._hazard] = block
-            if words[self.table + (block >> 20)] == self.own[size_class]:
+            if words[self.table + (block >> 20)] == self.own[kind]:
                 state = words[block >> 3] or words[self.floors + (block >> 20)] << GENERATION_AT
                 if not state & HOLDER:
                     words[block >> 3] = state | self.writing
@@ -329,16 +342,16 @@ class Arena(Extents):
             words[self._hazard] = 0
         return started
 
-    def _stock(self, size_class: int) -> None:
+    def _stock(self, kind: int) -> None:
         """A few more small blocks than are needed: so that not each put of a message that is taken at once has to reclaim.
 
         400 bytes to and fro: 12 us a put instead of 17.
         """
-        free, fresh = self.free[size_class], self._fresh[size_class]
+        free, fresh = self.free[kind], self._fresh[kind]
         with contextlib.suppress(IndexError):  # another thread has them
-            while len(free) < STOCK and self._purse >= 1 << size_class:
+            while len(free) < STOCK and self._purse >= size_of(kind):
                 free.append(fresh.pop())
-                self._purse -= 1 << size_class
+                self._purse -= size_of(kind)
 
     def discard(self, block: int) -> None:
         """A block that this process was writing, or had queued without giving its ticket, is free again.
@@ -357,72 +370,80 @@ class Arena(Extents):
         if words[word] & _ROW == self.writing & _ROW != 0:
             words[word] &= ~HOLDER
 
-    def reclaim_freed(self, size_class: int) -> list[int]:
-        """Look for blocks that others have freed. The list of free ones of that size class.
+    def reclaim_freed(self, kind: int) -> list[int]:
+        """Look for blocks that others have freed. The list of free ones of that kind.
 
         Blocks in flight are young, the last 32 that were taken, or old. All the young are looked at. Of the old, which
         may be thousands under leases, four each time, in turn: so their number costs nothing, and a free one among them
         is found within a quarter as many allocations.
         """
-        free, recent, old = self.free[size_class], self.recent[size_class], self._older[size_class]
+        free, recent, old = self.free[kind], self.recent[kind], self._older[kind]
         try:
             while len(recent) > RECENT:
                 old.append(recent.popleft())
-            self._partition(size_class, recent, len(recent))
+            self._partition(kind, recent, len(recent))
             if old:
-                self._partition(size_class, old, min(len(old), 4))
+                self._partition(kind, old, min(len(old), 4))
         except IndexError as error:  # another thread is at it, too
             reraise_from_handler(error)
         return free
 
-    def _partition(self, size_class: int, blocks: deque[int], looks: int) -> None:
+    def _partition(self, kind: int, blocks: deque[int], looks: int) -> None:
         """Sort some blocks that were busy: those that are free go to the free ones.
 
         Of an extent that another process has taken the states are not read, and its blocks dropped. Where it was given up,
         reading would make a page that is nobody's.
         """
-        words, table, own, free = self.words, self.table, self.own[size_class], self.free[size_class]
+        words, table, own, free = self.words, self.table, self.own[kind], self.free[kind]
         for _ in range(looks):
             block = blocks.popleft()
             if words[table + (block >> 20)] == own:
                 (blocks if words[block >> 3] & HOLDER else free).append(block)
 
-    def reclaim(self, size_classes: Collection[int] | None = None) -> None:
+    def reclaim(self, kinds: Collection[int] | None = None) -> None:
         """Make the lists anew by the states of all own blocks: when there is no room, or extents have changed hands.
 
         Args:
-            size_classes: those whose lists; None: all.
+            kinds: those whose lists; None: all.
         """
         found: defaultdict[int, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
-        for start, size_class, units in reversed(list(self._extents(self.rows.index))):  # the first is used first
-            if size_classes is None or size_class in size_classes:
-                for blocks, some in zip(found[size_class], self._sorted(start, size_class, units), strict=True):
+        for start, kind, units in reversed(list(self._extents(self.rows.index))):  # the first is used first
+            if kinds is None or kind in kinds:
+                for blocks, some in zip(found[kind], self._sorted(start, kind, units), strict=True):
                     blocks += some
-        for size_class in {*found, *self.free} if size_classes is None else size_classes:
-            free, fresh, busy = found[size_class]
-            self.recent[size_class].clear()
-            self.free[size_class][:], self._fresh[size_class][:], self._older[size_class] = free, fresh, deque(busy)
+        for kind in {*found, *self.free} if kinds is None else kinds:
+            free, fresh, busy = found[kind]
+            self.recent[kind].clear()
+            self.free[kind][:], self._fresh[kind][:], self._older[kind] = free, fresh, deque(busy)
 
-    def _useful(self, size_class: int) -> set[int]:
-        """Return which size classes' free blocks help where one of this class is wanted: also those that can be punched out."""
-        return {size_class, *(each for each in list(self.free) if each > self.whole)}
+    def _is_small(self, kind: int) -> bool:
+        return kind & SIZE_CLASS <= self.whole
 
-    def _has(self, start: int, size_class: int, units: int) -> None:
-        free, fresh, busy = self._sorted(start, size_class, units)
-        self.free[size_class] += free
-        self._fresh[size_class] += fresh
-        self._older[size_class] += busy
+    def _useful(self, kind: int) -> set[int]:
+        """Return which kinds' free blocks help where one of this kind is wanted: also those that can be punched out."""
+        return {kind, *(each for each in list(self.free) if not self._is_small(each))}
 
-    def _sorted(self, start: int, size_class: int, units: int) -> tuple[list[int], list[int], list[int]]:
+    def _lies_free(self, kind: int, growth: int) -> bool:
+        """Return whether the next free block of a kind has all the pages that are wanted of it."""
+        last = self.free[kind][-1:]
+        return bool(last) and (self._is_small(kind) or self.words[(last[0] >> 3) + WRITTEN] >= growth)
+
+    def _has(self, start: int, kind: int, units: int) -> None:
+        free, fresh, busy = self._sorted(start, kind, units)
+        self.free[kind] += free
+        self._fresh[kind] += fresh
+        self._older[kind] += busy
+
+    def _sorted(self, start: int, kind: int, units: int) -> tuple[list[int], list[int], list[int]]:
         """Return the blocks of an extent that are free, those that cost nothing or little yet, and those that are busy."""
-        is_small = size_class <= self.whole
-        count = units * UNIT - (self.segment.page if is_small else 0) >> size_class  # a hole: extents.py, "Walking"
-        blocks, states = self.states(start, size_class, units)
+        is_small, bits = self._is_small(kind), kind & SIZE_CLASS
+        count = units * UNIT - (self.segment.page if is_small else 0) >> bits  # a hole: extents.py, "Walking"
+        blocks, states = self.states(start, kind, units)
         held = (states & np.uint64(HOLDER)) != FREE
         warm = (self.numbers[(blocks >> 3) + WRITTEN] > self.segment.page) | is_small
-        fresh = np.ones(units * UNIT >> size_class, np.bool_)
-        fresh[(blocks[held | warm] - start) >> size_class] = False
-        cold = start + (np.flatnonzero(fresh[:count])[::-1] << size_class)
+        fresh = np.ones(units * UNIT >> bits, np.bool_)
+        fresh[(blocks[held | warm] - start) >> bits] = False
+        cold = start + (np.flatnonzero(fresh[:count])[::-1] << bits)
         return blocks[~held & warm].tolist(), cold.tolist(), blocks[held].tolist()
 
     # ---- memory ----
@@ -445,38 +466,16 @@ class Arena(Extents):
         """Have memory for what is to be written into a large block that is WRITING. False: there is no room, and it is FREE."""
         have, done = self.words[(block >> 3) + WRITTEN], False
         try:
-            done = self._grow(block, have, growth, force) if growth > have else force or not self.is_over()
+            done = growth <= have or self._grow(block, have, growth, force)
             return done
         finally:
             if not done:
                 self.give_up(taker)
 
-    def is_over(self) -> bool:
-        """Return whether a message lies beyond the capacity. Then free blocks are given back, and not used again.
-
-        A message may be placed beyond the capacity in a queue that has none (``force``). A queue that nobody reads would get
-        its block next, and the next such message would take another.
-        """
-        if self.words[OVER] and not self.words[PAGE_LOCKED]:  # there nothing can be given back
-            if self._excess(self._reserved()) > 0:  # also while its pages are made
-                return True
-            self.words[OVER] = 0
-        return False
-
-    def _excess(self, coming: int = 0) -> int:
-        """Return by how many bytes the extents exceed what ``OVER`` notes: what they might have been, or were, before a message
-        was placed beyond the capacity. Rows are left out: a process needs more of its own with each further queue.
-
-        Args:
-            coming: bytes that are about to be there, too.
-        """
-        before = self.words[OVER]
-        return coming + self.segment.resident() - self.segment.resident_until(ROWS_END) - before if before else 0
-
     def reach(self, block: int, end: int) -> bool:
         """Have memory for a block that this process holds, up to an end in it. False: there is no room."""
         have, wanted = self.words[(block >> 3) + WRITTEN], -(-(end - block) // self.segment.page) * self.segment.page
-        if wanted <= have or self.words[self.table + (block >> 20)] >> 16 & SIZE_CLASS <= self.whole:
+        if wanted <= have or self._is_small(self.words[self.table + (block >> 20)] >> 16):
             return True
         return self._grow(block, have, wanted, False)
 
@@ -532,8 +531,6 @@ class Arena(Extents):
                 left = headroom() - others - _tables(nbytes) - PURSE
                 self._machine = min(left, max(until_the_next_look(left, ALLOWANCE), nbytes))
             if self._machine >= nbytes and (force or room - others >= nbytes):
-                if room - others < nbytes and not self.words[OVER]:
-                    self.words[OVER] = max(self.capacity, self.capacity - room) - self.segment.resident_until(ROWS_END)
                 return True
             if not others:
                 return False
@@ -558,31 +555,29 @@ class Arena(Extents):
         """Give back memory of own free blocks, largest and coldest first, until there is room."""
         self._purse = self._machine = 0
         short = 0
-        for size_class in sorted(
-            (size_class for size_class in list(self.free) if size_class > self.whole), reverse=True
-        ):
-            blocks = self.free[size_class]
+        for kind in sorted((kind for kind in list(self.free) if not self._is_small(kind)), key=size_of, reverse=True):
+            blocks = self.free[kind]
             for _ in range(len(blocks)):
                 # Not for each block: a look costs several times what it does to give one back.
                 if short <= 0 and (short := self._short_of(nbytes)) <= 0:
                     return
-                short -= self._punch_out(blocks, size_class)
+                short -= self._punch_out(blocks, kind)
 
-    def _punch_out(self, blocks: list[int], size_class: int) -> int:
+    def _punch_out(self, blocks: list[int], kind: int) -> int:
         """Give back all of the first of some free blocks but the page with its state. Bytes."""
         taker = Taker()
         try:
-            block = self._start(blocks, size_class, taker, at=0)
+            block = self._start(blocks, kind, taker, at=0)
             return self.shrink(block) if block else 0
         finally:
             if taker.block:
                 self.words[taker.block >> 3] &= ~HOLDER  # with no call: nobody else knows that it is being written
-                self._fresh[size_class].append(taker.block)
+                self._fresh[kind].append(taker.block)
 
     def shrink(self, block: int) -> int:
         """Give back all of a block that this process has but the page with its state. Bytes. Its content nobody may need."""
         page, written = self.segment.page, (block >> 3) + WRITTEN
-        size, before = 1 << (self.words[self.table + (block >> 20)] >> 16 & SIZE_CLASS), self.words[written]
+        size, before = size_of(self.words[self.table + (block >> 20)] >> 16), self.words[written]
         if size > page:
             self.words[written] = min(before, page)  # first: killed after it, pages are counted twice
             if self.segment.punch(block + page, block + size):
@@ -596,8 +591,10 @@ class Arena(Extents):
         Own extents that are free are given up, then those of others, the dead first; of extents that are free in part, the
         free blocks are punched out. Where all that is free is not enough, others keep theirs.
         """
-        missed = set[int]()
-        self.reclaim(self._useful(size_class_of(nbytes)))
+        missed, kind = set[int](), size_class_of(nbytes)
+        self.reclaim(self._useful(kind))
+        if self._lies_free(kind, self._growth(nbytes)):
+            return
         while (refused := self._collect(nbytes, missed)) - missed:
             missed |= refused
 
@@ -611,30 +608,30 @@ class Arena(Extents):
             The units of further ones.
         """
         # A fresh block's state, and the two words of its extent, may each make a page before there is a look at the room.
-        size_class, beside = size_class_of(nbytes), 3 * self.segment.page
+        kind, beside = size_class_of(nbytes), 3 * self.segment.page
         growth = self._growth(nbytes) + beside
-        short, no_addresses = self._short_of(growth), not self._next(size_class) and self._lacks_addresses(size_class)
+        short, no_addresses = self._short_of(growth), not self._next(kind) and self._lacks_addresses(kind)
         if short <= 0 and not no_addresses:
             return set()
         self._punch_gaps()
         short = self._short_of(growth)
         found, same, chosen = list[tuple[bool, int, bool, Extent]](), list[tuple[int, int, Extent]](), list[Extent]()
-        for start, class_, units_, row, _ in self._words_of_extents():
+        for start, kind_, units_, row, _ in self._words_of_extents():
             if start >> 20 not in missed:
-                extent, (blocks, states) = (start, class_, units_), self.states(start, class_, units_)
+                extent, (blocks, states) = (start, kind_, units_), self.states(start, kind_, units_)
                 is_anothers = row != self.rows.index and self.rows.is_alive(row)
-                free, whole = self._free_memory(start, class_, blocks, states)
+                free, whole = self._free_memory(start, kind_, blocks, states)
                 found.append((is_anothers, free, whole, extent))
                 if whole and row == self.rows.index:
                     chosen.append(extent)
-                if class_ == size_class:
+                if kind_ == kind:
                     busy = int(np.count_nonzero(states & np.uint64(HOLDER)))
                     same.append((busy, len(states) - busy if row != self.rows.index else 0, extent))
         mine, more = set(chosen), list[Extent]()
         if no_addresses:
             more += [extent for _, _, whole, extent in found if whole and extent not in mine]
             # And one whose free blocks are of the right size: what is free as a whole may not lie in a row, or there is none.
-            more += [extent for busy, _, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> size_class]
+            more += [extent for busy, _, extent in sorted(same)[:1] if 0 < busy < extent[2] * UNIT >> kind]
         mine |= set(more)
         freed = sum(free for _, free, _, extent in found if extent in mine)
         short -= freed
@@ -645,8 +642,8 @@ class Arena(Extents):
                 if short > 0:
                     more.append(extent)
                     short -= free
-        elif short > 0 and size_class <= self.whole:
-            # No memory is free, but perhaps blocks of this class are, with others, each beside a message on its page.
+        elif short > 0 and self._is_small(kind):
+            # No memory is free, but perhaps blocks of this kind are, with others, each beside a message on its page.
             more += [extent for _, free, extent in sorted(same, key=lambda each: -each[1])[:1] if free]
         refused = self._take(chosen + more)
         self._trim(growth)
@@ -658,9 +655,13 @@ class Arena(Extents):
         least = self._growth(nbytes) + 3 * self.segment.page + _tables(nbytes) + PURSE  # as in _collect
         return headroom() + free < least or self._lacks_addresses(size_class_of(nbytes))
 
-    def _lacks_addresses(self, size_class: int) -> bool:
-        units = max(1, (1 << size_class) >> 20)
+    def _lacks_addresses(self, kind: int) -> bool:
+        units = units_of(kind)
         return self._gap(self._first_unit, units) + units > self._units
+
+    def is_beyond(self, block: int) -> bool:
+        """Return whether a block lies beyond the capacity. Its extent stays: the caller has the block."""
+        return bool(self.words[self.table + (block >> 20)] >> 16 & BEYOND)
 
     def is_for_tensors(self, block: int) -> bool:
         """Return whether tensors may lie on a block. The upper half of the addresses is left to messages on their way."""
@@ -668,19 +669,19 @@ class Arena(Extents):
 
     def why_no_room(self, nbytes: int) -> str:
         """Return what there is no room for, for people."""
-        size_class, text = size_class_of(nbytes), f"no {nbytes} bytes free"
-        if not self._lacks_addresses(size_class):
+        kind, text = size_class_of(nbytes), f"no {nbytes} bytes free"
+        if not self._lacks_addresses(kind):
             return text
-        addresses, row = self._units - self._first_unit, 1 << max(0, size_class - 20)
+        addresses, row = self._units - self._first_unit, 1 << max(0, kind - 20)
         return f"{text}, and of {addresses} MiB of addresses no {row} MiB in a row (raise the limit: ulimit -v)"
 
-    def _free_memory(self, start: int, size_class: int, blocks: Places, states: Words) -> tuple[int, bool]:
+    def _free_memory(self, start: int, kind: int, blocks: Places, states: Words) -> tuple[int, bool]:
         """Return bytes of memory in the free blocks of an extent that could be given back, and whether all are free."""
         free = (states & np.uint64(HOLDER)) == FREE
-        if size_class > self.whole:
-            nbytes = self._memory_of(blocks[free])
+        if self._is_small(kind):
+            nbytes = sum(stop - begin for begin, stop in self.free_runs(start, kind, blocks, states))
         else:
-            nbytes = sum(stop - begin for begin, stop in self.free_runs(start, size_class, blocks, states))
+            nbytes = self._memory_of(blocks[free])
         return nbytes, bool(free.all())
 
     def _memory_of(self, blocks: Places) -> int:
@@ -688,18 +689,11 @@ class Arena(Extents):
         tells."""
         return int(np.maximum(self.numbers[(blocks >> 3) + WRITTEN], np.uint64(self.segment.page)).sum())
 
-    def is_overfull(self) -> bool:
-        """Return whether a message lies beyond the capacity. What lies free does not count: it can be given back. Nor does what
-        processes have for small objects and their rows: they may need that when all else is in use.
-        """
-        over = self._excess()
-        return over > 0 and over > self._free_bytes()
-
     def _free_bytes(self) -> int:
         """Return bytes of memory in all free blocks, whoever has them."""
         return sum(
-            self._free_memory(start, size_class, *self.states(start, size_class, units))[0]
-            for start, size_class, units, _ in self.all_extents()
+            self._free_memory(start, kind, *self.states(start, kind, units))[0]
+            for start, kind, units, _ in self.all_extents()
         )
 
     def trim(self) -> int:
@@ -707,9 +701,9 @@ class Arena(Extents):
         before = self.segment.resident()
         self._purse = 0
         wanted = [
-            (start, size_class, units)
-            for start, size_class, units, *_ in self._words_of_extents()
-            if any(self._free_memory(start, size_class, *self.states(start, size_class, units)))
+            (start, kind, units)
+            for start, kind, units, *_ in self._words_of_extents()
+            if any(self._free_memory(start, kind, *self.states(start, kind, units)))
         ]
         self._take(wanted)
         self._trim(1 << 62)
@@ -736,13 +730,13 @@ class Arena(Extents):
             return
         before, seen, idle, left = self._seen, dict[int, tuple[int, int]](), set[Extent](), 0
         resident = self.segment.resident()
-        for start, size_class, units, _ in self.all_extents():
-            blocks, states = self.states(start, size_class, units)
-            seen[start] = size_class, int(states.sum())
-            if before.get(start) == seen[start] and any(self._free_memory(start, size_class, blocks, states)):
-                idle.add((start, size_class, units))
+        for start, kind, units, _ in self.all_extents():
+            blocks, states = self.states(start, kind, units)
+            seen[start] = kind, int(states.sum())
+            if before.get(start) == seen[start] and any(self._free_memory(start, kind, blocks, states)):
+                idle.add((start, kind, units))
                 continue
-            left += self._memory_of(blocks) if size_class > self.whole else len(blocks) << size_class
+            left += len(blocks) * size_of(kind) if self._is_small(kind) else self._memory_of(blocks)
         self._seen = seen
         if not idle and left < WORTH:  # else who is killed at it, or kept from some, leaves that to the next look
             self.words[GROWN] = 0
@@ -777,14 +771,14 @@ class Arena(Extents):
         done = len(mine) == 2
         self._sweeping.add(row)
         try:
-            for start, size_class, units, in_doubt in self.walk(hazard_word(row, WALKING)):
-                for block in self.blocks_that(start, size_class, units, HOLDER, mine):
+            for start, kind, units, in_doubt in self.walk(hazard_word(row, WALKING)):
+                for block in self.blocks_that(start, kind, units, HOLDER, mine):
                     if block not in spared:
                         if in_doubt:
                             done = False
                         else:
-                            if size_class > self.whole and words[block >> 3] & HOLDER == holder | WRITING:
-                                self._punch_untold(block, 1 << size_class)
+                            if not self._is_small(kind) and words[block >> 3] & HOLDER == holder | WRITING:
+                                self._punch_untold(block, size_of(kind))
                             words[block >> 3] &= ~HOLDER
         finally:
             self._sweeping.discard(row)
@@ -792,12 +786,12 @@ class Arena(Extents):
 
     def inherit(self, row: int) -> None:
         """Take over the extents of a dead and finished row, whose lock the caller has: nobody allocates from them."""
-        for start, size_class, units in list(self._extents(row)):
+        for start, kind, units in list(self._extents(row)):
             unit = start >> 20
             with self._alone(unit, units) as alone:
                 if alone and self.words[self.table + unit] & 0xFFFF == row + 1:
-                    self.words[self.table + unit] = self._own(size_class, units)
-                    self._has(start, size_class, units)
+                    self.words[self.table + unit] = self._own(kind, units)
+                    self._has(start, kind, units)
 
     def is_in_use(self) -> bool:
         """Return whether anybody has any block in the works or holds one."""
@@ -821,8 +815,8 @@ class Arena(Extents):
 
     def _in_use(self) -> Iterator[tuple[Places, Words]]:
         """Of each extent's blocks that are in the works or held: the rows of those who have them, and the bytes of payload."""
-        for start, size_class, units, _ in self.all_extents():
-            blocks, states = self.states(start, size_class, units)
+        for start, kind, units, _ in self.all_extents():
+            blocks, states = self.states(start, kind, units)
             states &= np.uint64(HOLDER)
             busy = (states != FREE) & (states != KEPT)
             rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
@@ -835,7 +829,7 @@ def _unattached() -> dict[str, Any]:
         "writing": 0,
         "held": 0,
         "queued": 0,
-        "own": [0] * _SIZE_CLASSES,
+        "own": [0] * (KIND + 1),
         "free": defaultdict(list),
         "_fresh": defaultdict(list),
         "recent": defaultdict(deque),

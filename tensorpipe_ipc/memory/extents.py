@@ -7,14 +7,14 @@
                    │ until it is needed)    │                         │                   at u << 20
 
     a unit's word    63 ──────── 32 31 ─────── 30 ─ 16 15 ────── 0
-                     │ units       │ in doubt  │ class│ row + 1  │    of the first unit of an extent; 0 elsewhere
+                     │ units       │ in doubt  │ kind │ row + 1  │    of the first unit of an extent; 0 elsewhere
                      └─────────────┴───────────┴──────┴──────────┘
 
 **An extent** belongs to one row and is cut into blocks of 2 ** size class bytes. A large message is one block of several
-units. The extent's word changes only under an OFD lock on bytes that stand for its units. These bytes lie beyond the
-segment's end, where no other lock of this package lies. Processes try the lock without waiting, so a process that is stopped
-there keeps others from these units only. The word is stored before the extent is used, so the layout can be walked after a
-kill at any store.
+units. Its *kind* is this size class, and whether its blocks lie beyond the capacity (arena.py). The extent's word changes only
+under an OFD lock on bytes that stand for its units. These bytes lie beyond the segment's end, where no other lock of this
+package lies. Processes try the lock without waiting, so a process that is stopped there keeps others from these units only. The
+word is stored before the extent is used, so the layout can be walked after a kill at any store.
 
 **Changing hands.** The owner takes free blocks of an extent without asking any process (arena.py). Yet another process can
 get the extent. Before the owner writes the state of a free block, it takes these steps, without a lock or a barrier::
@@ -81,12 +81,14 @@ from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import APART, PAGE, Segment
 
-__all__ = ["IN_DOUBT", "SIZE_CLASS", "UNIT", "Extents"]
+__all__ = ["BEYOND", "IN_DOUBT", "KIND", "UNIT", "Extents", "size_of", "units_of"]
 
 UNIT = 1 << 20
 IN_DOUBT = 1 << 31
-SIZE_CLASS = 0x3F  # of an extent's word, 16 bits further up
-_SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which size class
+KIND = 0x7F  # of an extent's word, 16 bits further up: the size class of its blocks,
+SIZE_CLASS = 0x3F
+BEYOND = 0x40  # and whether they are for messages beyond the capacity alone
+_SHAPE = ~(IN_DOUBT | 0xFFFF)  # of a word: how many units, and which kind
 _NO_HAZARDS = bytes(8 * HAZARDS)
 _PARTS = 16  # into which it is cut what is taken at once
 _LOCKS = 1 << 62  # where the bytes begin that stand for units, when they are locked
@@ -95,7 +97,7 @@ _HOLDER = (1 << 32) - 1  # of a block's state: step, row, incarnation
 _FREE_BITS = np.uint64(_HOLDER)
 _GENERATION_AT = np.uint64(32)
 
-Extent = tuple[int, int, int]  # offset, size class, units
+Extent = tuple[int, int, int]  # offset, kind, units
 Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
@@ -115,23 +117,23 @@ class Extents:
 
     # ---- what the arena knows ----
 
-    def _has(self, start: int, size_class: int, units: int) -> None:
+    def _has(self, start: int, kind: int, units: int) -> None:
         """An extent has become this process's; its word says so."""
         raise NotImplementedError
 
-    def reclaim(self, size_classes: Collection[int]) -> None:
-        """Extents of these size classes have become this process's."""
+    def reclaim(self, kinds: Collection[int]) -> None:
+        """Extents of these kinds have become this process's."""
         raise NotImplementedError
 
     # ---- claiming ----
 
-    def _claim(self, size_class: int) -> bool:
+    def _claim(self, kind: int) -> bool:
         """Make free units an extent of this row's. Whether there are so many in a row.
 
         Raises:
             SharedMemoryError: nor will there ever be.
         """
-        units, unit = max(1, (1 << size_class) >> 20), self._first_unit
+        units, unit = units_of(kind), self._first_unit
         if unit + units > self._units:
             raise SharedMemoryError(
                 errno.ENOSPC,
@@ -142,21 +144,21 @@ class Extents:
             unit = self._gap(unit, units)
             if unit + units > self._units:
                 return False
-            if self._claim_at(unit, units, size_class):
+            if self._claim_at(unit, units, kind):
                 return True
             unit += 1
 
-    def _claim_at(self, unit: int, units: int, size_class: int) -> bool:
+    def _claim_at(self, unit: int, units: int, kind: int) -> bool:
         """Make these units an extent, unless they are none that are free, or somebody else is at them. Whether they are."""
         with self._alone(unit, units) as alone:
             if not alone or self._gap(unit, units) != unit:
                 return False
-            self.words[self.table + unit] = self._own(size_class, units)
-            self._has(unit * UNIT, size_class, units)
+            self.words[self.table + unit] = self._own(kind, units)
+            self._has(unit * UNIT, kind, units)
             return True
 
-    def _own(self, size_class: int, units: int) -> int:
-        return units << 32 | size_class << 16 | (self.rows.index + 1)
+    def _own(self, kind: int, units: int) -> int:
+        return units << 32 | kind << 16 | (self.rows.index + 1)
 
     @contextlib.contextmanager
     def _alone(self, unit: int, units: int) -> Iterator[bool]:
@@ -231,7 +233,7 @@ class Extents:
     def _take_some(self, wanted: Sequence[Extent], kept: set[int]) -> set[int]:
         """
         Args:
-            kept: gets the size classes of those that are not given up.
+            kept: gets the kinds of those that are not given up.
         """
         missed = {start >> 20 for start, *_ in wanted}
         with contextlib.ExitStack() as held:
@@ -241,25 +243,25 @@ class Extents:
             if not barrier.quick() or self.words[APART]:
                 barrier.slow()
             hazards = self._hazards()
-            for start, size_class, units in marked:
+            for start, kind, units in marked:
                 if start >> 20 in hazards:
                     continue
                 missed.discard(start >> 20)
-                if self._is_free(start, size_class, units) and self._give_up(start, size_class, units):
+                if self._is_free(start, kind, units) and self._give_up(start, kind, units):
                     continue
-                kept.add(size_class)
-                self._punch_free(start, size_class, units)
-                self.words[self.table + (start >> 20)] = self._own(size_class, units)
+                kept.add(kind)
+                self._punch_free(start, kind, units)
+                self.words[self.table + (start >> 20)] = self._own(kind, units)
         return missed
 
-    def _mark(self, held: contextlib.ExitStack, start: int, size_class: int, units: int) -> bool:
+    def _mark(self, held: contextlib.ExitStack, start: int, kind: int, units: int) -> bool:
         """Have the word of an extent say that it is this row's, in doubt, and keep others from it."""
         unit = start >> 20
         if not held.enter_context(self._alone(unit, units)):
             return False
-        if self.words[self.table + unit] & _SHAPE != units << 32 | size_class << 16:
+        if self.words[self.table + unit] & _SHAPE != units << 32 | kind << 16:
             return False  # it has been given up meanwhile
-        self.words[self.table + unit] = self._own(size_class, units) | IN_DOUBT
+        self.words[self.table + unit] = self._own(kind, units) | IN_DOUBT
         return True
 
     def _hazards(self) -> set[int]:
@@ -273,12 +275,12 @@ class Extents:
                     found |= named
         return found
 
-    def _is_free(self, start: int, size_class: int, units: int) -> bool:
-        return not (self.states(start, size_class, units)[1] & _FREE_BITS).any()
+    def _is_free(self, start: int, kind: int, units: int) -> bool:
+        return not (self.states(start, kind, units)[1] & _FREE_BITS).any()
 
-    def _give_up(self, start: int, size_class: int, units: int) -> bool:
+    def _give_up(self, start: int, kind: int, units: int) -> bool:
         """Make a free extent free units. False: its pages cannot be punched out."""
-        self._raise_floor(start, self.states(start, size_class, units)[1])
+        self._raise_floor(start, self.states(start, kind, units)[1])
         if not self.segment.punch(start, start + units * UNIT):
             return False
         self.words[self.table + (start >> 20)] = 0
@@ -289,20 +291,20 @@ class Extents:
         floor = self.floors + (start >> 20)
         self.words[floor] = max(self.words[floor], int((states >> _GENERATION_AT).max(initial=0)) + 1 & _HOLDER)
 
-    def _punch_free(self, start: int, size_class: int, units: int) -> None:
+    def _punch_free(self, start: int, kind: int, units: int) -> None:
         """Punch the free pages of an extent out that is not free as a whole."""
-        blocks, states = self.states(start, size_class, units)
-        runs = self.free_runs(start, size_class, blocks, states)
+        blocks, states = self.states(start, kind, units)
+        runs = self.free_runs(start, kind, blocks, states)
         if runs:
             self._raise_floor(start, states)
         for begin, stop in runs:
             self.segment.punch(begin, stop)
 
-    def free_runs(self, start: int, size_class: int, blocks: Places, states: Words) -> list[tuple[int, int]]:
+    def free_runs(self, start: int, kind: int, blocks: Places, states: Words) -> list[tuple[int, int]]:
         """Return where the pages of an extent begin and end that were written, and whose blocks are all free."""
         if not len(blocks):
             return []
-        step = max(self.segment.page, 1 << size_class)
+        step = max(self.segment.page, size_of(kind))
         numbers = (blocks - start) // step
         free = np.zeros(numbers[-1] + 3, np.bool_)  # one more before the first and behind the last
         free[numbers + 1] = True
@@ -328,12 +330,12 @@ class Extents:
     # ---- walking ----
 
     def all_extents(self) -> Iterator[tuple[int, int, int, int]]:
-        """(offset, size class, units, row) of each extent, in order of offset.
+        """(offset, kind, units, row) of each extent, in order of offset.
 
         Reading a page of shared memory that nobody wrote makes it cost memory; so the holes are asked for first.
         """
-        for start, size_class, units, row, _ in self._words_of_extents():
-            yield start, size_class, units, row
+        for start, kind, units, row, _ in self._words_of_extents():
+            yield start, kind, units, row
 
     def _words_of_extents(self) -> Iterator[tuple[int, int, int, int, bool]]:
         """The same, and whether each is in doubt."""
@@ -342,13 +344,13 @@ class Extents:
             first = start // 8
             for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self.table):
                 if word:
-                    yield index * UNIT, word >> 16 & SIZE_CLASS, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
+                    yield index * UNIT, word >> 16 & KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
 
     def _extents(self, row: int) -> Iterator[Extent]:
         """Return those of one row that are not in doubt."""
-        for start, size_class, units, owner, in_doubt in self._words_of_extents():
+        for start, kind, units, owner, in_doubt in self._words_of_extents():
             if owner == row and not in_doubt:
-                yield start, size_class, units
+                yield start, kind, units
 
     def walk(self, hazard: int) -> Iterator[tuple[int, int, int, bool]]:
         """Each extent, and whether somebody is taking it: then nothing may be written there now. Else it stays meanwhile.
@@ -356,10 +358,10 @@ class Extents:
         Args:
             hazard: index of a word that only the caller uses.
         """
-        for start, size_class, units, _ in self.all_extents():
+        for start, kind, units, _ in self.all_extents():
             with self.staying(start, hazard) as word:
-                if word & _SHAPE == units << 32 | size_class << 16:
-                    yield start, size_class, units, bool(word & IN_DOUBT)
+                if word & _SHAPE == units << 32 | kind << 16:
+                    yield start, kind, units, bool(word & IN_DOUBT)
 
     @contextlib.contextmanager
     def staying(self, block: int, hazard: int) -> Iterator[int]:
@@ -386,7 +388,7 @@ class Extents:
         """Return whether a block begins at an offset. Not for long, unless it is not FREE, or a hazard names it."""
         unit = block >> 20
         word = self.words[self.table + unit] if self._first_unit <= unit < self._units else 0
-        return bool(word) and not block & min(1 << (word >> 16 & SIZE_CLASS), UNIT) - 1
+        return bool(word) and not block & min(size_of(word >> 16), UNIT) - 1
 
     def written(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Page-aligned ranges from ``start`` up to ``stop`` that somebody has written."""
@@ -407,13 +409,13 @@ class Extents:
                 return stop
             raise
 
-    def _blocks(self, start: int, size_class: int, units: int) -> Iterator[int]:
+    def _blocks(self, start: int, kind: int, units: int) -> Iterator[int]:
         """The blocks of an extent whose state was ever written."""
-        yield from self.states(start, size_class, units)[0].tolist()
+        yield from self.states(start, kind, units)[0].tolist()
 
-    def states(self, start: int, size_class: int, units: int) -> tuple[Places, Words]:
+    def states(self, start: int, kind: int, units: int) -> tuple[Places, Words]:
         """Return the blocks of an extent whose state was ever written, in order, and a copy of their states."""
-        size, stop = 1 << size_class, start + units * UNIT
+        size, stop = size_of(kind), start + units * UNIT
         if size > PAGE:
             blocks = np.fromiter(self._begun(start, stop, size), np.int64)
         else:
@@ -432,8 +434,18 @@ class Extents:
                 yield start
                 start += size
 
-    def blocks_that(self, start: int, size_class: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
+    def blocks_that(self, start: int, kind: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
         """Return the blocks of an extent of whose states some bits are as wanted."""
-        blocks, states = self.states(start, size_class, units)
+        blocks, states = self.states(start, kind, units)
         found: list[int] = blocks[np.isin(states & np.uint64(mask), np.array(list(wanted), np.uint64))].tolist()
         return found
+
+
+def size_of(kind: int) -> int:
+    """Return the bytes of each block of an extent of a kind."""
+    return 1 << (kind & SIZE_CLASS)
+
+
+def units_of(kind: int) -> int:
+    """Return how many units an extent of a kind has."""
+    return max(1, size_of(kind) >> 20)

@@ -26,9 +26,9 @@ which the lock of its fork marker is another's. A block whose message is just be
 that decodes it (``__setstate__``) may fork with its tensors in hand. Its array is kept until the get is over (``early``). Other
 blocks that are not HELD during a fork carry no tensors, and stay shared.
 
-**The bound.** A process has at most ``budget`` bytes of pages under lease. And it makes no lease while a message lies
-beyond the arena's capacity, as one does that was placed in an empty queue although memory is short. So all leases of all
-processes together never pin more than the capacity, and what processes need for themselves. Nor do they take all addresses
+**The bound.** A process has at most ``budget`` bytes of pages under lease. And no tensor lies on a block beyond the arena's
+capacity, which a message gets in an empty queue although memory is short: such a message is copied, and its block is free
+for the next one. So all leases of all processes together never pin more than the capacity. Nor do they take all addresses
 (``ulimit -v``): no tensor lies on the upper half of them, unless the user wants nothing but a lease. So messages always
 find addresses, and are copied there.
 
@@ -162,10 +162,10 @@ class Leases:
         caller frees the other one.
 
         Args:
-            must: also where addresses are left to messages.
+            must: also where addresses are left to messages, and of a message beyond the capacity: a copy within it.
 
         Returns:
-            None where the budget is used up, a message lies beyond the capacity, addresses are left to messages, or
+            None where the budget is used up, the message lies beyond the capacity, addresses are left to messages, or
             there is no room for such a copy; or where a signal's handler asks while this thread is just forking: the child
             would know nothing of the lease. Then memory of one's own is due.
         """
@@ -174,28 +174,35 @@ class Leases:
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
-        is_small = self._is_small(block, start, nbytes)
-        charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])  # pages of a larger one, too
-        if self._room < charge or self.arena.is_overfull() or not (must or self.arena.is_for_tensors(block)):
+        moves, charge = self._moves(block, start, nbytes), self._charge(block, start, nbytes)
+        if self._room < charge or not (must or (self.arena.is_for_tensors(block) and not self.arena.is_beyond(block))):
             return None
         if self.rows.is_within_fork():
             return None
-        if is_small:
-            return self._lease_of_copy(start, nbytes)
+        if moves:
+            return self._lease_of_copy(start, nbytes, charge)
         return self._anchored(block, start, nbytes, nbytes, charge)
 
     def lease_anyway(self, block: int, start: int, nbytes: int) -> Octets:
         """Return the bytes of a large block as ``lease`` does, beyond the budget: there is no memory for a copy of them."""
-        return self._anchored(block, start, nbytes, nbytes, max(nbytes, self.words[(block >> 3) + WRITTEN]))
+        return self._anchored(block, start, nbytes, nbytes, self._charge(block, start, nbytes))
 
     def needs_block(self, block: int, start: int, nbytes: int) -> bool:
         """Return whether a lease of these bytes takes another block, and the budget allows it."""
-        return self._is_small(block, start, nbytes) and self._room >= PAGE
+        return self._moves(block, start, nbytes) and self._room >= self._charge(block, start, nbytes)
+
+    def _moves(self, block: int, start: int, nbytes: int) -> bool:
+        """Return whether a lease is made in another block: others lie on this one's page, or it lies beyond the capacity."""
+        return self._is_small(block, start, nbytes) or self.arena.is_beyond(block)
 
     def _is_small(self, block: int, start: int, nbytes: int) -> bool:
         return start - block + nbytes <= PAGE >> 1  # as blocks are allocated, others lie on its page
 
-    def _lease_of_copy(self, start: int, nbytes: int) -> Octets | None:
+    def _charge(self, block: int, start: int, nbytes: int) -> int:
+        """Return how much of the budget a lease takes."""
+        return PAGE if self._is_small(block, start, nbytes) else max(nbytes, self.words[(block >> 3) + WRITTEN])
+
+    def _lease_of_copy(self, start: int, nbytes: int, charge: int) -> Octets | None:
         with self.taking() as taker:
             try:
                 block = self.arena.allocate(max(nbytes, LEAST), taker=taker)
@@ -203,7 +210,7 @@ class Leases:
                 return None
             if not block:
                 return None
-            array = self.hold(taker, block + HEADER, nbytes, charge=PAGE)
+            array = self.hold(taker, block + HEADER, nbytes, charge=charge)
         array[:] = self.octets[start : start + nbytes]
         return array
 

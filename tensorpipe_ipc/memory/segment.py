@@ -53,7 +53,6 @@ __all__ = [
     "LOOKS",
     "MINIMUM_SIZE",
     "NAME",
-    "OVER",
     "PAGE",
     "PAGE_LOCKED",
     "Segment",
@@ -67,7 +66,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS, OVER = range(3, 9)  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2
@@ -165,15 +164,6 @@ class Segment:
     def resident(self) -> int:
         """Return bytes of memory that the segment costs the machine now, all processes together."""
         return os.fstat(self.descriptor).st_blocks * 512
-
-    def resident_until(self, stop: int) -> int:
-        """Return how many of those bytes lie before an offset."""
-        total = end = 0
-        with contextlib.suppress(OSError):  # there is nothing behind the last of them
-            while (begin := os.lseek(self.descriptor, end, os.SEEK_DATA)) < stop:
-                end = os.lseek(self.descriptor, begin, os.SEEK_HOLE)
-                total += min(end, stop) - begin
-        return total
 
     def punch(self, start: int, stop: int) -> bool:
         """Give back the memory of the whole pages within [start, stop). What is in them nobody may need.

@@ -258,9 +258,9 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             copy: True: all tensors lie in one private copy of the message, and a part that is kept keeps the whole copy:
                 ``clone()`` the part. False: they lie in shared memory, however small, as a *lease*: the block that they
                 arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on, as long as this process
-                leases at most half of the queue's memory, or there is no memory for a copy; and no message lies beyond
-                the capacity. Tensors without items, and messages without tensors, have no memory: the three
-                settings agree. A lease smaller than a page costs a page.
+                leases at most half of the queue's memory, or there is no memory for a copy; never of a message beyond
+                the capacity, as an empty queue takes one. Tensors without items, and messages without tensors, have no
+                memory: the three settings agree. A lease smaller than a page costs a page.
                 If a child is forked while leased tensors live, the child's writes to them stay private to it. The child
                 may see *this* process's later writes, in pages that the child has not written itself. A child that
                 needs the old contents clones the tensors.

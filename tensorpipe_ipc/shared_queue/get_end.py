@@ -302,11 +302,11 @@ class GetEnd:
                 try:
                     messages.append(self.open(word, decode, lease_from))  # G4
                 except Exception as error:
-                    if not messages or is_a_signals(error, error.__traceback__):
+                    if process != queue.process or not messages or is_a_signals(error, error.__traceback__):
                         raise
                     break  # those before it are returned, and it is the next get's
-            if process != queue.process:
-                return messages  # as in _get
+                if process != queue.process:
+                    return messages  # as in _get; the further ones are the parent's alone
             done = blocks[: len(messages)]
             nbytes, rest = sum(words[word + NBYTES] for word in done), found[len(messages) :]
             left = [Aside(operation, i) for i in rest]
@@ -512,20 +512,16 @@ class GetEnd:
             copy: Octets = self.leases.octets[start : start + nbytes].copy()
             return copy
         except MemoryError:
-            # An arena grows beyond its capacity for one message only.
-            if not may_lease or self.rows.is_within_fork() or self.arena.is_overfull():
+            if not may_lease or self.rows.is_within_fork() or self.arena.is_beyond(block):
                 raise
         return self.leases.lease_anyway(block, start, nbytes)
 
     def _lease(self, block: int, start: int, nbytes: int, *, must: bool) -> Octets | None:
         array = self.leases.lease(block, start, nbytes, must=must)
         if array is None and must and self.leases.needs_block(block, start, nbytes):
-            self.attachment.make_room(LEAST)  # what is free may lie with somebody
-        elif array is None and self.arena.is_overfull():  # the dead may have what is too much
-            self.attachment.recover_dead()
-        else:
-            return array
-        return self.leases.lease(block, start, nbytes, must=must)
+            self.attachment.make_room(max(nbytes, LEAST))  # what is free may lie with somebody
+            array = self.leases.lease(block, start, nbytes, must=must)
+        return array
 
     def _let_go(self, word: int) -> None:
         """The block is HELD if the message lies on it, else FREE."""

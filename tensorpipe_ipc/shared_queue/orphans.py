@@ -34,8 +34,8 @@ class Orphans:
 
     def records(self) -> Iterator[int]:
         """Yield the block of each queue's record."""
-        for start, size_class, units, _ in self.arena.all_extents():
-            yield from self.arena.blocks_that(start, size_class, units, 15, (KEPT,))
+        for start, kind, units, _ in self.arena.all_extents():
+            yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
     def destroy(self, number: int) -> bool:
         """Free what waits in a queue, and its record, if no process has the queue.
@@ -72,8 +72,8 @@ class Orphans:
 
     def _free_queued(self, tag: int, hazard: int) -> bool:
         words, done = self.words, True
-        for start, size_class, units, in_doubt in self.arena.walk(hazard):
-            for block in self.arena.blocks_that(start, size_class, units, 15, (QUEUED,)):
+        for start, kind, units, in_doubt in self.arena.walk(hazard):
+            for block in self.arena.blocks_that(start, kind, units, 15, (QUEUED,)):
                 word = block >> 3
                 if words[word + METADATA] & 0xFFFFFFFF == tag:
                     if in_doubt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import time
 from array import array
 from collections import deque
@@ -38,7 +39,7 @@ from tensorpipe_ipc.memory.arena import (
 )
 from tensorpipe_ipc.memory.leases import Handover, keeping
 from tensorpipe_ipc.memory.row import BATCH, MICROSECONDS, PUT, WAITS, Operation, Record
-from tensorpipe_ipc.memory.segment import OVER, PAGE_LOCKED
+from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
@@ -111,6 +112,8 @@ class PutEnd:
             ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
         queue = self._queue
+        if self.words[self._shut]:  # before a copy is made
+            self._refuse_if_shut()
         if queue.unfinished or keeping:
             queue.take_up()
         try:
@@ -194,6 +197,8 @@ class PutEnd:
         if not messages:
             return 0
         queue = self._queue
+        if self.words[self._shut]:
+            self._refuse_if_shut()
         if queue.unfinished or keeping:
             queue.take_up()
         deadline = None if timeout is None else monotonic() + timeout
@@ -407,8 +412,7 @@ class PutEnd:
         if size_class > QUICK or not free:
             arena.mind_idle(self.attachment.recover_dead)
             arena.reclaim_freed(size_class)
-        is_over = self.words[OVER] and not self.words[PAGE_LOCKED] and self._queue.qsize()
-        if not is_over and free:  # last: no other thread may take the last one since
+        if free:  # last: no other thread may take the last one since
             block = free[-1]
             del free[-1]
             words, word, hazard = self.words, block >> 3, taker.hazard
@@ -508,8 +512,8 @@ class PutEnd:
     def _waits(self, ticket: int) -> bool:
         """Return whether what this process put with a ticket was not taken yet."""
         block, state = ticket >> 32 << SMALLEST, ticket % GENERATIONS << GENERATION_AT | self.arena.queued
-        # First: where its extent was given up, reading its state would make a page that is nobody's.
-        return self.arena.begins(block) and self.words[block >> 3] == state
+        # Read by the file: where the page was given back, reading it in the mapping would make it anew.
+        return os.pread(self.arena.segment.descriptor, 8, block) == state.to_bytes(8, sys.byteorder)
 
     def _idle(self) -> None:
         self._refuse_if_shut()

@@ -532,7 +532,7 @@ class _Exclusive:
     """A wait in which each token wakes one waiter."""
 
     def __init__(self, fd: int, spare: list[select.epoll]) -> None:
-        self._fd, self._spare = fd, spare
+        self._fd, self._spare, self._process = fd, spare, process_key()
         try:
             self._epoll = spare.pop()
         except IndexError:
@@ -543,6 +543,8 @@ class _Exclusive:
         return bool(self._epoll.poll(seconds))
 
     def end(self) -> None:
+        if self._process != process_key():  # a child that was forked within the wait: the epoll is its parent's
+            return
         with contextlib.suppress(OSError):  # the pipe was closed meanwhile; then this epoll goes, too
             self._epoll.unregister(self._fd)
             self._spare.append(self._epoll)

@@ -36,6 +36,7 @@ from programs import InFork, ran_in_fork
 from wholeness import strides
 
 import tensorpipe_ipc as tp
+import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.errors import Empty, Full, OutOfMemory, SharedMemoryError
 from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier, leases
@@ -560,6 +561,7 @@ def test_a_large_message_after_many_small_ones_looks_at_what_the_machine_leaves_
 ADDRESSES = """
 import resource, torch, contextlib
 import tensorpipe_ipc as tp
+import tensorpipe_ipc.memory.arena
 torch.set_num_threads(1)
 with open("/proc/self/statm") as line:
     used = int(line.read().split()[0]) * resource.getpagesize()
@@ -1103,11 +1105,7 @@ def test_a_message_beyond_the_capacity_leaves_others_their_free_memory(keeps: bo
 
     child = in_child(get)
     os.read(taken[0], 1)
-    for _ in range(20):
-        for _ in range(3):
-            between.put(octets(300), timeout=1)
-        for _ in range(3):
-            between.get(timeout=LIMIT)
+    puts_go_on(between)
     os.write(done[1], b".")
     assert reap(child) == 0
     for end in (*taken, *done):
@@ -1148,6 +1146,79 @@ def test_where_pages_are_locked_leases_pin_no_more_than_the_capacity(ctx: Any) -
     assert [reap(child) for child in children] == [0] * len(children)
     for end in (told, tell, done, say_done):
         os.close(end)
+
+
+def puts_go_on(there: Any) -> None:
+    for number in range(20):
+        for _ in range(3):
+            there.put(octets(300, number), timeout=1)
+        for _ in range(3):
+            assert there.get(timeout=LIMIT)[0] == number
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_queues_that_are_made_beside_a_full_arena_keep_nobody_from_its_memory(count: int, ctx: Any) -> None:
+    """Their own records need some. Others use what is free, and lease what they get."""
+    full, between, made, done = ctx.Queue(), ctx.Queue(), os.pipe(), os.pipe()
+    for _ in range(2):
+        between.put_many([octets(300)] * 12)
+        between.get_many(12)
+    fill(full, 20_000)
+
+    def make() -> None:
+        queues = [ctx.Queue() for _ in range(count)]
+        os.write(made[1], b".")
+        os.read(done[0], 1)
+        del queues
+
+    child = in_child(make)
+    os.read(made[0], 1)
+    puts_go_on(between)
+    while full.qsize():
+        assert segment_at(full.get(timeout=LIMIT, copy=False).data_ptr())
+    os.write(done[1], b".")
+    assert reap(child) == 0
+    for end in (*made, *done):
+        os.close(end)
+
+
+@pytest.mark.parametrize("locks_pages", [False, True])
+def test_a_lease_that_was_asked_for_of_a_message_beyond_the_capacity_lies_within_it(
+    locks_pages: bool, ctx: Any
+) -> None:
+    """As soon as there is room for it. Nothing is lost meanwhile."""
+    full, empty = ctx.Queue(), ctx.Queue()
+    ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = int(locks_pages)
+    fill(full, 200_000)
+    empty.put(octets(200_000, 7), timeout=LIMIT)
+    for _ in range(3):
+        with pytest.raises(SharedMemoryError, match="under lease"):
+            empty.get(timeout=LIMIT, copy=False)
+    full.get(timeout=LIMIT)
+    got = empty.get(timeout=LIMIT, copy=False)
+    assert segment_at(got.data_ptr())
+    assert got.unique().tolist() == [7]
+    if not locks_pages:
+        ctx.Queue().trim()
+        assert resident(full) <= 32 * PART
+
+
+def test_a_message_beyond_the_capacity_that_was_taken_is_none_any_more_where_pages_are_locked(ctx: Any) -> None:
+    """Its memory cannot be given back; leases of what comes then are made all the same, without a look at all that is free."""
+    full, empty, looks = ctx.Queue(), ctx.Queue(), []
+    arena = ctx.tensorpipe_attachment().arena
+    arena.words[PAGE_LOCKED] = 1
+    fill(full, 20_000)
+    empty.put(octets(60_000), timeout=LIMIT)
+    empty.get(timeout=LIMIT)
+    while full.qsize():
+        full.get(timeout=LIMIT)
+    states = arena.states
+    arena.states = lambda *extent: looks.append(extent) or states(*extent)
+    for _ in range(20):
+        full.put(octets(20_000), timeout=LIMIT)
+        assert segment_at(full.get(timeout=LIMIT, copy=False).data_ptr())
+    assert not looks
 
 
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
@@ -1329,6 +1400,7 @@ def test_a_producer_that_knows_no_capacity_yet_says_that_there_is_no_memory(wire
 CONSUMER = """
 import sys
 import tensorpipe_ipc as tp
+import tensorpipe_ipc.memory.arena
 from tensorpipe_ipc.memory import arena
 arena.headroom = lambda: 2 << 20
 with tp.Consumer(sys.argv[1], bind=False, shared_memory="require") as consumer:
@@ -1464,3 +1536,45 @@ def test_a_child_of_one_that_has_not_used_its_queue_keeps_no_memory(method: str)
     assert process.exitcode == 0
     process.close()
     vars(ctx).clear()
+
+
+def test_a_search_for_room_goes_on_though_another_thread_puts_a_size_that_was_never_put(ctx: Any) -> None:
+    """The first thread looks through what is free, size by size; the other adds a size each time it looks at one."""
+    there, sizes = ctx.Queue(), iter([900, 1_900, 3_900, 10_000, 20_000, 40_000, 80_000])
+    there.put(octets(7 * MIB))
+    searched = []
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if event == "call" and frame.f_code.co_filename == tensorpipe_ipc.memory.arena.__file__:
+            if frame.f_code.co_name == "<genexpr>" and (nbytes := next(sizes, 0)):
+                searched.append(nbytes)
+                in_thread(lambda: there.put(octets(nbytes, nbytes), timeout=LIMIT))()
+        return None
+
+    def put_traced() -> None:
+        sys.settrace(trace)
+        try:
+            there.put(octets(2 * MIB), timeout=0.01)
+        finally:
+            sys.settrace(None)
+
+    with pytest.raises(Full):
+        in_thread(put_traced)()
+    assert len(searched) > 1
+    assert [(len(each), int(each[0])) for each in drained(there)[1:]] == [(nbytes, nbytes % 251) for nbytes in searched]
+
+
+def test_a_put_after_a_burst_makes_no_pages_of_what_was_given_back(large_ctx: Any) -> None:
+    """It looks at which of the messages that lay beyond the pipe still wait: their memory has gone back."""
+    there, beside, count = large_ctx.Queue(), large_ctx.Queue(), 20_000
+    for number in range(count):
+        there.put(number)
+        if not number % 1000:
+            beside.put(number)  # so that no part of the memory is free as a whole
+    for number in range(count):
+        assert there.get(timeout=LIMIT) == number
+    there.trim()
+    before = resident(there)
+    there.put(0)
+    assert resident(there) - before <= 8 * os.sysconf("SC_PAGE_SIZE")
+    assert there.get(timeout=LIMIT) == 0

@@ -398,31 +398,6 @@ def test_threads_use_both_ends_at_once(attachment: Attachment, payload: Any) -> 
     assert sorted(got) == list(range(3 * count))
 
 
-def test_another_thread_takes_the_last_free_block_of_an_arena_that_is_over_its_capacity(
-    payload: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attachment = Attachment(Arena(Segment.create(1 << 30), capacity=8 << 20))
-    arena, taken = attachment.arena, []
-    full, beyond, queue = (SharedMemoryQueue.create(attachment) for _ in range(3))
-    queue.put(number(payload, 1))
-    assert numbers(queue, 1) == [1]  # its block is free
-    with contextlib.suppress(Full):
-        while True:
-            full.put(payload(bytes(1 << 20)), timeout=0)
-    beyond.put(payload(bytes(2 << 20)), timeout=0)
-
-    def take_all_free() -> int:
-        """As another thread may, where this one waits for the kernel."""
-        while arena.free[min(arena.free)]:
-            taken.append(arena.allocate(8, force=True))
-        return 0
-
-    monkeypatch.setattr(open_queue_of(queue), "qsize", take_all_free)
-    queue.put(number(payload, 2))
-    assert taken
-    assert numbers(queue, 1) == [2]
-
-
 @pytest.mark.usefixtures("handler")
 @pytest.mark.parametrize("maxsize", [0, 2])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
