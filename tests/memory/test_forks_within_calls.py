@@ -118,6 +118,57 @@ def test_what_a_child_does_that_was_forked_while_an_object_is_made_does_not_reac
     assert left_in(ctx) == {}
 
 
+@pytest.mark.parametrize("which", [0, 1, 3], ids=["first", "second", "last"])
+@pytest.mark.parametrize("maxsize", [0, 8])
+@pytest.mark.parametrize("then", ["returns", "raises", "keeps"])
+def test_a_child_that_was_forked_while_one_of_many_is_made_has_none_of_those_behind_it(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, then: str, maxsize: int, which: int
+) -> None:
+    """They are its parent's alone. An exception that ends the call in the child comes from there, whatever was made before."""
+    there, parent, (told, tell) = ctx.Queue(maxsize), os.getpid(), os.pipe()
+
+    def fork(_: torch.Tensor) -> None:
+        monkeypatch.setattr(Making, "do", lambda _: None)
+        if os.fork():
+            if then != "keeps":
+                assert os.read(told, 1) == b"."
+        elif then == "raises":
+            raise RuntimeError("of the child")
+
+    tensors = [torch.full((SIZE,), float(n)) for n in range(4)]
+    there.put_many([Made(each) if n == which else each for n, each in enumerate(tensors)])
+    monkeypatch.setattr(Making, "do", fork)
+    try:
+        try:
+            got = there.get_many(4, LIMIT)
+        except RuntimeError:
+            os.write(tell, b".")
+            os._exit(then != "raises")
+        if os.getpid() != parent:
+            if then == "keeps":  # its parent lets go meanwhile, and uses the memory for others
+                assert os.read(told, 1) == b"."
+            mine = [each.tensor if type(each) is Made else each for each in got]
+            is_right = [each.unique().tolist() for each in mine] == [[float(n)] for n in range(which + 1)]
+            for each in mine:
+                each.fill_(-7)
+            if then != "keeps":
+                os.write(tell, b".")
+            os._exit(then == "raises" or not is_right)
+    finally:
+        if os.getpid() != parent:
+            os._exit(99)
+    mine = [each.tensor if type(each) is Made else each for each in got]
+    assert [each.unique().tolist() for each in mine] == [[float(n)] for n in range(4)]
+    if then == "keeps":
+        del got, mine
+        for _ in range(8):
+            use_memory(ctx)
+        os.write(tell, b".")
+    assert os.WEXITSTATUS(os.wait()[1]) == 0
+    os.close(told)
+    os.close(tell)
+
+
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_get_that_fails_after_a_fork_within_is_made_again(
     ctx: Any, monkeypatch: pytest.MonkeyPatch, remembered: bool

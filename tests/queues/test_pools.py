@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import multiprocessing
 import multiprocessing.pool
@@ -29,6 +30,7 @@ from tensorpipe_ipc.queues.pool import WAITING
 
 SIZE = 100_000  # items
 LIMIT = 20
+TOKENS = os.sysconf("SC_PAGE_SIZE") // 8  # in a pipe of one page
 METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.kills) for method in ("forkserver", "spawn"))]
 
 
@@ -231,24 +233,31 @@ def test_an_executor_of_a_python_that_has_other_parts_works_and_says_so_once(tmp
     assert done.err.count("RuntimeWarning: this Python's ProcessPoolExecutor has no _process_worker") == 1
 
 
-def test_an_executors_results_are_read_before_all_calls_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where workers answer each call before the next one is sent."""
-    send, unread = CallQueue.put, []
+@pytest.mark.parametrize("beyond_the_pipe", [False, True], ids=["in the pipe", "beyond the pipe"])
+def test_an_executors_results_are_read_before_all_calls_are_sent(
+    monkeypatch: pytest.MonkeyPatch, beyond_the_pipe: bool
+) -> None:
+    """Also where workers answer each call before the next one is sent, and results wait that a pipe has no place for."""
+    most = TOKENS + 100 if beyond_the_pipe else UNREAD
+    monkeypatch.setattr("tensorpipe_ipc.queues.call_queue.UNREAD", most)
+    send, unread, count = CallQueue.put, [], 3 * most
 
     def put(calls: Any, item: Any, block: bool = True, timeout: Any = None) -> None:
         send(calls, item, block, timeout)
         if item is not None:
             results, until = calls._results, time.monotonic() + LIMIT
+            if beyond_the_pipe and not unread:
+                fcntl.fcntl(reading_end_of(results).fileno(), 1031, 8 * TOKENS)  # F_SETPIPE_SZ
             while results.qsize() + shared_queue_of(results).done(GET)[0] < calls._sent and time.monotonic() < until:
                 os.sched_yield()
             unread.append(results.qsize())
 
     monkeypatch.setattr(CallQueue, "put", put)
     with context_of("fork") as ctx, ProcessPoolExecutor(1, mp_context=ctx) as executor:
-        assert list(executor.map(abs, range(-200, 0))) == list(range(200, 0, -1))
+        assert list(executor.map(abs, range(-count, 0))) == list(range(count, 0, -1))
     del executor
-    assert len(unread) == 200
-    assert max(unread) == UNREAD
+    assert len(unread) == count
+    assert max(unread) == most
 
 
 def test_results_that_fill_the_memory_do_not_stop_an_executor(monkeypatch: pytest.MonkeyPatch) -> None:
