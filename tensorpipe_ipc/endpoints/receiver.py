@@ -572,8 +572,6 @@ class Receiver(Participant):
         """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
         if peer.queue is not None or len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
-        if len(frames[1]) < BULK:
-            self.socket.waste()  # what libzmq held it in is larger
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             peer.repeated += 1
             return

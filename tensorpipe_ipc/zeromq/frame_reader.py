@@ -26,6 +26,8 @@ _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # frames of those who were hung up on
 # Bytes that were dropped, while more come; and when all are dropped.
 _GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 12 << 20, 1 << 20
+# Bytes that each frame of use counts for where more lay there at a time than ever do between two ends.
+_BACKLOG = 1 << 10
 # Bytes that libzmq held a frame in beside its own: 64 of a short one, some KB of one of 34 bytes or more that came alone.
 _BESIDE = 640
 # Times as long as it took nothing more is given back: it takes 0.2 s where much lies free in pieces.
@@ -59,6 +61,7 @@ class FrameReader:
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
         self._owed = 0  # bytes that were dropped since memory was last given back
+        self._in_a_row = 0  # frames of use since it was last found that nothing more has come
         self._is_wasted = False
         self._gives_back_from = 0.0
 
@@ -93,17 +96,20 @@ class FrameReader:
         """The message in hand has been dealt with."""
         if self._is_wasted:
             self._owed += sum(map(len, self.frames)) + _BESIDE * len(self.frames)
+        else:
+            self._in_a_row += len(self.frames)
         self.frames, self.surplus, self._is_wasted = [], "", False
         # Beside friends whose messages never end it is not found that nothing more has come.
-        if self._owed >= _GIVE_BACK_AFTER:
-            self._give_back(_GIVE_BACK_AFTER)
+        self._give_back(_GIVE_BACK_AFTER)
 
     def waste(self) -> None:
         """The message in hand is of no use: its frames are as good as dropped."""
         self._is_wasted = True
 
     def give_back_at_last(self) -> None:
-        """Nothing more has come: have memory given back, if much was dropped."""
+        """Nothing more has come: have memory given back, if much was dropped, or much lay there at a time."""
+        if self._in_a_row * _BACKLOG < _GIVE_BACK_AT_LAST:
+            self._in_a_row = 0  # libzmq uses the same memory for the next ones
         self._give_back(_GIVE_BACK_AT_LAST)
 
     def _begin(self, flags: tuple[int]) -> bool:
@@ -151,9 +157,9 @@ class FrameReader:
 
         malloc goes through all that lies free in the process, so that has a part of the time only.
         """
-        if self._owed < least or (began := time.monotonic()) < self._gives_back_from:
+        if self._owed + self._in_a_row * _BACKLOG < least or (began := time.monotonic()) < self._gives_back_from:
             return
-        self._owed = 0
+        self._owed = self._in_a_row = 0
         trim_malloc()
         now = time.monotonic()
         self._gives_back_from = now + _GIVE_BACK_RARELY * (now - began)

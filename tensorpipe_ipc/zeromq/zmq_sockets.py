@@ -270,6 +270,7 @@ class FrameSocket:
         """Return the frames of the message that is now in hand; None if there is none in time."""
         self._reader = reader
         if not reader.frames and 0 < timeout < SLICE and not socket.poll(max(1, int(timeout * 1000))):
+            reader.give_back_at_last()
             return None
         if not reader.read(wait=timeout >= SLICE):
             return None

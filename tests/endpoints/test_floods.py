@@ -495,9 +495,12 @@ def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None
     tp.Consumer("next").close()  # which removes the killed one's files
 
 
-@pytest.mark.parametrize("what", ["pieces", "repeated"])
+@pytest.mark.parametrize("what", ["good", "pieces", "repeated"])
 def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later(what: str) -> None:
-    """Each piece brings a byte; or each message had come before. What libzmq held of them lies below what the other has."""
+    """Good ones are far more than its credit; or each piece brings a byte; or each message had come before.
+
+    What libzmq held of them lies below what the other has.
+    """
     with Child() as child:
         endpoint = child.call(children.open_consumer, LOOPBACK, producers=None, shared_memory="off")
         resident = psutil.Process(child.pid).memory_info
@@ -505,11 +508,13 @@ def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later
         line.say_by_itself(hello("producer", round=1, end=7))
         child.call(children.wait_in_vain, 0.3)
         before = resident().rss
-        places = iter(range(1_000_000))
+        places, good = iter(range(1_000_000)), exchange.sent("x" * 30)[0]
         while resident().rss - before < 40 * MIB:
             for place in itertools.islice(places, 5_000):
                 if what == "pieces":
                     line.say_by_itself(pack_piece(1, Piece(place, 1 << 30)), b"a")
+                elif what == "good":
+                    line.say_by_itself(good[:8] + (place + 1).to_bytes(8, "little") + good[16:])
                 else:
                     line.say_by_itself(pack(Kind.DATA, 0), bytes(40))
         with RawEnd(endpoint) as later:
@@ -517,6 +522,37 @@ def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later
             child.begin(children.take_and_drop, math.inf)
             wait_until(lambda: resident().rss - before < 20 * MIB)
         line.reset()
+        child.kill()
+    tp.Consumer("next").close()  # which removes the killed one's files
+
+
+def _open_one_more(ends: children.Ends) -> None:
+    consumer = tp.Consumer(LOOPBACK)
+    with RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        wait_in_vain(consumer, lambda: side_of(consumer).peers)
+    ends.held.append(consumer)
+
+
+@pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.HELLO, Kind.CREDIT])
+def test_memory_of_short_messages_of_a_binder_comes_back_though_another_end_was_opened_later(kind: int) -> None:
+    """A connector reads them all, and each is one that has come before, or breaks the rules."""
+    with RawEnd(LOOPBACK, bind=True) as raw, Child() as child:
+        child.call(children.open_consumer, raw.endpoint, bind=False, producers=None, shared_memory="off")
+        child.begin(children.wait_in_vain, 1)
+        raw.hear()
+        raw.say(hello("producer", Kind.WELCOME, end=7))
+        child.result()
+        resident = psutil.Process(child.pid).memory_info
+        before = resident().rss
+        said = pack(kind, 0, bytes(16)) if kind == Kind.CREDIT else hello("producer", kind, end=7)
+        while resident().rss - before < 40 * MIB:
+            for _ in range(5_000):
+                raw.say(said)
+                time.sleep(0)  # libzmq's thread reads this one alone
+        child.call(_open_one_more)
+        child.begin(children.take_and_drop, math.inf)
+        wait_until(lambda: resident().rss - before < 20 * MIB)
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
 
