@@ -151,6 +151,15 @@ def _alone_without_pipes() -> None:
     _use_up_pipes()
 
 
+def _alone_in_a_user_namespace() -> None:
+    """Of another user, for whom root, and all others, stand for one uid that has no name."""
+    uid = 100_000 + os.getpid()
+    _of_another_user(uid)
+    _done(_libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # so that its own /proc is its own
+    _done(_libc.unshare(_NEW_USER))
+    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1\n", encoding="ascii")
+
+
 def _use_up_pipes() -> None:
     with open("/proc/sys/fs/pipe-user-pages-soft", encoding="ascii") as file:
         limit = int(file.read())
@@ -164,6 +173,8 @@ APART = "another network"  # no way to an end on loopback from there
 SMALL = "/dev/shm of 64 KiB"
 HIDDEN = "hidden processes"
 ALONE_WITHOUT_PIPES = "alone without pipes"
+ALONE_IN_A_USER_NAMESPACE = "alone in a user namespace"
+_NOT_FOR_ALL = (APART, SMALL, ALONE_WITHOUT_PIPES, ALONE_IN_A_USER_NAMESPACE)
 _ALL: dict[str, Callable[[], None]] = {
     APART: _in_another_network,
     SMALL: _with_small_dev_shm,
@@ -177,6 +188,7 @@ _ALL: dict[str, Callable[[], None]] = {
     "another clock": _with_another_clock,
     HIDDEN: _where_processes_are_hidden,
     ALONE_WITHOUT_PIPES: _alone_without_pipes,
+    ALONE_IN_A_USER_NAMESPACE: _alone_in_a_user_namespace,
 }
 
 
@@ -215,6 +227,7 @@ def _is_allowed(way: str) -> bool:
     return not os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-WAYS = [way for way in _ALL if way not in (APART, SMALL, ALONE_WITHOUT_PIPES, *OF_ONE_USER) and _is_allowed(way)]
+WAYS = [way for way in _ALL if way not in (*_NOT_FOR_ALL, *OF_ONE_USER) and _is_allowed(way)]
 HAS_NETWORKS = _is_allowed(APART)
 HAS_SMALL = _is_allowed(SMALL)
+HAS_USER_NAMESPACES = not os.geteuid() and _is_allowed(ALONE_IN_A_USER_NAMESPACE)

@@ -461,9 +461,11 @@ class Receiver(Participant):
         except MemoryError as error:
             if queue.gets.undecodable:  # it was dropped: no get finds memory for it
                 queue.gets.undecodable = 0
+                peer.settled = True  # as after any other
                 self.conversation.reject(error, peer)
             raise
         except (ProtocolError, IndexError, ShutDown) as error:  # a ticket that names no message
+            peer.settled = True
             self.conversation.reject(error, peer)
             self._break_off(peer)
         return NOTHING

@@ -145,12 +145,15 @@ def is_shared(folder: str) -> bool:
     return bool(os.lstat(folder).st_mode & 0o022)
 
 
-def check_chain(path: str, links: int = 0) -> None:
+def check_chain(path: str, links: int = 0) -> set[int]:
     """See that nobody else can replace a folder on the way to ``path``, or a link that leads there. No link of another user's
     is followed.
 
     Args:
         links: how many led there.
+
+    Returns:
+        The users whose folders may follow.
 
     Raises:
         Refused: another user can.
@@ -172,9 +175,10 @@ def check_chain(path: str, links: int = 0) -> None:
                 + "; use a folder of your own, or a bare name"
             )
         if is_link:
-            check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
-        if is_open:
+            owners &= check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
+        if is_open:  # behind it a uid that stands for many is no user whom one knows
             owners = {0, os.geteuid()}
+    return owners
 
 
 def check_socket_file(path: str) -> bool:

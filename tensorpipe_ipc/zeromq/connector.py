@@ -301,8 +301,11 @@ class Connector(FrameSocket):
         if self._failed is None:
             line = self._line
             is_reached = self._was_reached if line is None else line.is_reached and not line.routing
-            told = "somebody listens there, and does not answer as an end does: another program, or stopped"
-            return told if is_reached else ""
+            if not is_reached:
+                return ""
+            if self._security is not None:  # an end lets somebody in only inside its calls
+                return "somebody listens there, and has not answered yet: an end that is busy, or stopped, or another program"
+            return "somebody listens there, and does not answer as an end does: another program, or stopped"
         times = f" ({self._failures} times)" if self._failures > 1 else ""
         why = self._failed.why_it_failed(has_keys=self._security is not None)
         return f"handshake with {self.address.text} failed{times}: {why}"

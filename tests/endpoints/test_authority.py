@@ -852,3 +852,22 @@ def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Pa
             assert program.line() == "word\n"
             producer.flush(PATIENCE)
         assert program.end().status == 0
+
+
+@pytest.mark.skipif(not containers.HAS_USER_NAMESPACES, reason="takes two users, and user namespaces")
+@pytest.mark.parametrize("way", ["", "link/"], ids=["by its path", "by a link of one's own"])
+def test_in_a_user_namespace_a_folder_of_another_users_in_an_open_one_is_not_taken_for_roots(way: str) -> None:
+    """Where neither has a name, root's folders and others' look alike. Above an open folder they are root's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as others, tempfile.TemporaryDirectory(dir="/var") as home:
+        os.chown(others, containers.NOBODY, containers.NOBODY)
+        os.chmod(others, 0o755)
+        os.chmod(home, 0o755)
+        if way:
+            os.symlink("/tmp", f"{home}/link")
+
+        def act() -> None:
+            folder = f"{home}/{way}{os.path.basename(others)}" if way else others
+            with pytest.raises(tp.Refused, match="lets others put a socket"):
+                tp.Producer(f"ipc://{folder}/frames.sock", bind=False)
+
+        assert containers.run_there(containers.ALONE_IN_A_USER_NAMESPACE, act) == 0

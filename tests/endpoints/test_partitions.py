@@ -211,6 +211,41 @@ def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_q
         os.unlink(os.path.join(runtime_folder(), name))
 
 
+def test_a_producer_out_of_sight_of_whose_message_nothing_could_be_made_is_told_when_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped, as there was no memory for it, and the line broke before a further word came."""
+    keys = make_keys(tmp_path / "keys")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def make(*_: Any) -> Any:
+        raise MemoryError
+
+    with (
+        Child() as child,
+        Proxy(port) as line,
+        tp.Consumer(line.endpoint, bind=False, security=connectors(keys), peer_timeout=1.0) as consumer,
+    ):
+        _silence_at_a_claim(line, monkeypatch)
+        shutil.rmtree(runtime_folder())
+        os.mkdir(runtime_folder(), 0o700)
+        child.call(_open_binder, f"tcp://127.0.0.1:{port}", str(keys))
+        child.begin(children.put, 0)
+        with monkeypatch.context() as short:
+            short.setattr(tp.Consumer, "_decode_block", make)
+            while not consumer.statistics().rejected:
+                with pytest.raises(MemoryError):
+                    consumer.get(PATIENCE)
+        child.kill()
+        line.cut(reset=True)
+        with pytest.raises(tp.PeerLost, match="vanished"):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().vanished == 1
+    for name in os.listdir(runtime_folder()):
+        os.unlink(os.path.join(runtime_folder(), name))
+
+
 def _open_binder(ends: children.Ends, endpoint: str, keys: str) -> None:
     children.open_producer(ends, endpoint, bind=True, security=binders(Path(keys)))
 
