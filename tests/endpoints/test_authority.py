@@ -857,7 +857,7 @@ def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Pa
 @pytest.mark.skipif(not containers.HAS_USER_NAMESPACES, reason="takes two users, and user namespaces")
 @pytest.mark.parametrize("way", ["", "link/"], ids=["by its path", "by a link of one's own"])
 def test_in_a_user_namespace_a_folder_of_another_users_in_an_open_one_is_not_taken_for_roots(way: str) -> None:
-    """Where neither has a name, root's folders and others' look alike. Above an open folder they are root's."""
+    """Root's folders and others' look alike, as neither has a name. Above an open folder they are root's."""
     with tempfile.TemporaryDirectory(dir="/tmp") as others, tempfile.TemporaryDirectory(dir="/var") as home:
         os.chown(others, containers.NOBODY, containers.NOBODY)
         os.chmod(others, 0o755)
