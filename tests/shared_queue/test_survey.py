@@ -147,6 +147,36 @@ def test_top_once(ctx: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert f"pid {os.getpid()}" in said
 
 
+def test_top_shows_what_the_dead_hold_until_somebody_sees_to_it(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A put that waits does. Then its memory is free, and nothing is shown of it."""
+    monkeypatch.setattr(top, "survey", lambda: survey([os.getpid()]))
+    queue = ctx.Queue()
+    queue.put(torch.ones(100_000))
+
+    def hold_and_die() -> None:
+        held = queue.get(copy=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del held
+
+    pid = os.fork()
+    if not pid:
+        hold_and_die()
+    os.waitpid(pid, 0)
+
+    def shown() -> str:
+        assert cli.main(["top", "--once", "--interval", "0.01"]) == 0
+        return capsys.readouterr().out
+
+    assert f"pid {pid} (dead)" in shown()
+    bounded = ctx.Queue(1)
+    bounded.put(1)
+    with pytest.raises(tp.Full):
+        bounded.put(2, timeout=0.1)
+    assert f"pid {pid} (dead)" not in shown()
+
+
 def test_endpoints_are_seen(tmp_path: Path) -> None:
     """The queue between two endpoints is known as such."""
     from children import in_thread

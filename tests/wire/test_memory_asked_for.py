@@ -24,6 +24,7 @@ import torch
 from exchange import forget_schemas, read_parts, sent
 
 from tensorpipe_ipc.errors import TensorPipeError
+from tensorpipe_ipc.serializers.narrowing import NARROW
 from tensorpipe_ipc.wire import header
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.metas import MAX_NBYTES
@@ -202,6 +203,29 @@ def _refuse_all(room: int) -> None:
         except TensorPipeError:
             continue
         raise AssertionError(name)
+
+
+def _most_resident() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+@pytest.mark.parametrize("narrow", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_floats_that_crossed_narrow_cost_eight_times_their_bytes_at_most(
+    dtype: torch.dtype, narrow: torch.dtype
+) -> None:
+    """As they are restored, and no second copy of them is made on the way."""
+    count = 1 << 23
+    came = [memoryview(bytearray(frame)) for frame in sent(torch.ones(count, dtype=dtype), wire_dtype=narrow)]
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most so far is what there is now
+    before = _most_resident()
+    restored = read_parts(came[0], came[1:])
+    grown = _most_resident() - before
+    assert restored.dtype == dtype
+    assert grown >= restored.nbytes // 2, "it is not seen"
+    assert restored.nbytes <= 8 * sum(map(len, came))
+    assert grown <= 8 * sum(map(len, came)) + (1 << 22)
 
 
 def test_refusals_fit_into_a_bounded_address_space() -> None:
