@@ -216,7 +216,7 @@ def test_floats_that_crossed_narrow_cost_eight_times_their_bytes_at_most(
     dtype: torch.dtype, narrow: torch.dtype
 ) -> None:
     """As they are restored, and no second copy of them is made on the way."""
-    count = 1 << 23
+    count = 1 << 24  # so that malloc has none of it from before
     came = [memoryview(bytearray(frame)) for frame in sent(torch.ones(count, dtype=dtype), wire_dtype=narrow)]
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the most so far is what there is now
     before = _most_resident()
