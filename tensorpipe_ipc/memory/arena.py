@@ -274,7 +274,7 @@ class Arena(Extents):
             if not self._lies_free(kind, growth):
                 self._trim(growth)
             block = self._allocate(kind, growth, taker)
-        return block or (self._allocate(kind | BEYOND, growth, taker) if force else 0)
+        return block or (self._allocate_beyond(kind | BEYOND, growth, taker) if force else 0)
 
     def check(self, nbytes: int) -> None:
         """
@@ -315,6 +315,19 @@ class Arena(Extents):
             stale += 1
             if stale == RECENT:  # others may have taken millions of blocks, and one by one takes longer
                 self.reclaim({kind})
+
+    def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
+        """Allocate by force. What others have free beyond the capacity is given back first: it would add up."""
+        free = [
+            (start, kind_, units)
+            for start, kind_, units, row, _ in self._words_of_extents()
+            if kind_ & BEYOND
+            and (row != self.rows.index or kind_ != kind)
+            and any(self._free_memory(start, kind_, *self.states(start, kind_, units)))
+        ]
+        if free:
+            self._take(free)
+        return self._allocate(kind, growth, taker)
 
     def _next(self, kind: int) -> list[int]:
         """Return a list whose last block is thought to be free; an empty one: there is none."""
@@ -662,6 +675,10 @@ class Arena(Extents):
     def is_beyond(self, block: int) -> bool:
         """Return whether a block lies beyond the capacity. Its extent stays: the caller has the block."""
         return bool(self.words[self.table + (block >> 20)] >> 16 & BEYOND)
+
+    def is_free_within(self) -> bool:
+        """Return whether what is in use is within the capacity, though nothing of what is free can be given back for more."""
+        return bool(self.words[PAGE_LOCKED]) and self.segment.resident() - self._free_bytes() <= self.capacity
 
     def is_for_tensors(self, block: int) -> bool:
         """Return whether tensors may lie on a block. The upper half of the addresses is left to messages on their way."""

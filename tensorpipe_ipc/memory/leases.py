@@ -162,7 +162,8 @@ class Leases:
         caller frees the other one.
 
         Args:
-            must: also where addresses are left to messages, and of a message beyond the capacity: a copy within it.
+            must: also where addresses are left to messages, and of a message beyond the capacity: a copy within it; or,
+                where pages are locked, the message itself if no more than the capacity is in use.
 
         Returns:
             None where the budget is used up, the message lies beyond the capacity, addresses are left to messages, or
@@ -180,7 +181,9 @@ class Leases:
         if self.rows.is_within_fork():
             return None
         if moves:
-            return self._lease_of_copy(start, nbytes, charge)
+            array = self._lease_of_copy(start, nbytes, charge)
+            if array is not None or self._is_small(block, start, nbytes) or not self.arena.is_free_within():
+                return array
         return self._anchored(block, start, nbytes, nbytes, charge)
 
     def lease_anyway(self, block: int, start: int, nbytes: int) -> Octets:

@@ -1221,6 +1221,43 @@ def test_a_message_beyond_the_capacity_that_was_taken_is_none_any_more_where_pag
     assert not looks
 
 
+def test_what_processes_put_in_turns_beyond_the_capacity_does_not_add_up(ctx: Any) -> None:
+    """Each finds its queue empty, and what the one before had there is free again. They stay, and do nothing more."""
+    full, empty, done = ctx.Queue(), ctx.Queue(), os.pipe()
+    fill(full, 20_000)
+    children = []
+    for number in range(8):
+
+        def put(number: int = number) -> None:
+            empty.put(octets(MIB, number), timeout=LIMIT)
+            os.read(done[0], 1)
+
+        children.append(in_child(put))
+        assert empty.get(timeout=LIMIT, copy=True)[0] == number
+    assert resident(full) <= 8 * MIB + 3 * MIB
+    os.write(done[1], b"." * len(children))
+    assert [reap(child) for child in children] == [0] * len(children)
+    for end in done:
+        os.close(end)
+
+
+def test_where_pages_are_locked_and_all_is_free_a_lease_is_made_of_a_message_beyond_the_capacity(ctx: Any) -> None:
+    """It is of another size than all that is free; nothing can be given back for a copy within."""
+    full, other = ctx.Queue(), ctx.Queue()
+    fill(full, 20_000)
+    ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
+    other.put(octets(MIB), timeout=LIMIT)
+    with pytest.raises(SharedMemoryError, match="under lease"):
+        other.get(timeout=LIMIT, copy=False)
+    while full.qsize():
+        full.get(timeout=LIMIT)
+    for _ in range(3):
+        held = other.get(timeout=LIMIT, copy=False)
+        assert segment_at(held.data_ptr())
+        del held
+        other.put(octets(MIB), timeout=LIMIT)
+
+
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []
