@@ -284,9 +284,10 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 (``undecodable``). A BaseException that is not an ``Exception`` (SystemExit, KeyboardInterrupt) may come from
                 a signal's handler: then the object is dropped only after eight tries.
             ShutDown: the queue was shut down, and is empty.
-            SharedMemoryError: copy=False, and this process leases half of the queue's memory already, or more memory is in
-                use than the capacity; the next get in this process takes the message. With ``cuda_ipc`` also: this process
-                cannot read the GPU memory that the object lies in; the object is dropped.
+            SharedMemoryError: copy=False, and this process leases half of the queue's memory already, or the
+                message lies beyond the capacity and there is no room within it; the next get in this process takes the
+                message. With ``cuda_ipc`` also: this process cannot read the GPU memory that the object lies in; the object
+                is dropped.
             PeerLost: the process that put the object is gone, and with it the object's GPU memory (``cuda_ipc``), or a handle
                 of torch's shared memory. The object is dropped.
         """

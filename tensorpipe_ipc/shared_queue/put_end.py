@@ -112,10 +112,10 @@ class PutEnd:
             ShutDown: the queue was shut down, before or while this waited. Nothing was put.
         """
         queue = self._queue
-        if self.words[self._shut]:  # before a copy is made
-            self._refuse_if_shut()
         if queue.unfinished or keeping:
             queue.take_up()
+        if self.words[self._shut]:  # before a copy is made
+            self._refuse_if_shut()
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -197,10 +197,10 @@ class PutEnd:
         if not messages:
             return 0
         queue = self._queue
-        if self.words[self._shut]:
-            self._refuse_if_shut()
         if queue.unfinished or keeping:
             queue.take_up()
+        if self.words[self._shut]:
+            self._refuse_if_shut()
         deadline = None if timeout is None else monotonic() + timeout
         words, count, process = self.words, len(messages), queue.process
         operation = None if self._has_tasks else queue.batch(PUT, self._batches)  # last: no exception takes it away

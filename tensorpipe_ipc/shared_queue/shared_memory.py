@@ -22,7 +22,6 @@ from collections.abc import Callable
 from multiprocessing import context
 from typing import Any
 
-from tensorpipe_ipc.memory.leases import settle_kept
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.get_end import COPY, LEASE, LEASE_FROM, Decode, GetEnd, Message, lease_from
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
@@ -108,11 +107,11 @@ class SharedMemoryQueue:
             self.gets.drop_all()
 
     def tidy(self) -> None:
-        """Finish what the dead began, a shutdown that was to drop what waits included; free what only forks' children kept,
-        and memory that lies idle."""
+        """Finish what exceptions ended here, and what the dead began: a shutdown that was to drop what waits, too. Free what
+        only forks' children kept, and memory that lies idle."""
         self.attachment.recover_dead()
         self.arena.mind_idle()
-        settle_kept()
+        self._queue.take_up()
         if self.words[self.record.dropped]:
             self.gets.drop_all()
 

@@ -9,10 +9,12 @@ import signal
 from collections.abc import Callable
 from queue import Full
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from arenas import small_context
+from children import in_thread
 from containers import ALONE_WITHOUT_PIPES, run_there
 from crash_points import in_child, reap
 
@@ -250,3 +252,26 @@ def fill(there: Queue) -> int:
             there.put(count, timeout=0)
             count += 1
     return count
+
+
+@pytest.mark.parametrize("then", ["nothing", "a shutdown and a put"])
+def test_join_does_not_wait_for_the_task_of_a_put_that_was_cut_short_while_no_descriptor_was_left(then: str) -> None:
+    """It could not be judged then whether its message had been put; once there are descriptors, it is."""
+
+    def act() -> None:
+        there = JoinableQueue()
+        there.put(0)
+        there.get()
+        there.task_done()
+        used = all_descriptors()
+        with mock.patch("os.writev", side_effect=InterruptedError), pytest.raises(InterruptedError):
+            there.put(1)
+        for descriptor in used:
+            os.close(descriptor)
+        if then != "nothing":
+            there.shutdown()
+            with pytest.raises(ShutDown):
+                there.put(2)
+        in_thread(there.join)()
+
+    assert reap(in_child(act)) == 0
