@@ -281,7 +281,7 @@ class Producer(End):
             Closed: the end was forked.
         """
         self._guard.check_process()
-        if not self._guard.is_anothers():
+        if not (self._guard.closing or self._guard.is_anothers()):
             self._guard.looks = True
             try:
                 with contextlib.suppress(Busy, Closed), self._guard:

@@ -137,9 +137,10 @@ class Recovery:
                 self._finish_record(row, record)
             except InDoubt:
                 spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
+        if not spared:  # whatever its children may still read
+            tasks.settle_dead(self.rows, row)
         done = self.arena.sweep(row, spared) and not spared
         if done:
-            tasks.settle_dead(self.rows, row)
             self.rows.finished(row)
         return done
 

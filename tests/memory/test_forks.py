@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from arenas import CAPACITY, blocks_in_use, small_context
+from arenas import CAPACITY, blocks_in_use, left_in, small_context
 from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import set_lease_budget, shared_queue_of
@@ -1241,3 +1241,35 @@ def test_threads_get_leases_while_another_thread_forks(ctx: Any) -> None:
         thread.join(LIMIT)
     assert refused == []
     assert bool((held == 1).all())
+
+
+def test_join_waits_for_no_task_of_a_dead_worker_though_a_child_of_its_lives_and_may_read_it(ctx: Any) -> None:
+    """What the child may read stays; the task is settled all the same."""
+    tasks, forked, done = ctx.JoinableQueue(), os.pipe(), os.pipe()
+
+    def work() -> None:
+        held = tasks.get(timeout=LIMIT)
+        if not os.fork():
+            os.read(done[0], 1)
+            os._exit(0)
+        os.write(forked[1], b".")
+        signal.pause()
+        del held
+
+    for number in range(2):
+        tasks.put(torch.full((SIZE,), float(number)))
+    worker = os.fork()
+    if not worker:
+        work()
+    os.read(forked[0], 1)
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert tasks.get(timeout=LIMIT)[0] == 1
+    tasks.task_done()
+    try:
+        in_thread(tasks.join)()
+    finally:
+        os.write(done[1], b".")
+    for end in (*forked, *done):
+        os.close(end)
+    wait_until(lambda: left_in(ctx) == {})
