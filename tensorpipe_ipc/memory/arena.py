@@ -50,8 +50,8 @@ at a time. This is a check, not a guarantee: other programs may take what is lef
 
 **Beyond the capacity** a block is had by force: for a message in a queue that has none, as queues that share an arena must not
 starve each other in a circle, and for a queue's own record. It lies in an extent of a kind of its own (``BEYOND``). What comes
-free there is used by force again, or given back. It is no lease's (leases.py), nor another message's: so what is left there is
-what was had by force, and one message after the other cannot add to what others have for long.
+free there is used by force again, or given back. It is no lease's but where pages are locked (leases.py), nor another
+message's: so what is left there is what was had by force, and one message after the other does not add to what others have.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
@@ -328,6 +328,20 @@ class Arena(Extents):
         if free:
             self._take(free)
         return self._allocate(kind, growth, taker)
+
+    def allocate_again(self, nbytes: int, taker: Operation | Taker | None) -> int:
+        """Return a block beyond the capacity that this process has had before, and that is free as it lies; else 0, as soon as
+        there is room within the capacity, too.
+        """
+        kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
+        if self.capacity - self.segment.resident() >= growth:
+            return 0
+        self.reclaim_freed(kind)
+        return self._allocate(kind, growth, taker) if self._lies_free(kind, growth) else 0
+
+    def has_been_beyond(self, size_class: int) -> bool:
+        """Return whether this process has ever had a block of that size beyond the capacity."""
+        return size_class | BEYOND in self.free
 
     def _next(self, kind: int) -> list[int]:
         """Return a list whose last block is thought to be free; an empty one: there is none."""

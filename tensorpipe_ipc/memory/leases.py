@@ -28,9 +28,10 @@ blocks that are not HELD during a fork carry no tensors, and stay shared.
 
 **The bound.** A process has at most ``budget`` bytes of pages under lease. And no tensor lies on a block beyond the arena's
 capacity, which a message gets in an empty queue although memory is short: such a message is copied, and its block is free
-for the next one. So all leases of all processes together never pin more than the capacity. Nor do they take all addresses
-(``ulimit -v``): no tensor lies on the upper half of them, unless the user wants nothing but a lease. So messages always
-find addresses, and are copied there.
+for the next one. So all leases of all processes together never pin more than the capacity. (Where pages are locked, nothing
+can be given back for a copy within it. Then ``copy=False`` has the block itself, while no more than the capacity is in use.)
+Nor do they take all addresses (``ulimit -v``): no tensor lies on the upper half of them, unless the user wants nothing but a
+lease. So messages always find addresses, and are copied there.
 
 **Signals and threads.** CPython looks for signals, and switches threads, after a call, on entering a function and on jumping
 back. It does not between a subscript, a comparison and a store or ``del``. So a look, and the store that depends on it, are

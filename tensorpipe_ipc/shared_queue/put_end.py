@@ -427,7 +427,31 @@ class PutEnd:
                     return block
             words[hazard] = 0
             free.append(block)
-        return arena.allocate(nbytes, taker=taker) or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
+        block = self._block_again(nbytes, taker) if waits else 0
+        block = block or arena.allocate(nbytes, taker=taker)
+        return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
+
+    def _block_again(self, nbytes: int, taker: Operation | Taker) -> int:
+        """Return the block that a message before this one had beyond the capacity, if the queue is empty again; else 0.
+
+        Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
+        """
+        if not self.arena.has_been_beyond(size_class_of(nbytes)) or self._queue.qsize():
+            return 0
+        return self.arena.allocate_again(nbytes, taker)
+
+    def _pause(self, seconds: float, step: float, nbytes: int, taker: Operation | Taker | None) -> int:
+        """Wait for room, and return the block of a message before this one as soon as it is free; 0: it was not.
+
+        Args:
+            taker: None: do not look for it.
+        """
+        until = monotonic() + seconds
+        while (left := until - monotonic()) > 0:
+            if taker is not None and (block := self._block_again(nbytes, taker)):
+                return block
+            time.sleep(min(step, left))
+        return 0
 
     def _wait_for_block(
         self, nbytes: int, deadline: float | None, taker: Operation | Taker, *, force: bool = True
@@ -467,7 +491,10 @@ class PutEnd:
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
                     raise Full(self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
-                time.sleep(min(max(pause, min(2 * looked, 10 * SLICE)), remaining))
+                seconds = min(max(pause, min(2 * looked, 10 * SLICE)), remaining)
+                block = self._pause(seconds, pause, nbytes, taker if force else None)
+                if block:
+                    return block
                 pause = min(2 * pause, SLICE)
         finally:
             self.seconds_waited += monotonic() - began

@@ -1258,6 +1258,42 @@ def test_where_pages_are_locked_and_all_is_free_a_lease_is_made_of_a_message_bey
         other.put(octets(MIB), timeout=LIMIT)
 
 
+@pytest.mark.parametrize("nbytes", [300, 20_000, MIB])
+def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look_at_all_that_is_there(
+    nbytes: int, ctx: Any
+) -> None:
+    """The one before it has left its block, which is used again."""
+    full, empty, looks = ctx.Queue(), ctx.Queue(), []
+    fill(full, 20_000)
+    fill(full, 300)
+    for _ in range(2):
+        empty.put(octets(nbytes), timeout=LIMIT)
+        empty.get(timeout=LIMIT, copy=True)
+    arena = ctx.tensorpipe_attachment().arena
+    states = arena.states
+    arena.states = lambda *extent: looks.append(extent) or states(*extent)
+    before = resident(full)
+    for number in range(20):
+        empty.put(octets(nbytes, number), timeout=LIMIT)
+        assert empty.get(timeout=LIMIT, copy=True)[-1] == number
+    assert len(looks) < 20, "fewer than one for each, though a look for idle memory may fall among them"
+    assert resident(full) == before
+
+
+def test_a_message_lies_within_the_capacity_again_when_there_is_room(ctx: Any) -> None:
+    """It can be leased then: beside what filled the arena it was copied."""
+    full, empty = ctx.Queue(), ctx.Queue()
+    fill(full, 200_000)
+    for _ in range(3):
+        empty.put(octets(200_000), timeout=LIMIT)
+        assert segment_at(empty.get(timeout=LIMIT).data_ptr()) is None
+    while full.qsize():
+        full.get(timeout=LIMIT)
+    ctx.tensorpipe_attachment().trim()
+    empty.put(octets(200_000), timeout=LIMIT)
+    assert segment_at(empty.get(timeout=LIMIT).data_ptr())
+
+
 def test_what_is_let_go_at_once_after_the_last_queue_is_given_back_though_children_came_between() -> None:
     """They ended long ago: nobody would look again, as no queue is left."""
     there, got = tp.Queue(), []
