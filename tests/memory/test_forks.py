@@ -1244,7 +1244,7 @@ def test_threads_get_leases_while_another_thread_forks(ctx: Any) -> None:
 
 
 def test_join_waits_for_no_task_of_a_dead_worker_though_a_child_of_its_lives_and_may_read_it(ctx: Any) -> None:
-    """What the child may read stays; the task is settled all the same."""
+    """The child may read what stays for it; the task is settled all the same."""
     tasks, forked, done = ctx.JoinableQueue(), os.pipe(), os.pipe()
 
     def work() -> None:
