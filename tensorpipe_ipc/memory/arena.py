@@ -141,6 +141,7 @@ PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory h
 STOCK = 32  # small blocks that are made free ahead of need
 RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # size class up to which a free block is taken without a look at those that others have just freed
+SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 
@@ -317,15 +318,15 @@ class Arena(Extents):
                 self.reclaim({kind})
 
     def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
-        """Allocate by force. What others have free beyond the capacity is given back first: it would add up."""
-        free = [
-            (start, kind_, units)
-            for start, kind_, units, row, _ in self._words_of_extents()
-            if kind_ & BEYOND
-            and (row != self.rows.index or kind_ != kind)
-            and any(self._free_memory(start, kind_, *self.states(start, kind_, units)))
-        ]
-        if free:
+        """Allocate by force. What lies free beyond the capacity, of whoever, is given back first, if it would add up."""
+        free, total = list[Extent](), growth
+        for start, kind_, units, row, _ in self._words_of_extents():
+            if kind_ & BEYOND and (row != self.rows.index or kind_ != kind):
+                nbytes, whole = self._free_memory(start, kind_, *self.states(start, kind_, units))
+                total += nbytes
+                if nbytes or whole:
+                    free.append((start, kind_, units))
+        if total > self.capacity // SPARE_BEYOND:
             self._take(free)
         return self._allocate(kind, growth, taker)
 
@@ -448,7 +449,12 @@ class Arena(Extents):
 
     def _useful(self, kind: int) -> set[int]:
         """Return which kinds' free blocks help where one of this kind is wanted: also those that can be punched out."""
-        return {kind, *(each for each in list(self.free) if not self._is_small(each))}
+        return {kind, *self._to_trim()}
+
+    def _to_trim(self) -> list[int]:
+        """Return the kinds of which free blocks can be punched out, the largest first."""
+        kinds = list(self.free)
+        return sorted((kind for kind in kinds if not (self._is_small(kind) or kind & BEYOND)), reverse=True)
 
     def _lies_free(self, kind: int, growth: int) -> bool:
         """Return whether the next free block of a kind has all the pages that are wanted of it."""
@@ -582,7 +588,7 @@ class Arena(Extents):
         """Give back memory of own free blocks, largest and coldest first, until there is room."""
         self._purse = self._machine = 0
         short = 0
-        for kind in sorted((kind for kind in list(self.free) if not self._is_small(kind)), key=size_of, reverse=True):
+        for kind in self._to_trim():
             blocks = self.free[kind]
             for _ in range(len(blocks)):
                 # Not for each block: a look costs several times what it does to give one back.
@@ -649,7 +655,9 @@ class Arena(Extents):
                 is_anothers = row != self.rows.index and self.rows.is_alive(row)
                 free, whole = self._free_memory(start, kind_, blocks, states)
                 found.append((is_anothers, free, whole, extent))
-                if whole and row == self.rows.index:
+                if (
+                    whole and row == self.rows.index and not kind_ & BEYOND
+                ):  # those are waited for by the next such message
                     chosen.append(extent)
                 if kind_ == kind:
                     busy = int(np.count_nonzero(states & np.uint64(HOLDER)))

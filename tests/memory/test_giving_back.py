@@ -1280,6 +1280,57 @@ def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look
     assert resident(full) == before
 
 
+def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_each_other_their_blocks(ctx: Any) -> None:
+    """Of two processes, too. Their memory is looked at as a whole a few times only."""
+    full, there, back, looks = ctx.Queue(), ctx.Queue(), ctx.Queue(), []
+    fill(full, 20_000)
+    fill(full, 300)
+
+    def answer() -> None:
+        for number in range(40):
+            assert there.get(timeout=LIMIT, copy=True)[-1] == number
+            back.put(octets(20_000, number), timeout=LIMIT)
+
+    child = in_child(answer)
+    arena = ctx.tensorpipe_attachment().arena
+    collect = arena.collect
+    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    for number in range(40):
+        there.put(octets(20_000 if number % 2 else 300, number), timeout=LIMIT)
+        assert back.get(timeout=LIMIT, copy=True)[-1] == number
+    assert reap(child) == 0
+    assert len(looks) < 20
+    assert resident(full) <= 8 * MIB + 5 * 65_536
+
+
+def test_what_lay_beyond_the_capacity_does_not_for_long_when_another_queue_was_read(ctx: Any) -> None:
+    """The memory that filled it was another process's, and lies free with that."""
+    full, empty, (done, say_done) = ctx.Queue(), ctx.Queue(), os.pipe()
+
+    def fill_and_stay() -> None:
+        fill(full, 20_000)
+        os.write(filled[1], b".")
+        os.read(done, 1)
+
+    filled = os.pipe()
+    child = in_child(fill_and_stay)
+    os.read(filled[0], 1)
+    empty.put(octets(MIB), timeout=LIMIT)
+    assert segment_at(empty.get(timeout=LIMIT).data_ptr()) is None
+    while full.qsize():
+        full.get(timeout=LIMIT)
+
+    def is_leased() -> bool:
+        empty.put(octets(MIB), timeout=LIMIT)
+        return segment_at(empty.get(timeout=LIMIT).data_ptr()) is not None
+
+    wait_for(is_leased)
+    os.write(say_done, b".")
+    assert reap(child) == 0
+    for end in (*filled, done, say_done):
+        os.close(end)
+
+
 def test_a_message_lies_within_the_capacity_again_when_there_is_room(ctx: Any) -> None:
     """It can be leased then: beside what filled the arena it was copied."""
     full, empty = ctx.Queue(), ctx.Queue()
