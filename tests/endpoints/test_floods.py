@@ -467,6 +467,21 @@ def test_a_piece_that_comes_again_has_no_messages_turn(monkeypatch: pytest.Monke
         quick.call(children.abandon)
 
 
+def test_a_put_that_does_not_wait_tries_few_of_those_who_came_and_went_meanwhile() -> None:
+    """Each said what a good consumer says, and closed, while the producer computed."""
+    with tp.Producer(LOOPBACK, bind=True, shared_memory="off", linger=0) as producer:
+        for number in range(500):
+            line = RawLine(producer.endpoint)
+            line.say(hello("consumer", round=1, end=number + 1))
+            for _ in range(15):
+                line.say(pack(Kind.DATA, 1), *[b""] * 40)
+            line.reset()
+        before = time.thread_time()
+        with contextlib.suppress(tp.Full):
+            producer.put(bytes(100), 0)
+        assert time.thread_time() - before < 0.1
+
+
 _SHORT_MESSAGES = """
 import sys, zmq
 from tensorpipe_ipc.wire.header import Kind, pack
