@@ -199,6 +199,11 @@ class RawLine:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._socket.close()
 
+    def leave(self) -> None:
+        """Close, so that all that was said is read."""
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.close()
+
     def __enter__(self) -> RawLine:
         return self
 
