@@ -655,9 +655,8 @@ class Arena(Extents):
                 is_anothers = row != self.rows.index and self.rows.is_alive(row)
                 free, whole = self._free_memory(start, kind_, blocks, states)
                 found.append((is_anothers, free, whole, extent))
-                if (
-                    whole and row == self.rows.index and not kind_ & BEYOND
-                ):  # those are waited for by the next such message
+                # Not those beyond the capacity: the next such message uses them.
+                if whole and row == self.rows.index and not kind_ & BEYOND:
                     chosen.append(extent)
                 if kind_ == kind:
                     busy = int(np.count_nonzero(states & np.uint64(HOLDER)))

@@ -176,14 +176,15 @@ class Leases:
         array = None if before is None or before.start != start else before()
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
-        moves, charge = self._moves(block, start, nbytes), self._charge(block, start, nbytes)
-        if self._room < charge or not (must or (self.arena.is_for_tensors(block) and not self.arena.is_beyond(block))):
+        is_small, is_beyond = self._is_small(block, start, nbytes), self.arena.is_beyond(block)
+        charge = self._charge(block, start, nbytes)
+        if self._room < charge or not (must or (not is_beyond and self.arena.is_for_tensors(block))):
             return None
         if self.rows.is_within_fork():
             return None
-        if moves:
+        if is_small or is_beyond:
             array = self._lease_of_copy(start, nbytes, charge)
-            if array is not None or self._is_small(block, start, nbytes) or not self.arena.is_free_within():
+            if array is not None or is_small or not self.arena.is_free_within():
                 return array
         return self._anchored(block, start, nbytes, nbytes, charge)
 
@@ -193,11 +194,8 @@ class Leases:
 
     def needs_block(self, block: int, start: int, nbytes: int) -> bool:
         """Return whether a lease of these bytes takes another block, and the budget allows it."""
-        return self._moves(block, start, nbytes) and self._room >= self._charge(block, start, nbytes)
-
-    def _moves(self, block: int, start: int, nbytes: int) -> bool:
-        """Return whether a lease is made in another block: others lie on this one's page, or it lies beyond the capacity."""
-        return self._is_small(block, start, nbytes) or self.arena.is_beyond(block)
+        moves = self._is_small(block, start, nbytes) or self.arena.is_beyond(block)
+        return moves and self._room >= self._charge(block, start, nbytes)
 
     def _is_small(self, block: int, start: int, nbytes: int) -> bool:
         return start - block + nbytes <= PAGE >> 1  # as blocks are allocated, others lie on its page

@@ -26,7 +26,7 @@ _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # frames of those who were hung up on
 # Bytes that were dropped, while more come; and when all are dropped.
 _GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 12 << 20, 1 << 20
-# Bytes that each frame of use counts for where more lay there at a time than ever do between two ends.
+# Bytes that each frame of use counts for, where a thousand or more came in a row: libzmq holds some KB for each.
 _BACKLOG = 1 << 10
 # Bytes that libzmq held a frame in beside its own: 64 of a short one, some KB of one of 34 bytes or more that came alone.
 _BESIDE = 640

@@ -179,12 +179,13 @@ def test_a_line_that_breaks_while_two_ends_with_keys_agree_on_a_queue_ends_nothi
                     consumer.get(PATIENCE)
 
 
-@pytest.mark.parametrize("takes", [2, 0], ids=["both were taken", "none was taken"])
-def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_queue_is_told(
-    takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The runtime folder was made anew between their openings, so that nothing but the line tells of the producer."""
-    keys = make_keys(tmp_path / "keys")
+@contextlib.contextmanager
+def _out_of_sight(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Child, Proxy, tp.Consumer]]:
+    """Have a consumer claim a queue of a producer's in a child, and hear nothing more of it by the line.
+
+    The runtime folder was made anew between their openings, so that nothing but the line tells of the producer.
+    """
+    keys = make_keys(folder / "keys")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with (
@@ -196,6 +197,17 @@ def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_q
         shutil.rmtree(runtime_folder())
         os.mkdir(runtime_folder(), 0o700)
         child.call(_open_binder, f"tcp://127.0.0.1:{port}", str(keys))
+        yield child, line, consumer
+    for name in os.listdir(runtime_folder()):  # the next end that binds there would, of one that was killed
+        os.unlink(os.path.join(runtime_folder(), name))
+
+
+@pytest.mark.parametrize("takes", [2, 0], ids=["both were taken", "none was taken"])
+def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_queue_is_told(
+    takes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its messages come, those too that were not taken when it died."""
+    with _out_of_sight(tmp_path, monkeypatch) as (child, line, consumer):
         child.begin(children.put, 0, 1)
         got = [consumer.get(PATIENCE) for _ in range(takes)]
         if not takes:
@@ -207,30 +219,17 @@ def test_a_producer_out_of_sight_that_dies_while_two_ends_with_keys_agree_on_a_q
         with pytest.raises(tp.PeerLost, match="vanished"):
             consumer.get(PATIENCE)
         assert consumer.statistics().vanished == 1
-    for name in os.listdir(runtime_folder()):  # the next end that binds there would, of one that was killed
-        os.unlink(os.path.join(runtime_folder(), name))
 
 
 def test_a_producer_out_of_sight_of_whose_message_nothing_could_be_made_is_told_when_it_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was dropped, as there was no memory for it, and the line broke before a further word came."""
-    keys = make_keys(tmp_path / "keys")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
 
     def make(*_: Any) -> Any:
         raise MemoryError
 
-    with (
-        Child() as child,
-        Proxy(port) as line,
-        tp.Consumer(line.endpoint, bind=False, security=connectors(keys), peer_timeout=1.0) as consumer,
-    ):
-        _silence_at_a_claim(line, monkeypatch)
-        shutil.rmtree(runtime_folder())
-        os.mkdir(runtime_folder(), 0o700)
-        child.call(_open_binder, f"tcp://127.0.0.1:{port}", str(keys))
+    with _out_of_sight(tmp_path, monkeypatch) as (child, line, consumer):
         child.begin(children.put, 0)
         with monkeypatch.context() as short:
             short.setattr(tp.Consumer, "_decode_block", make)
@@ -242,8 +241,6 @@ def test_a_producer_out_of_sight_of_whose_message_nothing_could_be_made_is_told_
         with pytest.raises(tp.PeerLost, match="vanished"):
             consumer.get(PATIENCE)
         assert consumer.statistics().vanished == 1
-    for name in os.listdir(runtime_folder()):
-        os.unlink(os.path.join(runtime_folder(), name))
 
 
 def _open_binder(ends: children.Ends, endpoint: str, keys: str) -> None:
