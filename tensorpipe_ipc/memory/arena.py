@@ -142,6 +142,7 @@ STOCK = 32  # small blocks that are made free ahead of need
 RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # size class up to which a free block is taken without a look at those that others have just freed
 SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
+SELDOM, LONGEST = 20, 10.0  # times as long as a look at all memory took it is put off; seconds at most
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 
@@ -204,6 +205,7 @@ class Arena(Extents):
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
+        self._again_until = 0.0
 
     @property
     def capacity(self) -> int:
@@ -318,10 +320,10 @@ class Arena(Extents):
                 self.reclaim({kind})
 
     def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
-        """Allocate by force. What lies free beyond the capacity, of whoever, is given back first, if it would add up."""
-        free, total = list[Extent](), growth
-        for start, kind_, units, row, _ in self._words_of_extents():
-            if kind_ & BEYOND and (row != self.rows.index or kind_ != kind):
+        """Allocate by force. What lies free beyond the capacity, of whoever, is given back first, if it adds up."""
+        free, total = list[Extent](), 0
+        for start, kind_, units, *_ in self._words_of_extents():
+            if kind_ & BEYOND:
                 nbytes, whole = self._free_memory(start, kind_, *self.states(start, kind_, units))
                 total += nbytes
                 if nbytes or whole:
@@ -331,14 +333,18 @@ class Arena(Extents):
         return self._allocate(kind, growth, taker)
 
     def allocate_again(self, nbytes: int, taker: Operation | Taker | None) -> int:
-        """Return a block beyond the capacity that this process has had before, and that is free as it lies; else 0, as soon as
-        there is room within the capacity, too.
+        """Return a block beyond the capacity that this process has had before, and that is free as it lies; else 0. As soon as
+        there is room within the capacity, and some seconds after ``note_look``, there is none: room may lie free with somebody.
         """
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
-        if self.capacity - self.segment.resident() >= growth:
+        if monotonic() > self._again_until or self.capacity - self.segment.resident() >= growth:
             return 0
         self.reclaim_freed(kind)
         return self._allocate(kind, growth, taker) if self._lies_free(kind, growth) else 0
+
+    def note_look(self, seconds: float) -> None:
+        """Note that all that lies free was looked at, for so long, and was not enough: that has a twentieth of the time."""
+        self._again_until = monotonic() + min(max(IDLE, SELDOM * seconds), LONGEST)
 
     def has_been_beyond(self, size_class: int) -> bool:
         """Return whether this process has ever had a block of that size beyond the capacity."""
@@ -459,7 +465,9 @@ class Arena(Extents):
     def _lies_free(self, kind: int, growth: int) -> bool:
         """Return whether the next free block of a kind has all the pages that are wanted of it."""
         last = self.free[kind][-1:]
-        return bool(last) and (self._is_small(kind) or self.words[(last[0] >> 3) + WRITTEN] >= growth)
+        if not last or self.words[self.table + (last[0] >> 20)] != self.own[kind]:
+            return False
+        return self._is_small(kind) or self.words[(last[0] >> 3) + WRITTEN] >= growth
 
     def _has(self, start: int, kind: int, units: int) -> None:
         free, fresh, busy = self._sorted(start, kind, units)

@@ -48,7 +48,6 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
-_SELDOM = 20  # times as long as a look at all memory took, the next one is put off
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -98,7 +97,6 @@ class PutEnd:
         self._handovers: dict[int, Handover] = {}  # by the word of the operation that puts a held block
         self._backlog: deque[int] = deque()  # own tickets in the spill log
         self.waits, self.seconds_waited = 0, 0.0
-        self._again_until = 0.0  # no look at all memory before, where a message lay beyond the capacity
 
     def put(self, payload: Payload, metadata: bytes = b"", timeout: float | None = None) -> None:
         """Copy a message into shared memory and queue it. Once this returns, it survives this process.
@@ -437,13 +435,8 @@ class PutEnd:
         """Return the block that a message before this one had beyond the capacity, if the queue is empty again; else 0.
 
         Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
-        That look has a twentieth of the time: there may be room within the capacity by now.
         """
-        if (
-            not self.arena.has_been_beyond(size_class_of(nbytes))
-            or monotonic() > self._again_until
-            or self._queue.qsize()
-        ):
+        if not self.arena.has_been_beyond(size_class_of(nbytes)) or self._queue.qsize():
             return 0
         return self.arena.allocate_again(nbytes, taker)
 
@@ -485,7 +478,7 @@ class PutEnd:
                     block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                     if not block and self.attachment.trim():
                         block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
-                    self._again_until = monotonic() + _SELDOM * looked
+                    self.arena.note_look(looked)
                 if block:
                     return block
                 if not self._queue.qsize():

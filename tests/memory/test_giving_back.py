@@ -1303,6 +1303,23 @@ def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_eac
     assert resident(full) <= 8 * MIB + 5 * 65_536
 
 
+@pytest.mark.parametrize("large", [300, 3 * MIB])
+def test_puts_into_many_empty_queues_beside_one_that_fills_the_arena_share_their_looks(large: int, ctx: Any) -> None:
+    """Of messages larger than a sixteenth of the capacity, too, beside small ones."""
+    full, others, looks = ctx.Queue(), [ctx.Queue() for _ in range(20)], []
+    fill(full, 20_000)
+    fill(full, 300)
+    arena = ctx.tensorpipe_attachment().arena
+    collect = arena.collect
+    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    for number in range(3):
+        for other in others:
+            for nbytes in (large, 5_000):
+                other.put(octets(nbytes, number), timeout=LIMIT)
+                assert other.get(timeout=LIMIT, copy=True)[-1] == number
+    assert len(looks) < 20, "of 120 puts"
+
+
 def test_what_lay_beyond_the_capacity_does_not_for_long_when_another_queue_was_read(ctx: Any) -> None:
     """The memory that filled it was another process's, and lies free with that."""
     full, empty, (done, say_done) = ctx.Queue(), ctx.Queue(), os.pipe()
