@@ -359,11 +359,11 @@ class Producer(End):
             try:
                 if sender.send(peer, message, remaining(deadline), held=held):
                     break
+                if sender.is_late(deadline):  # strangers may have left many connections that have ended
+                    self._wait(deadline, "no consumer that stayed")
             except NotHandedOver:
                 message, held = self._copied(tree), None
             self._guard.check()  # it may have waited for memory
-            if sender.is_late(deadline):  # strangers may have left many connections that have ended
-                self._wait(deadline, "no consumer that stayed")
         self._messages += 1
         self._bytes += message.nbytes
         if sender.needs_credit():  # now that the message is on its way
