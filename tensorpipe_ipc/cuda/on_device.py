@@ -155,7 +155,7 @@ class CudaIpcSender:
         return [
             row
             for row in rows.used()
-            if not rows.is_finished(row) and next(iter(rows.records(row, number, GET)), None) is not None
+            if rows.is_alive(row) and next(iter(rows.records(row, number, GET)), None) is not None
         ]
 
 

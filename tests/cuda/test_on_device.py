@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -309,6 +310,50 @@ def test_one_who_has_not_passed_keeps_all_on_the_usual_way(ctx: Any, there: Stan
         queue.put({"x": _gpu(there)})
         able.get()
         assert queue.statistics().on_device == 2
+
+
+def _getting_then_forking(queue: Any, line: Any) -> None:
+    """A consumer on the CPU, which keeps what it got and forks a child that lives on."""
+    held = [queue.get(timeout=10) for _ in range(2)]
+    child = os.fork()
+    if not child:
+        signal.pause()
+    line.send(child)
+    signal.pause()
+    del held
+
+
+def test_one_that_died_does_not_count_though_its_child_lives(there: StandIn, tmp_path: Path) -> None:
+    """The dead get nothing any more, though what their child still has is not given back yet."""
+    ctx = tp.get_context("fork")
+    queue = ctx.Queue(cuda_ipc=True)
+    line, theirs = ctx.Pipe()
+    process = ctx.Process(target=_getting_then_forking, args=(queue, theirs), daemon=True)
+    process.start()
+    with getting(ctx, queue, tmp_path) as able:
+        for _ in range(2):
+            queue.put({"x": torch.ones(ITEMS, dtype=torch.int32)})
+        assert line.poll(10)
+        child = line.recv()
+        try:
+            queue.put({"x": _gpu(there)})
+            able.get()
+            assert "has not answered yet" in queue.statistics().staged_because
+            process.kill()
+            process.join(10)
+            monotonic = time.monotonic
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(time, "monotonic", lambda: monotonic() + on_device.LOOK)
+                queue.put({"x": _gpu(there, 1)})
+            assert able.get()[0] == _bits({"x": _gpu(there, 1)})
+            assert (queue.statistics().on_device, queue.statistics().staged_because) == (1, "")
+        finally:
+            os.kill(child, signal.SIGKILL)
+            process.kill()
+            process.join(10)
+            process.close()
+            line.close()
+            theirs.close()
 
 
 def test_a_consumer_killed_in_its_copy_gives_the_block_back(ctx: Any, there: StandIn, tmp_path: Path) -> None:
