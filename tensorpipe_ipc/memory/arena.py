@@ -49,9 +49,10 @@ and from then on every process counts them; also those of a loan that is not fil
 at a time. This is a check, not a guarantee: other programs may take what is left in the meantime.
 
 **Beyond the capacity** a block is had by force: for a message in a queue that has none, as queues that share an arena must not
-starve each other in a circle, and for a queue's own record. It lies in an extent of a kind of its own (``BEYOND``). What comes
-free there is used by force again, or given back. It is no lease's but where pages are locked (leases.py), nor another
-message's: so what is left there is what was had by force, and one message after the other does not add to what others have.
+starve each other in a circle; and for a queue's own record. The machine must have the memory. It lies in an extent of a kind of
+its own (``BEYOND``). What comes free there is used by force again, by any process, or given back. It is no lease's but where
+pages are locked (leases.py), nor another message's: so what is left there is what was had by force, and one message after the
+other does not add to what others have.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
@@ -320,30 +321,36 @@ class Arena(Extents):
                 self.reclaim({kind})
 
     def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
-        """Allocate by force. What lies free beyond the capacity, of whoever, is given back first, if it adds up."""
-        free, total = list[Extent](), 0
-        for start, kind_, units, *_ in self._words_of_extents():
+        """Allocate by force. Where much lies free beyond the capacity, with any process, take a block from another one; where
+        none of the kind can be had, all is given back."""
+        free, same, total = list[Extent](), list[Extent](), 0
+        for start, kind_, units, row, _ in self._words_of_extents():
             if kind_ & BEYOND:
                 nbytes, whole = self._free_memory(start, kind_, *self.states(start, kind_, units))
                 total += nbytes
                 if nbytes or whole:
                     free.append((start, kind_, units))
-        if total > self.capacity // SPARE_BEYOND:
+                if whole and nbytes >= growth and kind_ == kind and row != self.rows.index:
+                    same.append((start, kind_, units))
+        if total > self.capacity // SPARE_BEYOND and (not same or self._take(same[:1], is_kept=True)):
             self._take(free)
         return self._allocate(kind, growth, taker)
 
     def allocate_again(self, nbytes: int, taker: Operation | Taker | None) -> int:
-        """Return a block beyond the capacity that this process has had before, and that is free as it lies; else 0. As soon as
-        there is room within the capacity, and some seconds after ``note_look``, there is none: room may lie free with somebody.
+        """Return a block beyond the capacity, without a look at all memory; 0: there is room within, or a look is due.
+
+        It is due some seconds after ``note_look``: room may lie free with somebody by then.
         """
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
         if monotonic() > self._again_until or self.capacity - self.segment.resident() >= growth:
             return 0
         self.reclaim_freed(kind)
-        return self._allocate(kind, growth, taker) if self._lies_free(kind, growth) else 0
+        if self._lies_free(kind, growth):
+            return self._allocate(kind, growth, taker)
+        return self._allocate_beyond(kind, growth, taker)
 
     def note_look(self, seconds: float) -> None:
-        """Note that all that lies free was looked at, for so long, and was not enough: that has a twentieth of the time."""
+        """Note that all that lies free was looked at, for so long, and was not enough: the next look is due later."""
         self._again_until = monotonic() + min(max(IDLE, SELDOM * seconds), LONGEST)
 
     def has_been_beyond(self, size_class: int) -> bool:

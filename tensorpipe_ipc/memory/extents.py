@@ -47,7 +47,7 @@ block. A block whose state is 0 begins with its unit's floor as generation. So g
 ticket, queue number or lease is recognised. A kill before the last store leaves the extent to its owner, or in doubt, with
 blocks that read 0. If only a part of an extent is free, the taker can punch out its free blocks in the same way, as far as
 they are whole pages, once the floor is higher; their states go, too. So a few small messages do not keep the memory of
-thousands.
+thousands. Or the taker keeps the extent as it is, with its pages.
 
 **Walking.** A process that looks for blocks of a dead row, or of a queue that is gone, writes to blocks in the extents of
 others. The blocks that it looks for are not FREE, so their extents are not given up. But it must not mistake a place for a
@@ -213,11 +213,14 @@ class Extents:
             self.words[APART] = 1
             barrier.slow()
 
-    def _take(self, wanted: Sequence[Extent]) -> set[int]:
+    def _take(self, wanted: Sequence[Extent], *, is_kept: bool = False) -> set[int]:
         """Have extents, whoever has them now, and give up those that are wholly free. What somebody is at stays in doubt.
 
         Who is stopped here keeps what it has marked from all others: so that is a sixteenth of the extents, unless each time
         costs a slow barrier.
+
+        Args:
+            is_kept: give nothing up, and no page.
 
         Returns:
             The units of those that somebody else is at.
@@ -225,12 +228,12 @@ class Extents:
         step = -(-len(wanted) // (1 if self.words[APART] else _PARTS)) or 1
         missed, kept = set[int](), set[int]()
         for i in range(0, len(wanted), step):
-            missed |= self._take_some(wanted[i : i + step], kept)
+            missed |= self._take_some(wanted[i : i + step], kept, is_kept)
         if kept:
             self.reclaim(kept)
         return missed
 
-    def _take_some(self, wanted: Sequence[Extent], kept: set[int]) -> set[int]:
+    def _take_some(self, wanted: Sequence[Extent], kept: set[int], is_kept: bool) -> set[int]:
         """
         Args:
             kept: gets the kinds of those that are not given up.
@@ -247,10 +250,11 @@ class Extents:
                 if start >> 20 in hazards:
                     continue
                 missed.discard(start >> 20)
-                if self._is_free(start, kind, units) and self._give_up(start, kind, units):
+                if not is_kept and self._is_free(start, kind, units) and self._give_up(start, kind, units):
                     continue
                 kept.add(kind)
-                self._punch_free(start, kind, units)
+                if not is_kept:
+                    self._punch_free(start, kind, units)
                 self.words[self.table + (start >> 20)] = self._own(kind, units)
         return missed
 

@@ -1303,6 +1303,30 @@ def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_eac
     assert resident(full) <= 8 * MIB + 5 * 65_536
 
 
+def test_several_processes_beside_a_queue_that_fills_the_arena_use_each_others_blocks(ctx: Any) -> None:
+    """Their messages together are larger than what may lie free beyond the capacity. None looks at all memory each time."""
+    full, asks, answers = ctx.Queue(), [ctx.Queue() for _ in range(4)], ctx.Queue()
+    fill(full, 20_000)
+    fill(full, 300)
+    arena, rounds = ctx.tensorpipe_attachment().arena, 20
+
+    def answer(asked: Any) -> None:
+        looks, collect = [], arena.collect
+        arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+        for number in range(rounds):
+            assert asked.get(timeout=LIMIT, copy=True)[-1] == number
+            answers.put(octets(400_000, number), timeout=LIMIT)
+        assert len(looks) < rounds // 2
+
+    children = [in_child(functools.partial(answer, asked)) for asked in asks]
+    for number in range(rounds):
+        for asked in asks:
+            asked.put(octets(400_000, number), timeout=LIMIT)
+            assert answers.get(timeout=LIMIT, copy=True)[-1] == number
+            assert resident(full) <= 8 * MIB + 3 * MIB // 2
+    assert [reap(child) for child in children] == [0] * len(children)
+
+
 @pytest.mark.parametrize("large", [300, 3 * MIB])
 def test_puts_into_many_empty_queues_beside_one_that_fills_the_arena_share_their_looks(large: int, ctx: Any) -> None:
     """Of messages larger than a sixteenth of the capacity, too, beside small ones."""
