@@ -353,13 +353,15 @@ class Producer(End):
             return self._sender.give_back_idle()
 
     def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
-        sender = self._sender
+        sender, until = self._sender, None
         while True:
             peer = self._reserve(deadline)
             try:
                 if sender.send(peer, message, remaining(deadline), held=held):
                     break
-                if sender.is_late(deadline):  # strangers may have left many connections that have ended
+                if deadline is not None:  # strangers may have left many connections that have ended
+                    until = max(deadline, time.monotonic()) if until is None else until  # to encode may have taken long
+                if sender.is_late(until):
                     self._wait(deadline, "no consumer that stayed")
             except NotHandedOver:
                 message, held = self._copied(tree), None

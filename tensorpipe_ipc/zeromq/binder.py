@@ -78,7 +78,7 @@ class Binder(FrameSocket):
         address, context = self.address, acquire(self, own=self._security is not None)
         self._context = context
         self._socket = router(context)
-        self._reader = NamedFrameReader(self._socket, self.tears)
+        self._reader = NamedFrameReader(self._socket, self.tears, is_tcp=address.scheme == "tcp")
         if self._security is not None:
             keys = read_keys(self._security, bind=True)
             use_keys(self._socket, keys, bind=True)

@@ -13,6 +13,7 @@ import zmq
 
 from tensorpipe_ipc.libc import trim_malloc
 from tensorpipe_ipc.wire.layout import BULK
+from tensorpipe_ipc.zeromq.heap_watch import HEAP
 
 __all__ = ["FrameReader", "NamedFrameReader", "Tears"]
 
@@ -52,11 +53,11 @@ class FrameReader:
         tears: counts how often an exception took a part of a message with it, or perhaps nothing.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears, *, is_tcp: bool) -> None:
         self.frames: list[Any] = []
         self.surplus = ""
         self.tears = tears
-        self._socket = socket
+        self._socket, self._is_tcp = socket, is_tcp
         self._came = 0  # bytes of the message in hand
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
@@ -111,6 +112,8 @@ class FrameReader:
         if self._in_a_row * _BACKLOG < _GIVE_BACK_AT_LAST:
             self._in_a_row = 0  # libzmq uses the same memory for the next ones
         self._give_back(_GIVE_BACK_AT_LAST)
+        if self._is_tcp:
+            HEAP.look()
 
     def _begin(self, flags: tuple[int]) -> bool:
         """Receive the first frame. Return whether there is a message to go on with."""
@@ -173,8 +176,8 @@ class NamedFrameReader(FrameReader):
         dropped: messages of theirs that were dropped.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
-        super().__init__(socket, tears)
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears, *, is_tcp: bool) -> None:
+        super().__init__(socket, tears, is_tcp=is_tcp)
         self.hung_up: dict[bytes, None] = {}
         self.dropped = 0
 

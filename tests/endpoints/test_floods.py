@@ -515,6 +515,24 @@ def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None
     tp.Consumer("next").close()  # which removes the killed one's files
 
 
+def test_memory_of_handshakes_comes_back_after_those_who_then_say_nothing() -> None:
+    """libzmq makes much of each of a handshake's properties, and tells nobody when such a connection ends."""
+    properties = [(bytes(name), b"") for name in itertools.islice(itertools.product(range(33, 127), repeat=3), 130_000)]
+    with Child() as child:
+        endpoint = child.call(children.open_consumer, LOOPBACK)
+        child.call(children.wait_in_vain, 0.3)
+        resident = psutil.Process(child.pid).memory_info
+        before = resident().rss
+        lines = [RawLine(endpoint, further=properties) for _ in range(8)]
+        assert resident().rss - before > 100 * MIB
+        child.begin(children.take_and_drop, math.inf)
+        for line in lines:
+            line.reset()
+        wait_until(lambda: resident().rss - before < 20 * MIB)
+        child.kill()
+    tp.Consumer("next").close()  # which removes the killed one's files
+
+
 @pytest.mark.parametrize("what", ["good", "pieces", "repeated"])
 def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later(what: str) -> None:
     """Good ones are far more than its credit; or each piece brings a byte; or each message had come before.
