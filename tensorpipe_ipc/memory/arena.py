@@ -340,7 +340,11 @@ class Arena(Extents):
         """Return a block beyond the capacity, without a look at all memory; 0: there is room within, or a look is due.
 
         It is due some seconds after ``note_look``: room may lie free with somebody by then.
+
+        Raises:
+            SharedMemoryError: there can never be room for so much.
         """
+        self.check(nbytes)
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
         if monotonic() > self._again_until or self.capacity - self.segment.resident() >= growth:
             return 0

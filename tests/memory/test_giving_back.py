@@ -1303,6 +1303,19 @@ def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_eac
     assert resident(full) <= 8 * MIB + 5 * 65_536
 
 
+def test_what_can_never_fit_is_refused_also_after_one_of_half_its_size_was_placed_beyond_the_capacity() -> None:
+    """The two have one size class."""
+    ctx = small_context(capacity=5 * MIB)
+    full, empty = ctx.Queue(), ctx.Queue()
+    fill(full, 20_000)
+    for _ in range(2):
+        empty.put(octets(9 * MIB // 2), timeout=LIMIT)
+        assert empty.get(timeout=LIMIT, copy=True).numel() == 9 * MIB // 2
+        with pytest.raises(SharedMemoryError, match=f"can never fit: the arena's capacity is {5 * MIB} bytes"):
+            empty.put(octets(7 * MIB), timeout=LIMIT)
+    assert not empty.qsize()
+
+
 def test_several_processes_beside_a_queue_that_fills_the_arena_use_each_others_blocks(ctx: Any) -> None:
     """Their messages together are larger than what may lie free beyond the capacity. None looks at all memory each time."""
     full, asks, answers = ctx.Queue(), [ctx.Queue() for _ in range(4)], ctx.Queue()
