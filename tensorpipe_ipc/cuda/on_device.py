@@ -151,6 +151,7 @@ class CudaIpcSender:
         return ""
 
     def _who_gets(self) -> list[int]:
+        self._queue.attachment.attach()  # without a row it is not known who is alive
         rows, number = self._queue.rows, self._queue.number
         return [
             row

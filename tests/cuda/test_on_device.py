@@ -323,9 +323,8 @@ def _getting_then_forking(queue: Any, line: Any) -> None:
     del held
 
 
-def test_one_that_died_does_not_count_though_its_child_lives(there: StandIn, tmp_path: Path) -> None:
+def test_one_that_died_does_not_count_though_its_child_lives(ctx: Any, there: StandIn, tmp_path: Path) -> None:
     """The dead get nothing any more, though what their child still has is not given back yet."""
-    ctx = tp.get_context("fork")
     queue = ctx.Queue(cuda_ipc=True)
     line, theirs = ctx.Pipe()
     process = ctx.Process(target=_getting_then_forking, args=(queue, theirs), daemon=True)
@@ -340,7 +339,7 @@ def test_one_that_died_does_not_count_though_its_child_lives(there: StandIn, tmp
             able.get()
             assert "has not answered yet" in queue.statistics().staged_because
             process.kill()
-            process.join(10)
+            process.join()  # with a timeout it would wait for the child
             monotonic = time.monotonic
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(time, "monotonic", lambda: monotonic() + on_device.LOOK)
@@ -350,7 +349,7 @@ def test_one_that_died_does_not_count_though_its_child_lives(there: StandIn, tmp
         finally:
             os.kill(child, signal.SIGKILL)
             process.kill()
-            process.join(10)
+            process.join()
             process.close()
             line.close()
             theirs.close()
