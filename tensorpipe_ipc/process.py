@@ -29,7 +29,6 @@ __all__ = [
     "memory",
     "open_files",
     "peak_rss",
-    "private",
     "process_key",
     "reset_peak_rss",
     "resident",
@@ -216,13 +215,6 @@ def resident(pid: int) -> int:
             return int(file.read(128).split()[1]) * _PAGE
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
-
-
-def private() -> int:
-    """Resident memory of this process that it shares with no other one and no file, in bytes."""
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        _, resident, shared, *_ = map(int, file.read(128).split())
-    return (resident - shared) * _PAGE
 
 
 def started(pid: int) -> float:

@@ -339,19 +339,21 @@ class Arena(Extents):
     def allocate_again(self, nbytes: int, taker: Operation | Taker | None) -> int:
         """Return a block beyond the capacity, without a look at all memory; 0: there is room within, or a look is due.
 
-        It is due some seconds after ``note_look``: room may lie free with somebody by then.
-
         Raises:
             SharedMemoryError: there can never be room for so much.
         """
         self.check(nbytes)
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
-        if monotonic() > self._again_until or self.capacity - self.segment.resident() >= growth:
+        if self.is_look_due(nbytes):
             return 0
         self.reclaim_freed(kind)
         if self._lies_free(kind, growth):
             return self._allocate(kind, growth, taker)
         return self._allocate_beyond(kind, growth, taker)
+
+    def is_look_due(self, nbytes: int) -> bool:
+        """Return whether a look at all memory may find room for so much: some seconds after ``note_look``, if not before."""
+        return monotonic() > self._again_until or self.capacity - self.segment.resident() >= self._growth(nbytes)
 
     def note_look(self, seconds: float) -> None:
         """Note that all that lies free was looked at, for so long, and was not enough: the next look is due later."""

@@ -212,6 +212,12 @@ class Leases:
                 return None
             if not block:
                 return None
+            charge = max(
+                charge, self._charge(block, block + HEADER, nbytes)
+            )  # it may have more pages than the one copied
+            if self._room < charge:
+                self.arena.give_up(taker)
+                return None
             array = self.hold(taker, block + HEADER, nbytes, charge=charge)
         array[:] = self.octets[start : start + nbytes]
         return array

@@ -103,7 +103,7 @@ class _BatchMemory:
         leases, attachment = self._queues[0].leases, self._queues[0].attachment
         spec = TensorSpec((max(nbytes, self._largest if self._block is None else 0),), torch.uint8)
         try:
-            (whole,) = make_tensors([spec], leases, attachment.allocate, offered=True)
+            (whole,) = make_tensors([spec], leases, attachment.allocate_if_likely, offered=True)
         except SharedMemoryError:
             return None  # the put waits for room, and its error names the processes that hold memory
         held = leases.find(whole.data_ptr())

@@ -142,6 +142,25 @@ class Attachment:
             raise SharedMemoryError(errno.ENOSPC, f"{self.arena.why_no_room(nbytes)}; {self.describe_holders()}")
         return block
 
+    def allocate_if_likely(self, nbytes: int, taker: Taker) -> int:
+        """Do the same without a look at all memory, as long as one that has just been in vain makes another one useless.
+
+        Raises:
+            SharedMemoryError: there is no room, or a look is not due.
+        """
+        self.attach()
+        block = self.arena.allocate(nbytes, taker=taker)
+        if not block and self.arena.is_look_due(nbytes):
+            began = time.monotonic()
+            self.make_room(nbytes)
+            looked = time.monotonic() - began
+            block = self.arena.allocate(nbytes, taker=taker, collected=True)
+            if not block:
+                self.arena.note_look(looked)
+        if not block:
+            raise SharedMemoryError(errno.ENOSPC, self.arena.why_no_room(nbytes))
+        return block
+
     def describe_holders(self) -> str:
         """Return what the arena costs and who has how much of it, for people."""
         arena = self.arena

@@ -358,7 +358,10 @@ class PutEnd:
         """
         self.attachment.attach()
         deadline = None if timeout is None else monotonic() + timeout
-        return self.arena.allocate(nbytes, taker=taker) or self._wait_for_block(nbytes, deadline, taker, force=False)
+        block = self.arena.allocate(nbytes, taker=taker)
+        if block or not (self._queue.qsize() or self.arena.is_look_due(nbytes)):
+            return block
+        return self._wait_for_block(nbytes, deadline, taker, force=False)
 
     def _refuse_if_shut(self) -> None:
         if self.words[self.record.shut]:
@@ -474,11 +477,11 @@ class PutEnd:
                 self.attachment.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
-                if not block and force and not self._queue.qsize():
-                    block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
-                    if not block and self.attachment.trim():
-                        block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
+                if not block and not self._queue.qsize():
                     self.arena.note_look(looked)
+                    block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True) if force else 0
+                    if not block and force and self.attachment.trim():
+                        block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True)
                 if block:
                     return block
                 if not self._queue.qsize():

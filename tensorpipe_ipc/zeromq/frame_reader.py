@@ -13,7 +13,6 @@ import zmq
 
 from tensorpipe_ipc.libc import trim_malloc
 from tensorpipe_ipc.wire.layout import BULK
-from tensorpipe_ipc.zeromq.heap_watch import HEAP
 
 __all__ = ["FrameReader", "NamedFrameReader", "Tears"]
 
@@ -53,11 +52,11 @@ class FrameReader:
         tears: counts how often an exception took a part of a message with it, or perhaps nothing.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], tears: Tears, *, is_tcp: bool) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
         self.frames: list[Any] = []
         self.surplus = ""
         self.tears = tears
-        self._socket, self._is_tcp = socket, is_tcp
+        self._socket = socket
         self._came = 0  # bytes of the message in hand
         self._has_surplus = False
         self._is_torn = False  # whether a receive was cut short
@@ -107,13 +106,15 @@ class FrameReader:
         """The message in hand is of no use: its frames are as good as dropped."""
         self._is_wasted = True
 
+    def connection_ended(self) -> None:
+        """A connection has ended, with what libzmq had made of all that it had said, but for frames."""
+        self._owed += _GIVE_BACK_AFTER
+
     def give_back_at_last(self) -> None:
         """Nothing more has come: have memory given back, if much was dropped, or much lay there at a time."""
         if self._in_a_row * _BACKLOG < _GIVE_BACK_AT_LAST:
             self._in_a_row = 0  # libzmq uses the same memory for the next ones
         self._give_back(_GIVE_BACK_AT_LAST)
-        if self._is_tcp:
-            HEAP.look()
 
     def _begin(self, flags: tuple[int]) -> bool:
         """Receive the first frame. Return whether there is a message to go on with."""
@@ -176,8 +177,8 @@ class NamedFrameReader(FrameReader):
         dropped: messages of theirs that were dropped.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], tears: Tears, *, is_tcp: bool) -> None:
-        super().__init__(socket, tears, is_tcp=is_tcp)
+    def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
+        super().__init__(socket, tears)
         self.hung_up: dict[bytes, None] = {}
         self.dropped = 0
 

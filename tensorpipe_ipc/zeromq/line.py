@@ -70,7 +70,7 @@ class Line:
             is_shared: whether other users may put a socket there.
         """
         self.socket = socket
-        self.reader = FrameReader(socket, tears, is_tcp=address.scheme == "tcp")
+        self.reader = FrameReader(socket, tears)
         self.routing = b""
         self.is_up = self.has_ended = False
         self.failure: tuple[int, int] | None = None

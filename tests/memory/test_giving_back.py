@@ -1280,6 +1280,62 @@ def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look
     assert resident(full) == before
 
 
+def test_loans_beside_a_queue_that_fills_the_arena_do_not_look_at_all_that_is_there(ctx: Any) -> None:
+    """There is no memory beyond the capacity for them: they lie in memory of their own, and are copied."""
+    full, empty, looks = ctx.Queue(), ctx.Queue(), []
+    fill(full, 20_000)
+    fill(full, 300)
+    arena = ctx.tensorpipe_attachment().arena
+    collect = arena.collect
+    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    for number in range(20):
+        with empty.loan(400_000, torch.uint8, timeout=LIMIT) as loan:
+            loan.fill_(number)
+        assert (empty.get(timeout=LIMIT, copy=True) == number).all()
+    assert len(looks) < 10
+
+
+def test_leases_of_what_lay_beyond_the_capacity_pin_no_more_pages_than_the_budget() -> None:
+    """They lie on copies within, in blocks that have pages of larger messages. So there is room for messages beside them."""
+    ctx = small_context()
+    full, others, held = ctx.Queue(), [ctx.Queue() for _ in range(70)], []
+    fill(full, 1_000_000)
+    for other in others:
+        other.put(octets(530_000), timeout=LIMIT)
+    while full.qsize():
+        full.get(copy=True)
+    for other in others:
+        with contextlib.suppress(SharedMemoryError):
+            held.append(other.get(copy=False, timeout=LIMIT))
+        if other.qsize():
+            other.get(copy=True)
+    assert len(held) >= 30
+    fill(full, 1_000_000)
+    assert full.qsize() >= 30
+
+
+class _Fields(torch.utils.data.Dataset[dict[int, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[int, torch.Tensor]:
+        return {field: torch.full((40_000,), index, dtype=torch.uint8) for field in range(5)}
+
+
+def test_a_dataloader_beside_a_queue_that_fills_the_arena_does_not_look_at_all_that_is_there(ctx: Any) -> None:
+    """Each tensor of a batch asks for shared memory, and has memory of its own."""
+    full, looks = ctx.Queue(), torch.zeros(1, dtype=torch.int64).share_memory_()
+    fill(full, 20_000)
+    fill(full, 300)
+    arena = ctx.tensorpipe_attachment().arena
+    collect = arena.collect
+    arena.collect = lambda nbytes: looks.add_(1) and collect(nbytes)
+    loader = torch.utils.data.DataLoader(_Fields(), 2, num_workers=1, multiprocessing_context=ctx)
+    for number, batch in enumerate(loader):
+        assert all((batch[field][:, 0] == torch.tensor([2 * number, 2 * number + 1])).all() for field in range(5))
+    assert int(looks) < 20, "of 100 tensors, and of 20 batches"
+
+
 def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_each_other_their_blocks(ctx: Any) -> None:
     """Of two processes, too. Their memory is looked at as a whole a few times only."""
     full, there, back, looks = ctx.Queue(), ctx.Queue(), ctx.Queue(), []
