@@ -9,7 +9,7 @@ import stat
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -123,13 +123,12 @@ class RawEnd:
 class RawLine:
     """A connection to a tcp port on which ZeroMQ's own protocol is spoken by hand: it reads only when it is told to."""
 
-    def __init__(self, endpoint: str, name: bytes = b"", further: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(self, endpoint: str, name: bytes = b"") -> None:
         """Connect as a DEALER.
 
         Args:
             endpoint: of a binder without keys.
             name: the routing id that it asks for.
-            further: properties that nobody asked for.
         """
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -137,7 +136,7 @@ class RawLine:
         self._socket.connect(("127.0.0.1", int(endpoint.rpartition(":")[2])))
         self._socket.sendall(_GREETING)
         self._read(len(_GREETING))
-        properties = ((b"Socket-Type", b"DEALER"), (b"Identity", name), *further)
+        properties = ((b"Socket-Type", b"DEALER"), (b"Identity", name))
         body = b"".join(bytes([len(key)]) + key + struct.pack(">I", len(value)) + value for key, value in properties)
         self._socket.sendall(b"\x06" + struct.pack(">Q", 6 + len(body)) + b"\x05READY" + body)
         self._read(self._read(2)[1])

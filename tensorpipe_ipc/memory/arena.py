@@ -48,11 +48,11 @@ against what other processes are just getting (``RESERVED`` in their rows, store
 and from then on every process counts them; also those of a loan that is not filled yet. Small blocks are charged whole, 64 KiB
 at a time. This is a check, not a guarantee: other programs may take what is left in the meantime.
 
-**Beyond the capacity** a block is had by force: for a message in a queue that has none, as queues that share an arena must not
-starve each other in a circle; and for a queue's own record. The machine must have the memory. It lies in an extent of a kind of
-its own (``BEYOND``). What comes free there is used by force again, by any process, or given back. It is no lease's but where
-pages are locked (leases.py), nor another message's: so what is left there is what was had by force, and one message after the
-other does not add to what others have.
+**Beyond the capacity** a block is had by force: for a message in a queue that has none, or a few small ones, as queues that
+share an arena must not starve each other in a circle; and for a queue's own record. The machine must have the memory. It lies
+in an extent of a kind of its own (``BEYOND``). What comes free there is used by force again, by any process, or given back. It
+is no lease's but where pages are locked (leases.py), nor another message's: so what is left there is what was had by force, and
+one message after the other does not add to what others have.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
@@ -638,6 +638,15 @@ class Arena(Extents):
                 return max(0, before - page)
             self.words[written] = before  # else what is there would have to find room once more
         return 0
+
+    def shorten(self, block: int, nbytes: int) -> None:
+        """Give back what a block that this process has just taken has behind so many bytes: pages of a larger message."""
+        written, pages = (block >> 3) + WRITTEN, self._growth(nbytes)
+        before = self.words[written]
+        if before > pages and not self._is_small(self.words[self.table + (block >> 20)] >> 16):
+            self.words[written] = pages  # first, as in shrink
+            if not self.segment.punch(block + pages, block + before):
+                self.words[written] = before
 
     def collect(self, nbytes: int) -> None:
         """Have room for so many bytes, if there is free memory, whoever's, that makes it.

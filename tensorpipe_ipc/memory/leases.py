@@ -212,9 +212,8 @@ class Leases:
                 return None
             if not block:
                 return None
-            charge = max(
-                charge, self._charge(block, block + HEADER, nbytes)
-            )  # it may have more pages than the one copied
+            self.arena.shorten(block, max(nbytes, LEAST))
+            charge = max(charge, self._charge(block, block + HEADER, nbytes))
             if self._room < charge:
                 self.arena.give_up(taker)
                 return None

@@ -77,7 +77,7 @@ class _BatchMemory:
         self._put = (-1, 0)  # messages and bytes put before this batch
         self._sizes: deque[int] = deque(maxlen=_RECENT)
         self._asked = self._largest = 0
-        self._keeps = False  # whether the worker keeps a part of an earlier batch
+        self._keeps = False  # whether the worker keeps a part of an earlier batch, or there was no room for this one
         self._block: _Block | None = None
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
@@ -105,6 +105,7 @@ class _BatchMemory:
         try:
             (whole,) = make_tensors([spec], leases, attachment.allocate_if_likely, offered=True)
         except SharedMemoryError:
+            self._keeps = True  # the batch's others do not ask again
             return None  # the put waits for room, and its error names the processes that hold memory
         held = leases.find(whole.data_ptr())
         if held is None:

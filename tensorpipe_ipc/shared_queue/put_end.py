@@ -48,6 +48,7 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
+SMALL_BEYOND = 1 << 16  # bytes of small messages that one queue may have beyond the capacity
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -359,7 +360,7 @@ class PutEnd:
         self.attachment.attach()
         deadline = None if timeout is None else monotonic() + timeout
         block = self.arena.allocate(nbytes, taker=taker)
-        if block or not (self._queue.qsize() or self.arena.is_look_due(nbytes)):
+        if block or not (self._queue.qsize() or self.arena.is_look_due(nbytes) or headroom() < nbytes):
             return block
         return self._wait_for_block(nbytes, deadline, taker, force=False)
 
@@ -439,9 +440,14 @@ class PutEnd:
 
         Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
         """
-        if not self.arena.has_been_beyond(size_class_of(nbytes)) or self._queue.qsize():
+        if not (self.arena.has_been_beyond(size_class_of(nbytes)) and self._may_go_beyond(nbytes)):
             return 0
         return self.arena.allocate_again(nbytes, taker)
+
+    def _may_go_beyond(self, nbytes: int) -> bool:
+        """Return whether a message may lie beyond the capacity: the queue has none, or but a few small ones."""
+        waiting = self._queue.qsize()
+        return not waiting or (waiting + 1) * nbytes <= SMALL_BEYOND
 
     def _pause(self, seconds: float, step: float, nbytes: int, taker: Operation | Taker | None) -> int:
         """Wait for room, and return the block of a message before this one as soon as it is free; 0: it was not.
@@ -459,9 +465,9 @@ class PutEnd:
     def _wait_for_block(
         self, nbytes: int, deadline: float | None, taker: Operation | Taker, *, force: bool = True
     ) -> int:
-        """The arena is full. A queue with nothing in flight may place one message all the same: so queues that share an
-        arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a block
-        that could come free, there is nothing to wait for.
+        """The arena is full. A queue with nothing in flight may place one message all the same, or some small ones: so queues
+        that share an arena cannot starve each other in a circle. But never more than the machine has; and where nobody has a
+        block that could come free, there is nothing to wait for.
 
         Args:
             force: False: such a queue's block is none, and 0 is returned.
@@ -477,7 +483,7 @@ class PutEnd:
                 self.attachment.make_room(nbytes)
                 looked = monotonic() - looked  # many small blocks take long: then it is looked for less often
                 block = self.arena.allocate(nbytes, taker=taker, collected=True)
-                if not block and not self._queue.qsize():
+                if not block and (self._may_go_beyond(nbytes) if force else not self._queue.qsize()):
                     self.arena.note_look(looked)
                     block = self.arena.allocate(nbytes, force=True, taker=taker, collected=True) if force else 0
                     if not block and force and self.attachment.trim():

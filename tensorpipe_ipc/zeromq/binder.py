@@ -46,15 +46,13 @@ __all__ = ["Binder"]
 _LETTING_GO = 0.1  # seconds: libzmq's threads let go of a name some time after close
 _LET_GO = 1.0  # seconds that closing waits for a port, at most
 _EVENT = struct.Struct("=HI")  # of a monitor: which, and a number that goes with it
-_EVENTS, _POLLIN, _DO_NOT_WAIT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
-_ENDED = int(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_ENDED |= int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-# Seconds between two looks at which connections have ended, and between those where there were more than one look reads.
-_LOOK, _LOOK_AGAIN, _AT_ONCE = 0.5, 0.05, 2000
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _BACKLOG = 1024  # so that a burst of strangers does not crowd out a friend, who would wait a second
 # Seconds from the gate's answer until a connector, inside a call, has said HELLO. One whose knock was too old by then knocks
 # again 0.2 s later.
 _FIRST_WORD = 0.35
+# Seconds after a refusal by which libzmq has let go of the handshake: one who stays has 3 s.
+_LET_GO_OF = 4.0
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
 _HUNG_UP = 1 << 14  # connections that may have said more before they were hung up on
 _numbers = itertools.count()
@@ -76,8 +74,6 @@ class Binder(FrameSocket):
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
         # A descriptor that libzmq is given, and has from the moment on at which it is bound.
         self._handed: list[int] = []
-        self._monitor: zmq.Socket[bytes] | None = None  # over tcp it tells of connections that ended
-        self._looks_from, self._some_ended = 0.0, False
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
@@ -121,16 +117,16 @@ class Binder(FrameSocket):
         self._handed.clear()
 
     def _bind_to_port(self) -> None:
-        told = f"inproc://binder-{next(_numbers)}"
-        repeated(self._socket.monitor, told, zmq.EVENT_LISTENING | _ENDED)
-        self._monitor = monitor = open_socket(self._context, zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
-        monitor.setsockopt(zmq.RCVHWM, 0)  # else libzmq's thread would wait until it is read
-        monitor.connect(told)
-        with no_fork():  # a child knows what it has of it
-            self._bind_to_address()
-            if monitor.poll(int(_LET_GO * 1000)):
-                self._listens_by(_EVENT.unpack(monitor.recv())[1])
+        told = f"inproc://listening-{next(_numbers)}"
+        repeated(self._socket.monitor, told, zmq.EVENT_LISTENING)
+        try:
+            with closing(open_socket(self._context, zmq.PAIR)) as monitor, no_fork():  # a child knows what it has of it
+                monitor.connect(told)
+                self._bind_to_address()
+                if monitor.poll(int(_LET_GO * 1000)):
+                    self._listens_by(_EVENT.unpack(monitor.recv())[1])
+        finally:
+            self._socket.disable_monitor()
 
     def _listens_by(self, fd: int) -> None:
         self._listening = fd, os.fstat(fd).st_ino
@@ -166,10 +162,10 @@ class Binder(FrameSocket):
     def receive(self, timeout: float) -> tuple[bytes, list[Any]] | None:
         """See FrameSocket. What had come by connections that were hung up on is dropped."""
         self._is_silent = False
-        self._look_for_ended()
         reader = self._reader
         if self._gate is not None and not reader.frames:
             self._gate.attend(self._socket, timeout)
+            self._look_for_refused(self._gate)
             timeout = 0
         frames = self._read(reader, self._socket, timeout)
         self.dropped = reader.dropped
@@ -188,18 +184,10 @@ class Binder(FrameSocket):
             return b"", [frames[-1].buffer]
         return routing, [frame.buffer for frame in frames[1:]]
 
-    def _look_for_ended(self) -> None:
-        """See whether connections have ended. Memory of theirs is malloc's a moment later: so it counts once more, later."""
-        if self._monitor is None or (now := time.monotonic()) < self._looks_from:
-            return
-        count = 0
-        while count < _AT_ONCE and int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
-            self._monitor.recv(_DO_NOT_WAIT)
-            count += 1
-        self._looks_from = now + (_LOOK if count < _AT_ONCE else _LOOK_AGAIN)
-        if count or self._some_ended:
-            self._reader.connection_ended()
-        self._some_ended = count > 0
+    def _look_for_refused(self, gate: Gate) -> None:
+        if gate.refused_at and time.monotonic() > gate.refused_at + _LET_GO_OF:
+            gate.refused_at = 0.0
+            self._reader.connections_ended()
 
     def hang_up(self) -> None:
         """See FrameSocket.
@@ -230,8 +218,8 @@ class Binder(FrameSocket):
         """See FrameSocket. Beside a queue that always has messages nothing else finds that nothing more has come."""
         if self._gate is not None:
             self._gate.answer()
+            self._look_for_refused(self._gate)
         self._is_silent = not (self._reader.frames or int(self._socket.getsockopt(_EVENTS)) & _POLLIN)
-        self._look_for_ended()
         if self._is_silent:
             self._reader.give_back_at_last()
         return not self._is_silent
@@ -266,11 +254,7 @@ class Binder(FrameSocket):
     def _close_sockets(self, linger: float) -> None:
         with ExitStack() as steps:
             if self._socket is not None:
-                if self._monitor is not None:
-                    steps.callback(self._monitor.close, linger=0)
                 steps.callback(self._socket.close, linger=int(linger * 1000))
-                if self._monitor is not None and not self._socket.closed:
-                    steps.callback(self._socket.disable_monitor)  # first: it would wait for one that is closed
                 steps.callback(self._close_handed)
             if self._gate is not None:
                 steps.callback(self._gate.close)

@@ -80,6 +80,7 @@ class Gate:
         socket: where libzmq asks.
         is_behind: whether somebody knocked who was not answered yet, and whom no descriptor tells of.
         let_in_at: when somebody was last let in.
+        refused_at: when somebody was last refused; 0: nobody was, or it has been seen to.
     """
 
     def __init__(self, context: zmq.Context[Any], security: Curve, told: Callable[[Exception], None]) -> None:
@@ -92,7 +93,7 @@ class Gate:
         self._allowed = frozenset(map(z85.decode, security.client_keys()))
         self._told = told
         self.is_behind = False
-        self.let_in_at = -math.inf
+        self.let_in_at, self.refused_at = -math.inf, 0.0
         self._is_cut_off = False  # whether an exception left an answer begun, and not ended
         self.socket: zmq.Socket[bytes] = open_socket(context, zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -145,6 +146,7 @@ class Gate:
         if knows:
             self.let_in_at = time.monotonic()
         else:
+            self.refused_at = time.monotonic()
             self._told(Refused(f"{address.decode(errors='replace')[:64]} came with a key that is not on the list"))
 
     def close(self) -> None:

@@ -106,8 +106,8 @@ class FrameReader:
         """The message in hand is of no use: its frames are as good as dropped."""
         self._is_wasted = True
 
-    def connection_ended(self) -> None:
-        """A connection has ended, with what libzmq had made of all that it had said, but for frames."""
+    def connections_ended(self) -> None:
+        """Connections have ended with more than frames: libzmq makes much of what a handshake says."""
         self._owed += _GIVE_BACK_AFTER
 
     def give_back_at_last(self) -> None:

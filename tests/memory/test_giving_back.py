@@ -1280,6 +1280,23 @@ def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look
     assert resident(full) == before
 
 
+def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_messages(ctx: Any) -> None:
+    """As programs put a few requests before any is answered; and no more than 64 KiB of them."""
+    full, other = ctx.Queue(), ctx.Queue()
+    fill(full, 20_000)
+    fill(full, 300)
+    before = resident(full)
+    for number in range(20):
+        other.put({"number": number, "x": octets(2000, number)}, timeout=LIMIT)
+    with pytest.raises(queue.Full):
+        other.put(octets(20_000), timeout=0.1)
+    fill(other, 2000)
+    assert other.qsize() <= 32
+    assert resident(full) <= before + 128 * 1024
+    for number in range(20):
+        assert other.get(timeout=LIMIT)["number"] == number
+
+
 def test_loans_beside_a_queue_that_fills_the_arena_do_not_look_at_all_that_is_there(ctx: Any) -> None:
     """There is no memory beyond the capacity for them: they lie in memory of their own, and are copied."""
     full, empty, looks = ctx.Queue(), ctx.Queue(), []
@@ -1314,6 +1331,17 @@ def test_leases_of_what_lay_beyond_the_capacity_pin_no_more_pages_than_the_budge
     assert full.qsize() >= 30
 
 
+def test_a_lease_of_what_lay_beyond_the_capacity_takes_no_more_pages_than_it_needs(ctx: Any) -> None:
+    """All that lies free within has pages of a larger message, and the budget is just large enough."""
+    full, empty = ctx.Queue(), ctx.Queue()
+    set_lease_budget(ctx.tensorpipe_attachment().leases, 5 * MIB // 2)
+    full.put(octets(4 * MIB - 4096), timeout=LIMIT)
+    fill(full, 20_000)
+    empty.put(octets(9 * MIB // 4), timeout=LIMIT)
+    full.get(copy=True)
+    assert segment_at(empty.get(copy=False, timeout=LIMIT).data_ptr())
+
+
 class _Fields(torch.utils.data.Dataset[dict[int, torch.Tensor]]):
     def __len__(self) -> int:
         return 40
@@ -1323,14 +1351,14 @@ class _Fields(torch.utils.data.Dataset[dict[int, torch.Tensor]]):
 
 
 def test_a_dataloader_beside_a_queue_that_fills_the_arena_does_not_look_at_all_that_is_there(ctx: Any) -> None:
-    """Each tensor of a batch asks for shared memory, and has memory of its own."""
+    """Each tensor of a batch asks for shared memory, and has memory of its own. The loader has several requests out."""
     full, looks = ctx.Queue(), torch.zeros(1, dtype=torch.int64).share_memory_()
     fill(full, 20_000)
     fill(full, 300)
     arena = ctx.tensorpipe_attachment().arena
     collect = arena.collect
     arena.collect = lambda nbytes: looks.add_(1) and collect(nbytes)
-    loader = torch.utils.data.DataLoader(_Fields(), 2, num_workers=1, multiprocessing_context=ctx)
+    loader = torch.utils.data.DataLoader(_Fields(), 2, num_workers=1, prefetch_factor=4, multiprocessing_context=ctx)
     for number, batch in enumerate(loader):
         assert all((batch[field][:, 0] == torch.tensor([2 * number, 2 * number + 1])).all() for field in range(5))
     assert int(looks) < 20, "of 100 tensors, and of 20 batches"
