@@ -74,6 +74,7 @@ class Binder(FrameSocket):
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
         # A descriptor that libzmq is given, and has from the moment on at which it is bound.
         self._handed: list[int] = []
+        self._refused_at = self._give_back_at = 0.0  # the last refusal that was seen to; 0: nothing is to be given back
 
     def open(self, told: Callable[[Exception], None]) -> None:
         """See FrameSocket."""
@@ -185,9 +186,12 @@ class Binder(FrameSocket):
         return routing, [frame.buffer for frame in frames[1:]]
 
     def _look_for_refused(self, gate: Gate) -> None:
-        if gate.refused_at and time.monotonic() > gate.refused_at + _LET_GO_OF:
-            gate.refused_at = 0.0
+        """Have memory given back that refused handshakes left, some time after each, however many follow."""
+        if self._give_back_at and time.monotonic() >= self._give_back_at:
+            self._give_back_at = 0.0
             self._reader.connections_ended()
+        if not self._give_back_at and gate.refused_at > self._refused_at:
+            self._refused_at, self._give_back_at = gate.refused_at, time.monotonic() + _LET_GO_OF
 
     def hang_up(self) -> None:
         """See FrameSocket.

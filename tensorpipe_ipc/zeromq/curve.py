@@ -80,7 +80,7 @@ class Gate:
         socket: where libzmq asks.
         is_behind: whether somebody knocked who was not answered yet, and whom no descriptor tells of.
         let_in_at: when somebody was last let in.
-        refused_at: when somebody was last refused; 0: nobody was, or it has been seen to.
+        refused_at: when somebody was last refused; 0: nobody was.
     """
 
     def __init__(self, context: zmq.Context[Any], security: Curve, told: Callable[[Exception], None]) -> None:
@@ -129,6 +129,8 @@ class Gate:
     def _request(self) -> list[bytes]:
         while self.socket.getsockopt(zmq.RCVMORE):  # an exception of a signal's handler hit inside the last one
             self.socket.recv(_DO_NOT_WAIT)
+        if not int(self.socket.getsockopt(_EVENTS)) & _POLLIN:  # that was all there was
+            return []
         return self.socket.recv_multipart(_DO_NOT_WAIT)
 
     def _answer(self, request: list[bytes]) -> None:

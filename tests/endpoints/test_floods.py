@@ -541,7 +541,11 @@ def test_memory_of_handshakes_of_those_who_are_not_listed_comes_back(tmp_path: P
         with started("-c", _HANDSHAKES, endpoint, str(folder)):
             wait_until(lambda: resident().rss - before > 40 * MIB)
             child.begin(children.take_and_drop, math.inf)
-            wait_until(lambda: resident().rss - before < 20 * MIB)
+            with Child() as other:  # knocks again and again meanwhile
+                other.call(open_connector, endpoint, str(folder), "other")
+                other.begin(children.put_without_end, 100)
+                wait_until(lambda: resident().rss - before < 20 * MIB)
+                other.kill()
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
 

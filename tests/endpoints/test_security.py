@@ -270,6 +270,29 @@ def test_what_the_gate_is_asked(at: int, wrong: bytes, keys: Path) -> None:
         context.term()
 
 
+def test_a_request_that_an_exception_tore_is_dropped_and_the_next_one_answered(keys: Path) -> None:
+    """What is left of it looks as if somebody asked. Nobody may."""
+    key = z85.decode(zmq.auth.load_certificate(keys / f"friend{PUBLIC}")[0])
+    context: zmq.Context[Any] = zmq.Context()
+    gate, asks = Gate(context, binders(keys), lambda _: None), context.socket(zmq.DEALER)
+    try:
+        asks.connect("inproc://zeromq.zap.01")
+        for _ in range(2):
+            asks.send_multipart([b"", *GOOD[:6], key])
+            assert gate.socket.poll(PATIENCE * 1000)
+            for _ in range(3):
+                gate.socket.recv()
+            gate.answer()
+            assert not asks.poll(0)
+        asks.send_multipart([b"", *GOOD[:6], key])
+        gate.attend(asks, PATIENCE)
+        assert asks.recv_multipart(zmq.NOBLOCK)[:4] == [b"", b"1.0", b"7", b"200"]
+    finally:
+        gate.close()
+        asks.close(linger=0)
+        context.term()
+
+
 def test_several_clients(keys: Path) -> None:
     """A folder lists whose key lies in it; each comes in."""
     with tp.Consumer(LOOPBACK, security=tp.Curve(keys / f"binder{SECRET}", clients=keys)) as consumer:
