@@ -48,7 +48,7 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
-SMALL_BEYOND = 1 << 16  # bytes of small messages that one queue may have beyond the capacity
+SMALL_BEYOND = 1 << 19  # bytes, by blocks, of small messages that one queue may have beyond the capacity
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -447,7 +447,7 @@ class PutEnd:
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Return whether a message may lie beyond the capacity: the queue has none, or but a few small ones."""
         waiting = self._queue.qsize()
-        return not waiting or (waiting + 1) * nbytes <= SMALL_BEYOND
+        return not waiting or (waiting + 1) << size_class_of(nbytes) <= SMALL_BEYOND
 
     def _pause(self, seconds: float, step: float, nbytes: int, taker: Operation | Taker | None) -> int:
         """Wait for room, and return the block of a message before this one as soon as it is free; 0: it was not.

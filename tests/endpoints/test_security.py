@@ -271,7 +271,7 @@ def test_what_the_gate_is_asked(at: int, wrong: bytes, keys: Path) -> None:
 
 
 def test_a_request_that_an_exception_tore_is_dropped_and_the_next_one_answered(keys: Path) -> None:
-    """What is left of it looks as if somebody asked. Nobody may."""
+    """The rest of it looks as if somebody asked."""
     key = z85.decode(zmq.auth.load_certificate(keys / f"friend{PUBLIC}")[0])
     context: zmq.Context[Any] = zmq.Context()
     gate, asks = Gate(context, binders(keys), lambda _: None), context.socket(zmq.DEALER)

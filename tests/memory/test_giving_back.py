@@ -1281,7 +1281,7 @@ def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look
 
 
 def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_messages(ctx: Any) -> None:
-    """As programs put a few requests before any is answered; and no more than 64 KiB of them."""
+    """As programs put a few requests before any is answered; and no more than 512 KiB of them."""
     full, other = ctx.Queue(), ctx.Queue()
     fill(full, 20_000)
     fill(full, 300)
@@ -1289,10 +1289,9 @@ def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_message
     for number in range(20):
         other.put({"number": number, "x": octets(2000, number)}, timeout=LIMIT)
     with pytest.raises(queue.Full):
-        other.put(octets(20_000), timeout=0.1)
+        other.put(octets(200_000), timeout=0.1)
     fill(other, 2000)
-    assert other.qsize() <= 32
-    assert resident(full) <= before + 128 * 1024
+    assert resident(full) <= before + 640 * 1024
     for number in range(20):
         assert other.get(timeout=LIMIT)["number"] == number
 
@@ -1384,7 +1383,7 @@ def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_eac
         assert back.get(timeout=LIMIT, copy=True)[-1] == number
     assert reap(child) == 0
     assert len(looks) < 20
-    assert resident(full) <= 8 * MIB + 5 * 65_536
+    assert resident(full) <= 8 * MIB + MIB
 
 
 def test_what_can_never_fit_is_refused_also_after_one_of_half_its_size_was_placed_beyond_the_capacity() -> None:
