@@ -206,7 +206,7 @@ class Arena(Extents):
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
-        self._again_until = 0.0
+        self._look_due_from = 0.0
 
     @property
     def capacity(self) -> int:
@@ -336,7 +336,7 @@ class Arena(Extents):
             self._take(free)
         return self._allocate(kind, growth, taker)
 
-    def allocate_again(self, nbytes: int, taker: Operation | Taker | None) -> int:
+    def allocate_without_look(self, nbytes: int, taker: Operation | Taker | None) -> int:
         """Return a block beyond the capacity, without a look at all memory; 0: there is room within, or a look is due.
 
         Raises:
@@ -353,11 +353,11 @@ class Arena(Extents):
 
     def is_look_due(self, nbytes: int) -> bool:
         """Return whether a look at all memory may find room for so much: some seconds after ``note_look``, if not before."""
-        return monotonic() > self._again_until or self.capacity - self.segment.resident() >= self._growth(nbytes)
+        return monotonic() > self._look_due_from or self.capacity - self.segment.resident() >= self._growth(nbytes)
 
     def note_look(self, seconds: float) -> None:
         """Note that all that lies free was looked at, for so long, and was not enough: the next look is due later."""
-        self._again_until = monotonic() + min(max(IDLE, SELDOM * seconds), LONGEST)
+        self._look_due_from = monotonic() + min(max(IDLE, SELDOM * seconds), LONGEST)
 
     def has_been_beyond(self, size_class: int) -> bool:
         """Return whether this process has ever had a block of that size beyond the capacity."""

@@ -143,7 +143,7 @@ class Attachment:
         return block
 
     def allocate_if_likely(self, nbytes: int, taker: Taker) -> int:
-        """Do the same without a look at all memory, as long as one that has just been in vain makes another one useless.
+        """Return a block as ``allocate`` does, but with a look at all memory only where one is due.
 
         Raises:
             SharedMemoryError: there is no room, or a look is not due.

@@ -48,7 +48,7 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
-SMALL_BEYOND = 1 << 19  # bytes, by blocks, of small messages that one queue may have beyond the capacity
+_SMALL_BEYOND = 1 << 19  # bytes, by blocks, of equal messages that one queue may have beyond the capacity
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -431,33 +431,34 @@ class PutEnd:
                     return block
             words[hazard] = 0
             free.append(block)
-        block = self._block_again(nbytes, taker) if waits else 0
+        block = self._block_beyond(nbytes, taker) if waits else 0
         block = block or arena.allocate(nbytes, taker=taker)
         return block or (self._wait_for_block(nbytes, deadline, taker) if waits else 0)
 
-    def _block_again(self, nbytes: int, taker: Operation | Taker) -> int:
-        """Return the block that a message before this one had beyond the capacity, if the queue is empty again; else 0.
+    def _block_beyond(self, nbytes: int, taker: Operation | Taker) -> int:
+        """Return a block beyond the capacity, if the message may lie there, and none of its size is the first; else 0.
 
         Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
         """
         if not (self.arena.has_been_beyond(size_class_of(nbytes)) and self._may_go_beyond(nbytes)):
             return 0
-        return self.arena.allocate_again(nbytes, taker)
+        return self.arena.allocate_without_look(nbytes, taker)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
-        """Return whether a message may lie beyond the capacity: the queue has none, or but a few small ones."""
+        """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,
+        they were small together."""
         waiting = self._queue.qsize()
-        return not waiting or (waiting + 1) << size_class_of(nbytes) <= SMALL_BEYOND
+        return not waiting or (waiting + 1) << size_class_of(nbytes) <= _SMALL_BEYOND
 
     def _pause(self, seconds: float, step: float, nbytes: int, taker: Operation | Taker | None) -> int:
-        """Wait for room, and return the block of a message before this one as soon as it is free; 0: it was not.
+        """Wait for room, and return a block beyond the capacity as soon as the message may lie there; 0: it may not.
 
         Args:
             taker: None: do not look for it.
         """
         until = monotonic() + seconds
         while (left := until - monotonic()) > 0:
-            if taker is not None and (block := self._block_again(nbytes, taker)):
+            if taker is not None and (block := self._block_beyond(nbytes, taker)):
                 return block
             time.sleep(min(step, left))
         return 0

@@ -107,7 +107,7 @@ class FrameReader:
         self._is_wasted = True
 
     def connections_ended(self) -> None:
-        """Connections have ended with more than frames: libzmq makes much of what a handshake says."""
+        """Note that connections have ended, of whose handshakes libzmq had made much."""
         self._owed += _GIVE_BACK_AFTER
 
     def give_back_at_last(self) -> None:

@@ -1280,11 +1280,24 @@ def test_a_put_into_an_empty_queue_beside_one_that_fills_the_arena_does_not_look
     assert resident(full) == before
 
 
-def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_messages(ctx: Any) -> None:
-    """As programs put a few requests before any is answered; and no more than 512 KiB of them."""
-    full, other = ctx.Queue(), ctx.Queue()
+def _filled(ctx: Any) -> Any:
+    """Return a queue that fills the arena, down to small blocks."""
+    full = ctx.Queue()
     fill(full, 20_000)
     fill(full, 300)
+    return full
+
+
+def _looks_of(arena: Any) -> list[int]:
+    """Return a list that gets what each look at all memory is for."""
+    looks, collect = list[int](), arena.collect
+    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    return looks
+
+
+def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_messages(ctx: Any) -> None:
+    """As programs put a few requests before any is answered; and no more than 512 KiB of them."""
+    full, other = _filled(ctx), ctx.Queue()
     before = resident(full)
     for number in range(20):
         other.put({"number": number, "x": octets(2000, number)}, timeout=LIMIT)
@@ -1296,14 +1309,20 @@ def test_a_queue_beside_one_that_fills_the_arena_has_room_for_some_small_message
         assert other.get(timeout=LIMIT)["number"] == number
 
 
+def test_messages_of_falling_sizes_beside_a_queue_that_fills_the_arena_add_up_to_a_little(ctx: Any) -> None:
+    """Each would be one of a few if all were as small."""
+    full, other = _filled(ctx), ctx.Queue()
+    before = resident(full)
+    other.put(octets(500_000), timeout=LIMIT)
+    for size_class in range(18, 8, -1):
+        fill(other, (1 << size_class) * 3 // 4)
+    assert other.qsize() > 500
+    assert resident(full) <= before + 500_000 + 5 * MIB // 2
+
+
 def test_loans_beside_a_queue_that_fills_the_arena_do_not_look_at_all_that_is_there(ctx: Any) -> None:
     """There is no memory beyond the capacity for them: they lie in memory of their own, and are copied."""
-    full, empty, looks = ctx.Queue(), ctx.Queue(), []
-    fill(full, 20_000)
-    fill(full, 300)
-    arena = ctx.tensorpipe_attachment().arena
-    collect = arena.collect
-    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    _full, empty, looks = _filled(ctx), ctx.Queue(), _looks_of(ctx.tensorpipe_attachment().arena)
     for number in range(20):
         with empty.loan(400_000, torch.uint8, timeout=LIMIT) as loan:
             loan.fill_(number)
@@ -1351,9 +1370,7 @@ class _Fields(torch.utils.data.Dataset[dict[int, torch.Tensor]]):
 
 def test_a_dataloader_beside_a_queue_that_fills_the_arena_does_not_look_at_all_that_is_there(ctx: Any) -> None:
     """Each tensor of a batch asks for shared memory, and has memory of its own. The loader has several requests out."""
-    full, looks = ctx.Queue(), torch.zeros(1, dtype=torch.int64).share_memory_()
-    fill(full, 20_000)
-    fill(full, 300)
+    _full, looks = _filled(ctx), torch.zeros(1, dtype=torch.int64).share_memory_()
     arena = ctx.tensorpipe_attachment().arena
     collect = arena.collect
     arena.collect = lambda nbytes: looks.add_(1) and collect(nbytes)
@@ -1365,9 +1382,8 @@ def test_a_dataloader_beside_a_queue_that_fills_the_arena_does_not_look_at_all_t
 
 def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_each_other_their_blocks(ctx: Any) -> None:
     """Of two processes, too. Their memory is looked at as a whole a few times only."""
-    full, there, back, looks = ctx.Queue(), ctx.Queue(), ctx.Queue(), []
-    fill(full, 20_000)
-    fill(full, 300)
+    full, there, back = _filled(ctx), ctx.Queue(), ctx.Queue()
+    before = resident(full)
 
     def answer() -> None:
         for number in range(40):
@@ -1375,15 +1391,13 @@ def test_messages_of_several_sizes_beside_a_queue_that_fills_the_arena_leave_eac
             back.put(octets(20_000, number), timeout=LIMIT)
 
     child = in_child(answer)
-    arena = ctx.tensorpipe_attachment().arena
-    collect = arena.collect
-    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    looks = _looks_of(ctx.tensorpipe_attachment().arena)
     for number in range(40):
         there.put(octets(20_000 if number % 2 else 300, number), timeout=LIMIT)
         assert back.get(timeout=LIMIT, copy=True)[-1] == number
     assert reap(child) == 0
     assert len(looks) < 20
-    assert resident(full) <= 8 * MIB + MIB
+    assert resident(full) <= before + 5 * 65_536
 
 
 def test_what_can_never_fit_is_refused_also_after_one_of_half_its_size_was_placed_beyond_the_capacity() -> None:
@@ -1401,14 +1415,11 @@ def test_what_can_never_fit_is_refused_also_after_one_of_half_its_size_was_place
 
 def test_several_processes_beside_a_queue_that_fills_the_arena_use_each_others_blocks(ctx: Any) -> None:
     """Their messages together are larger than what may lie free beyond the capacity. None looks at all memory each time."""
-    full, asks, answers = ctx.Queue(), [ctx.Queue() for _ in range(4)], ctx.Queue()
-    fill(full, 20_000)
-    fill(full, 300)
+    full, asks, answers = _filled(ctx), [ctx.Queue() for _ in range(4)], ctx.Queue()
     arena, rounds = ctx.tensorpipe_attachment().arena, 20
 
     def answer(asked: Any) -> None:
-        looks, collect = [], arena.collect
-        arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+        looks = _looks_of(arena)
         for number in range(rounds):
             assert asked.get(timeout=LIMIT, copy=True)[-1] == number
             answers.put(octets(400_000, number), timeout=LIMIT)
@@ -1426,12 +1437,8 @@ def test_several_processes_beside_a_queue_that_fills_the_arena_use_each_others_b
 @pytest.mark.parametrize("large", [300, 3 * MIB])
 def test_puts_into_many_empty_queues_beside_one_that_fills_the_arena_share_their_looks(large: int, ctx: Any) -> None:
     """Of messages larger than a sixteenth of the capacity, too, beside small ones."""
-    full, others, looks = ctx.Queue(), [ctx.Queue() for _ in range(20)], []
-    fill(full, 20_000)
-    fill(full, 300)
-    arena = ctx.tensorpipe_attachment().arena
-    collect = arena.collect
-    arena.collect = lambda nbytes: looks.append(nbytes) or collect(nbytes)
+    _full, others = _filled(ctx), [ctx.Queue() for _ in range(20)]
+    looks = _looks_of(ctx.tensorpipe_attachment().arena)
     for number in range(3):
         for other in others:
             for nbytes in (large, 5_000):

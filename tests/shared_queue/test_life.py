@@ -191,5 +191,5 @@ def test_an_exception_at_any_moment_of_recovery_leaves_the_dead_to_others(attach
         assert told_by_child(lambda: attachment.attach() or attachment.rows.index) == "1", f"at moment {point}"
         attachment.recover_dead()
         assert all(map(attachment.rows.is_finished, range(1, len(attachment.rows.used())))), f"at moment {point}"
-        point += 1 if point < 40 else 61
+        point += 1 if point < 60 else 23
     check_whole(attachment, queue, payload)
