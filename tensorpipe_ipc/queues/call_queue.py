@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import warnings
 from concurrent.futures import process
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from tensorpipe_ipc.queues.tensor_queue import Queue
 __all__ = ["CallQueue", "adopt"]
 
 PATIENCE = 10.0  # seconds that a call waits for memory, when no results of this executor remain that could free it
+REST = 10  # times as long as a put looked for memory in vain: until then, calls that wait keep the workers busy
 UNREAD = 32  # results: from here on they are read first. Read one by one, calls without tensors are a fifth slower
 
 _PARTS = ("_SafeQueue", "_process_worker")  # private parts of concurrent.futures
@@ -41,6 +43,7 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
     _maxsize: int
     _sent = 0
     _has_no_memory: Any = None  # the call that found no memory: it is sent again after a result is read
+    _rests_until = 0.0
     _reads_results = False
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -51,10 +54,13 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
             self._send(obj)
 
     def _send(self, item: Any, patience: float = 0) -> None:
+        began = monotonic()
         try:
             self._calls.put(item, patience > 0, patience)
         except Full as full:
             if self._sent > self._results._queue.done(GET)[0]:
+                ended = monotonic()
+                self._rests_until = ended + REST * (ended - began)
                 self._has_no_memory = item  # do not wait: only this thread reads the results that may hold the memory
             elif not patience:
                 self._send(item, PATIENCE)
@@ -84,6 +90,8 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
 
         The executor asks before it puts a call, and again after it has read a result.
         """
+        if monotonic() < self._rests_until and self._calls._queue.waiting():
+            return True  # a worker takes that call, and its result makes the executor ask again
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
             self._send(item)

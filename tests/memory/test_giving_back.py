@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -1328,6 +1329,19 @@ def test_loans_beside_a_queue_that_fills_the_arena_do_not_look_at_all_that_is_th
             loan.fill_(number)
         assert (empty.get(timeout=LIMIT, copy=True) == number).all()
     assert len(looks) < 10
+
+
+@pytest.mark.parametrize(("workers", "nbytes"), [(4, 100_000), (1, 400_000)])
+def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for_each_call(
+    ctx: Any, workers: int, nbytes: int
+) -> None:
+    _full, calls, looks = _filled(ctx), 60, _looks_of(ctx.tensorpipe_attachment().arena)
+    with ProcessPoolExecutor(workers, mp_context=ctx) as executor:
+        futures = [executor.submit(torch.clone, octets(nbytes, number)) for number in range(calls)]
+        for number, future in enumerate(futures):
+            assert (future.result(LIMIT) == octets(nbytes, number)).all()
+    del executor, futures, future
+    assert len(looks) < calls // 2
 
 
 def test_leases_of_what_lay_beyond_the_capacity_pin_no_more_pages_than_the_budget() -> None:
