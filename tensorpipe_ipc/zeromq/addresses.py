@@ -32,6 +32,12 @@ __all__ = [
 FILE_MODE = 0o1600
 _MOST_LINKS = 40
 _TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # as tempfile has them
+# Root's on any system (Filesystem Hierarchy Standard). In a user namespace that does not map root, its folders and those of all
+# other users that are not mapped have one owner, who has / too: only by their paths are root's known.
+_SYSTEM = frozenset(
+    ("/", "/dev", "/dev/shm", "/home", "/mnt", "/opt", "/run", "/run/user", "/srv", "/tmp", "/usr", "/usr/tmp", "/var")
+    + ("/var/run", "/var/tmp")
+)
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
@@ -145,15 +151,12 @@ def is_shared(folder: str) -> bool:
     return bool(os.lstat(folder).st_mode & 0o022)
 
 
-def check_chain(path: str, links: int = 0) -> set[int]:
+def check_chain(path: str, links: int = 0) -> None:
     """See that nobody else can replace a folder on the way to ``path``, or a link that leads there. No link of another user's
     is followed.
 
     Args:
         links: how many led there.
-
-    Returns:
-        The users whose folders may follow.
 
     Raises:
         Refused: another user can.
@@ -161,24 +164,21 @@ def check_chain(path: str, links: int = 0) -> set[int]:
     """
     if links > _MOST_LINKS:
         raise Refused(f"{path} leads through more than {_MOST_LINKS} symbolic links")
-    top = os.lstat("/").st_uid  # in a user namespace, root's folders are those of a uid that has no name there
-    owners, prefix = {0, os.geteuid(), top}, "/"
+    top, prefix = os.lstat("/").st_uid, "/"
     for name in ["", *filter(None, path.split("/"))]:
         prefix = os.path.join(prefix, name)
         found = os.lstat(prefix)
         is_link = stat.S_ISLNK(found.st_mode)
         is_open = not is_link and bool(found.st_mode & 0o022)
-        if found.st_uid not in owners or (is_open and not found.st_mode & stat.S_ISVTX):
+        is_known = found.st_uid in {0, os.geteuid()} or (found.st_uid == top and prefix in _SYSTEM)
+        if not is_known or (is_open and not found.st_mode & stat.S_ISVTX):
             raise Refused(
                 f"{prefix} (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}) lets others put a socket "
                 + ("there" if prefix == path else f"into {path}")
                 + "; use a folder of your own, or a bare name"
             )
         if is_link:
-            owners &= check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
-        if is_open:  # behind it a uid that stands for many is no user whom one knows
-            owners = {0, os.geteuid()}
-    return owners
+            check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
 
 
 def check_socket_file(path: str) -> bool:

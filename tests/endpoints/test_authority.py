@@ -855,19 +855,22 @@ def test_silent_connections_take_all_descriptors_and_get_says_empty(tmp_path: Pa
 
 
 @pytest.mark.skipif(not containers.HAS_USER_NAMESPACES, reason="takes two users, and user namespaces")
-@pytest.mark.parametrize("way", ["", "link/"], ids=["by its path", "by a link of one's own"])
-def test_in_a_user_namespace_a_folder_of_another_users_in_an_open_one_is_not_taken_for_roots(way: str) -> None:
-    """Root's folders and others' look alike, as neither has a name. Above an open folder they are root's."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as others, tempfile.TemporaryDirectory(dir="/var") as home:
+@pytest.mark.parametrize("above", ["/tmp", "/var", "/"])
+@pytest.mark.parametrize("way", ["itself", "one's own in it", "by a link of one's own"])
+def test_in_a_user_namespace_a_folder_of_another_users_is_not_taken_for_roots(way: str, above: str) -> None:
+    """Root's folders and others' look alike, as neither has a name. Its owner can rename what lies there."""
+    with tempfile.TemporaryDirectory(dir=above) as others:
         os.chown(others, containers.NOBODY, containers.NOBODY)
-        os.chmod(others, 0o755)
-        os.chmod(home, 0o755)
-        if way:
-            os.symlink("/tmp", f"{home}/link")
+        os.chmod(others, 0o1777)
 
         def act() -> None:
-            folder = f"{home}/{way}{os.path.basename(others)}" if way else others
-            with pytest.raises(tp.Refused, match="lets others put a socket"):
-                tp.Producer(f"ipc://{folder}/frames.sock", bind=False)
+            with tempfile.TemporaryDirectory(dir="/tmp") as home:
+                os.mkdir(f"{others}/mine")
+                os.symlink(others, f"{home}/link")
+                folder = {"itself": others, "one's own in it": f"{others}/mine"}.get(way, f"{home}/link/mine")
+                with pytest.raises(tp.Refused, match="lets others put a socket"):
+                    tp.Producer(f"ipc://{folder}/frames.sock", bind=False)
+                with tp.Consumer(f"ipc://{home}/frames.sock"):
+                    pass
 
         assert containers.run_there(containers.ALONE_IN_A_USER_NAMESPACE, act) == 0
