@@ -101,7 +101,7 @@ from tensorpipe_ipc.memory.row import (
     row_word,
 )
 from tensorpipe_ipc.memory.rows import Prepared, Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, PAGE_LOCKED, Segment
+from tensorpipe_ipc.memory.segment import APART, CAPACITY, GROWN, PAGE_LOCKED, Segment
 
 __all__ = [
     "FREE",
@@ -142,6 +142,7 @@ PAUSES = (0.001, 0.002, 0.004, 0.0)  # seconds; others that are getting memory h
 STOCK = 32  # small blocks that are made free ahead of need
 RECENT = 32  # blocks in flight that are looked at first
 QUICK = 16  # size class up to which a free block is taken without a look at those that others have just freed
+TRIES = 4  # to have another process's block: others may be at it
 SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
 SELDOM, LONGEST = 20, 10.0  # times as long as a look at all memory took it is put off; seconds at most
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
@@ -322,7 +323,7 @@ class Arena(Extents):
 
     def _allocate_beyond(self, kind: int, growth: int, taker: Operation | Taker | None) -> int:
         """Allocate by force. Where much lies free beyond the capacity, with any process, take a block from another one; where
-        none of the kind can be had, all is given back."""
+        none of the kind can be had, all is given back, unless pages are locked: then it would only change hands."""
         free, same, total = list[Extent](), list[Extent](), 0
         for start, kind_, units, row, _ in self._words_of_extents():
             if kind_ & BEYOND:
@@ -332,8 +333,12 @@ class Arena(Extents):
                     free.append((start, kind_, units))
                 if whole and nbytes >= growth and kind_ == kind and row != self.rows.index:
                     same.append((start, kind_, units))
-        if total > self.capacity // SPARE_BEYOND and (not same or self._take(same[:1], is_kept=True)):
-            self._take(free)
+        if total > self.capacity // SPARE_BEYOND:
+            first = self.rows.index % (len(same) or 1)  # not the same one for all who look at a time
+            tried = (same[first:] + same[:first])[: 1 if self.words[APART] else TRIES]
+            is_had = any(not self._take([extent], is_kept=True) for extent in tried)
+            if not is_had and not self.words[PAGE_LOCKED]:
+                self._take(free)
         return self._allocate(kind, growth, taker)
 
     def allocate_without_look(self, nbytes: int, taker: Operation | Taker | None) -> int:

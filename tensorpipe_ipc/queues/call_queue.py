@@ -31,7 +31,7 @@ PATIENCE = 10.0  # seconds that a call waits for memory, when no results of this
 REST = 10  # times as long as a put looked for memory in vain: until then, calls that wait keep the workers busy
 UNREAD = 32  # results: from here on they are read first. Read one by one, calls without tensors are a fifth slower
 
-_PARTS = ("_SafeQueue", "_process_worker")  # private parts of concurrent.futures
+_PARTS = ("_SafeQueue", "_process_worker", "EXTRA_QUEUED_CALLS")  # private parts of concurrent.futures
 _MISSING = [name for name in _PARTS if not hasattr(process, name)]
 
 
@@ -53,23 +53,34 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
         else:
             self._send(obj)
 
-    def _send(self, item: Any, patience: float = 0) -> None:
-        began = monotonic()
+    def _send(self, item: Any, patience: float = 0, beyond: int = 1) -> None:
+        began, puts = monotonic(), self._calls._queue.puts
+        puts.beyond = beyond
         try:
             self._calls.put(item, patience > 0, patience)
         except Full as full:
-            if self._sent > self._results._queue.done(GET)[0]:
+            in_flight = self._in_flight()
+            if not in_flight and patience:
+                self._on_queue_feeder_error(full, item)
+            elif not in_flight:
+                self._send(item, PATIENCE)
+            elif in_flight < self._workers and beyond == 1:  # a worker may be idle, and calls may wait for each other
+                self._send(item, beyond=self._workers)
+            else:  # do not wait: only this thread reads the results that may hold the memory
                 ended = monotonic()
                 self._rests_until = ended + REST * (ended - began)
-                self._has_no_memory = item  # do not wait: only this thread reads the results that may hold the memory
-            elif not patience:
-                self._send(item, PATIENCE)
-            else:
-                self._on_queue_feeder_error(full, item)
+                self._has_no_memory = item
         except Exception as error:
             self._on_queue_feeder_error(error, item)
         else:
             self._sent += 1
+
+    def _in_flight(self) -> int:
+        return self._sent - self._results._queue.done(GET)[0]
+
+    @property
+    def _workers(self) -> int:
+        return self._maxsize - process.EXTRA_QUEUED_CALLS
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take a call. A worker ends if the executor's process dies while it waits."""
@@ -90,8 +101,8 @@ class CallQueue(getattr(process, "_SafeQueue", object)):  # type: ignore[misc]
 
         The executor asks before it puts a call, and again after it has read a result.
         """
-        if monotonic() < self._rests_until and self._calls._queue.waiting():
-            return True  # a worker takes that call, and its result makes the executor ask again
+        if monotonic() < self._rests_until and self._calls._queue.waiting() and self._in_flight() >= self._workers:
+            return True  # no worker is idle, and the next result makes the executor ask again
         item, self._has_no_memory = self._has_no_memory, None
         if item is not None:
             self._send(item)

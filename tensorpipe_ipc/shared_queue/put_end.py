@@ -80,7 +80,10 @@ class PutEnd:
 
     Attributes:
         waits, seconds_waited: of this process's puts, for room.
+        beyond: how many messages of any size this process lets wait in the queue before it puts none beyond the capacity.
     """
+
+    beyond = 1
 
     def __init__(self, queue: OpenQueue) -> None:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
@@ -448,7 +451,7 @@ class PutEnd:
         """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,
         they were small together."""
         waiting = self._queue.qsize()
-        return not waiting or (waiting + 1) << size_class_of(nbytes) <= _SMALL_BEYOND
+        return waiting < self.beyond or (waiting + 1) << size_class_of(nbytes) <= _SMALL_BEYOND
 
     def _pause(self, seconds: float, step: float, nbytes: int, taker: Operation | Taker | None) -> int:
         """Wait for room, and return a block beyond the capacity as soon as the message may lie there; 0: it may not.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import queue
+import random
+import select
 import signal
 import sys
 import threading
@@ -19,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from arenas import blocks_in_use, drained, small_context
-from children import in_thread
+from children import in_thread, wait_until
 from crash_points import SIGNAL_CHECKS, die, in_child, reap, run_traced
 from inside import (
     be_at_block,
@@ -1344,6 +1347,29 @@ def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for
     assert len(looks) < calls // 2
 
 
+def _meet(pipes: Any, x: Any) -> Any:
+    """Return as soon as the other call is there."""
+    os.write(pipes[int(x[-1])][1], b"1")
+    assert select.select([pipes[1 - int(x[-1])][0]], [], [], LIMIT)[0]
+    return x
+
+
+def test_calls_that_wait_for_each_other_come_to_workers_that_were_late_beside_a_queue_that_fills_the_arena(
+    ctx: Any,
+) -> None:
+    """No result wakes the executor for the second one: it must not hold that back."""
+    full, pipes = _filled(ctx), [os.pipe() for _ in range(3)]
+    executor = ProcessPoolExecutor(2, ctx, os.read, (pipes[2][0], 1))  # a worker begins with that
+    with executor:
+        futures = [executor.submit(functools.partial(_meet, pipes), octets(1_000_000, number)) for number in range(2)]
+        wait_until(lambda: executor._call_queue.qsize() == 2)  # type: ignore[attr-defined]
+        os.write(pipes[2][1], b"12")
+        assert [int(future.result(LIMIT)[-1]) for future in futures] == [0, 1]
+    for each in sum(pipes, ()):
+        os.close(each)
+    del futures, full
+
+
 def test_leases_of_what_lay_beyond_the_capacity_pin_no_more_pages_than_the_budget() -> None:
     """They lie on copies within, in blocks that have pages of larger messages. So there is room for messages beside them."""
     ctx = small_context()
@@ -1459,6 +1485,25 @@ def test_puts_into_many_empty_queues_beside_one_that_fills_the_arena_share_their
                 other.put(octets(nbytes, number), timeout=LIMIT)
                 assert other.get(timeout=LIMIT, copy=True)[-1] == number
     assert len(looks) < 20, "of 120 puts"
+
+
+def test_where_pages_are_locked_processes_with_messages_of_many_sizes_take_no_more_and_more(ctx: Any) -> None:
+    """Nothing is given back there, but a process takes another's block before it makes one more."""
+    full, children, largest = _filled(ctx), 6, 400_000
+    ctx.tensorpipe_attachment().arena.words[PAGE_LOCKED] = 1
+    queues, before = [ctx.Queue() for _ in range(children)], resident(full)
+
+    def work(seed: int) -> None:
+        draw, own = random.Random(seed), queues[seed]
+        for number in range(2000):
+            nbytes = int(2 ** draw.uniform(12, math.log2(largest)))
+            own.put(octets(nbytes, number), timeout=LIMIT)
+            assert (own.get(timeout=LIMIT, copy=True) == octets(nbytes, number)).all()
+
+    assert [reap(each) for each in [in_child(functools.partial(work, seed)) for seed in range(children)]] == [
+        0
+    ] * children
+    assert resident(full) <= before + 2 * children * (2 * largest), "two blocks of each size class for each"
 
 
 def test_what_lay_beyond_the_capacity_does_not_for_long_when_another_queue_was_read(ctx: Any) -> None:
