@@ -188,7 +188,8 @@ def _path(given: object) -> str:
     path = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(path, str):
         raise TypeError(f"a {type(given).__name__} where the path of a key file belongs")
-    if _KEY.fullmatch(path) and not path.endswith((PUBLIC, SECRET)) and not os.path.lexists(path):
+    words = re.split(r"[\s'\"]+", path)  # a key as it stands in its file, or was read from there
+    if any(map(_KEY.fullmatch, words)) and not path.endswith((PUBLIC, SECRET)) and not os.path.lexists(path):
         raise ValueError(
             "the key itself where the path of its file belongs; make the file with `tensorpipe-ipc keygen`"
         )

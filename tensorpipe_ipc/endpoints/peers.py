@@ -60,7 +60,7 @@ class Peers(dict[bytes, Any]):
         self._keeps, self._patience = keeps, patience
         self.last_left: Peer | None = None
         self.came = 1
-        # Those that said how they ended: they do not come again. Strangers do not push those out that were in sight.
+        # Those that said how they ended: they do not come again. Those out of sight do not push out the others.
         self._ended_ends: dict[int, None] = {}
         self._ended_afar: dict[int, None] = {}
 

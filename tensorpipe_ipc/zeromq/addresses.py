@@ -36,7 +36,7 @@ _TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # as tempfile has them
 # other users that are not mapped have one owner, who has / too: only by their paths are root's known.
 _SYSTEM = frozenset(
     ("/", "/dev", "/dev/shm", "/home", "/mnt", "/opt", "/run", "/run/user", "/srv", "/tmp", "/usr", "/usr/tmp", "/var")
-    + ("/var/run", "/var/tmp")
+    + ("/var/home", "/var/run", "/var/tmp")
 )
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
@@ -170,7 +170,7 @@ def check_chain(path: str, links: int = 0) -> None:
         found = os.lstat(prefix)
         is_link = stat.S_ISLNK(found.st_mode)
         is_open = not is_link and bool(found.st_mode & 0o022)
-        is_known = found.st_uid in {0, os.geteuid()} or (found.st_uid == top and prefix in _SYSTEM)
+        is_known = found.st_uid in {0, os.geteuid()} or (found.st_uid == top and _place_of(prefix) in _SYSTEM)
         if not is_known or (is_open and not found.st_mode & stat.S_ISVTX):
             raise Refused(
                 f"{prefix} (uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}) lets others put a socket "
@@ -179,6 +179,12 @@ def check_chain(path: str, links: int = 0) -> None:
             )
         if is_link:
             check_chain(os.path.join(os.path.dirname(prefix), os.readlink(prefix)), links + 1)
+
+
+def _place_of(path: str) -> str:
+    """Return where a folder or a link lies: by whatever links one gets there, but for itself."""
+    folder, name = os.path.split(path)
+    return os.path.normpath(os.path.join(os.path.realpath(folder), name))
 
 
 def check_socket_file(path: str) -> bool:

@@ -870,7 +870,9 @@ def test_in_a_user_namespace_a_folder_of_another_users_is_not_taken_for_roots(wa
                 folder = {"itself": others, "one's own in it": f"{others}/mine"}.get(way, f"{home}/link/mine")
                 with pytest.raises(tp.Refused, match="lets others put a socket"):
                     tp.Producer(f"ipc://{folder}/frames.sock", bind=False)
-                with tp.Consumer(f"ipc://{home}/frames.sock"):
-                    pass
+                os.symlink("../..", f"{home}/up")
+                for way_home in (home, f"{home}/up{home}"):
+                    with tp.Consumer(f"ipc://{way_home}/frames.sock"):
+                        pass
 
         assert containers.run_there(containers.ALONE_IN_A_USER_NAMESPACE, act) == 0

@@ -258,10 +258,15 @@ def test_what_a_curve_is_made_of(keys: Path) -> None:
                 tp.Curve(**given)
     _, key = tp.Curve(keys / f"binder{SECRET}", server="x").own_keys()
     word = key.decode()
-    for given in ({"secret": word, "server": "x"}, {"secret": "x", "server": word}, {"secret": "x", "clients": [word]}):
-        with pytest.raises(ValueError, match="the key itself") as error:
-            tp.Curve(**given)
-        assert word not in str(error.value)
+    for text in (word, f"{word}\n", f" {word}", f'"{word}"', (keys / f"binder{SECRET}").read_text()):
+        for given in (
+            {"secret": text, "server": "x"},
+            {"secret": "x", "server": text},
+            {"secret": "x", "clients": [text]},
+        ):
+            with pytest.raises(ValueError, match="the key itself") as error:
+                tp.Curve(**given)
+            assert word not in str(error.value)
 
 
 def test_a_curve_is_not_pickled(keys: Path) -> None:
