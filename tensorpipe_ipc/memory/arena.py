@@ -342,15 +342,13 @@ class Arena(Extents):
         return self._allocate(kind, growth, taker)
 
     def allocate_without_look(self, nbytes: int, taker: Operation | Taker | None) -> int:
-        """Return a block beyond the capacity, without a look at all memory; 0: there is room within, or a look is due.
+        """Return a block beyond the capacity, without a look at all memory, as none is due; 0: the machine has none.
 
         Raises:
             SharedMemoryError: there can never be room for so much.
         """
         self.check(nbytes)
         kind, growth = size_class_of(nbytes) | BEYOND, self._growth(nbytes)
-        if self.is_look_due(nbytes):
-            return 0
         self.reclaim_freed(kind)
         if self._lies_free(kind, growth):
             return self._allocate(kind, growth, taker)

@@ -443,9 +443,14 @@ class PutEnd:
 
         Without a look at all that is free, which takes milliseconds: beside a queue that fills the arena each put comes here.
         """
-        if not (self.arena.has_been_beyond(size_class_of(nbytes)) and self._may_go_beyond(nbytes)):
-            return 0
-        return self.arena.allocate_without_look(nbytes, taker)
+        arena = self.arena
+        if (
+            not arena.has_been_beyond(size_class_of(nbytes))
+            or arena.is_look_due(nbytes)
+            or not self._may_go_beyond(nbytes)
+        ):
+            return 0  # in that order: how many wait in a queue that has spilled is slow to find
+        return arena.allocate_without_look(nbytes, taker)
 
     def _may_go_beyond(self, nbytes: int) -> bool:
         """Return whether a message may lie beyond the capacity: the queue has none, or so few that if all had this one's block,

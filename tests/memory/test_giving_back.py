@@ -46,6 +46,7 @@ from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier, leases
 from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.survey import survey
 
 MIB = 1 << 20
@@ -1504,6 +1505,23 @@ def test_where_pages_are_locked_processes_with_messages_of_many_sizes_take_no_mo
         0
     ] * children
     assert resident(full) <= before + 2 * children * (2 * largest), "two blocks of each size class for each"
+
+
+def test_puts_do_not_count_what_waits_once_the_arena_that_was_full_has_room(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a queue that has spilled that is slow."""
+    full, other, counts, qsize = _filled(ctx), ctx.Queue(), list[int](), OpenQueue.qsize
+    other.put(octets(8000), timeout=LIMIT)
+    other.get(timeout=LIMIT, copy=True)
+    drained(full)
+    ctx.tensorpipe_attachment().trim()
+    monkeypatch.setattr(OpenQueue, "qsize", lambda queue: counts.append(0) or qsize(queue))
+    for number in range(100):
+        other.put(octets(8000, number), timeout=LIMIT)
+    monkeypatch.undo()
+    assert [int(each[-1]) for each in drained(other)] == list(range(100))
+    assert not counts
 
 
 def test_what_lay_beyond_the_capacity_does_not_for_long_when_another_queue_was_read(ctx: Any) -> None:
