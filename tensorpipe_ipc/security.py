@@ -191,7 +191,8 @@ def _path(given: object) -> str:
     words = re.split(r"[\s'\"]+", path)  # a key as it stands in its file, or was read from there
     if any(map(_KEY.fullmatch, words)) and not path.endswith((PUBLIC, SECRET)) and not os.path.lexists(path):
         raise ValueError(
-            "the key itself where the path of its file belongs; make the file with `tensorpipe-ipc keygen`"
+            "no file has that name, and it looks like the key itself, where the path of its file belongs; "
+            "make the file with `tensorpipe-ipc keygen`"
         )
     return path
 

@@ -534,12 +534,19 @@ class Receiver(Participant):
 
         One that was taken before is dropped. So is one that comes after a gap, if the gap can be filled.
         """
-        if peer.queue is not None:
-            raise ProtocolError("DATA in frames from a producer that shares memory")
+        self._check_uses_frames(peer)
         if header.sequence <= peer.taken:
             self.duplicates += 1
             return False
         return self._is_next(peer, header)
+
+    def _check_uses_frames(self, peer: ProducerPeer) -> None:
+        if peer.queue is not None:
+            raise ProtocolError("a message in frames from a producer that shares memory")
+        if not peer.settled:  # an honest one says first why it does not
+            raise ProtocolError(
+                "a message in frames from a producer that says it shares memory, and has claimed no queue"
+            )
 
     def _is_next(self, peer: ProducerPeer, header: Header) -> bool:
         if header.sequence == peer.taken + 1 or not peer.resends:
@@ -572,7 +579,8 @@ class Receiver(Participant):
 
     def _piece(self, peer: ProducerPeer, header: Header, frames: list[Any]) -> None:
         """A piece of a message came. It is put in its place; DATA of the same number completes the message."""
-        if peer.queue is not None or len(frames) != 2:
+        self._check_uses_frames(peer)
+        if len(frames) != 2:
             raise ProtocolError(f"a PIECE of {len(frames)} frames from {peer}")
         if header.sequence <= peer.taken or not self._is_next(peer, header):
             peer.repeated += 1

@@ -85,7 +85,7 @@ class Plan:
 
         Raises:
             UnsupportedLeaf: a tensor that is to become an array is of a dtype or a layout that NumPy lacks.
-            ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of strings),
+            ProtocolError: a leaf or value does not fit its place (a gradient on integers, a complex number of lists),
                 or a dict has a key twice.
         """
         if len(leaves) != self.leaves or len(values) != self.values:

@@ -22,14 +22,14 @@ import pytest
 import torch
 from children import PATIENCE, in_thread
 from inside import registered_serializers, side_of
-from raw_ends import RawEnd, hello
+from raw_ends import RawEnd, hello, wait_in_vain
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import serializers
 from tensorpipe_ipc.endpoints import conversation, peers
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import torch_save
-from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece, unpack
+from tensorpipe_ipc.wire.header import Kind, Piece, SharedMemoryTerms, pack, pack_piece, unpack
 from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered
 
 pytestmark = pytest.mark.limit(30)
@@ -105,6 +105,24 @@ def test_a_message_that_there_is_no_memory_to_read_is_told(transport: str, monke
         assert told == 1 if transport == "frames" else 1 < told <= 8
         assert consumer.statistics().rejected == 1
         assert "MemoryError" in consumer.statistics().last_rejection
+
+
+@pytest.mark.parametrize("wish", ["auto", "require"])
+def test_frames_of_a_producer_that_says_it_shares_memory_and_does_not_are_refused(wish: str) -> None:
+    """Anybody can say this user's uid. Nothing of its messages is kept, and a friend's next one comes."""
+    terms = SharedMemoryTerms("auto", os.geteuid())
+    data = exchange.sent(torch.arange(2))
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory=wish) as consumer, RawEnd(consumer.endpoint) as stranger:
+        stranger.say(hello("producer", end=12345, round=1, shared_memory=terms))
+        stranger.until_answered(consumer)
+        stranger.say(*data)
+        stranger.say(pack_piece(1, Piece(0, 1 << 24)), bytes(1 << 20))
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected == 2)
+        assert "has claimed no queue" in consumer.statistics().last_rejection
+        with tp.Producer(consumer.endpoint) as friend:
+            putting = in_thread(lambda: friend.put("friend", PATIENCE))
+            assert consumer.get(PATIENCE) == "friend"
+            putting()
 
 
 # -- what is shown of a peer
