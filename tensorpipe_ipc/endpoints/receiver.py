@@ -543,7 +543,7 @@ class Receiver(Participant):
     def _check_uses_frames(self, peer: ProducerPeer) -> None:
         if peer.queue is not None:
             raise ProtocolError("a message in frames from a producer that shares memory")
-        if not peer.settled:  # an honest one says first why it does not
+        if not peer.settled and not self.socket.tears.count:  # an honest one says first why it does not
             raise ProtocolError(
                 "a message in frames from a producer that says it shares memory, and has claimed no queue"
             )

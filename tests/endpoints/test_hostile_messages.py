@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, in_thread
-from inside import registered_serializers, side_of
+from inside import registered_serializers, side_of, tear_what_comes
 from raw_ends import RawEnd, hello, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -123,6 +123,25 @@ def test_frames_of_a_producer_that_says_it_shares_memory_and_does_not_are_refuse
             putting = in_thread(lambda: friend.put("friend", PATIENCE))
             assert consumer.get(PATIENCE) == "friend"
             putting()
+
+
+def test_what_a_producer_puts_in_frames_comes_though_a_handler_tore_why_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tp.Consumer("torn") as consumer, RawEnd(consumer.endpoint) as friend:
+        terms = SharedMemoryTerms("auto", os.geteuid())
+        friend.say(hello("producer", end=12345, round=1, shared_memory=terms))
+        friend.until_answered(consumer)
+        friend.say(
+            hello("producer", end=12345, round=1, shared_memory=msgspec.structs.replace(terms, why_not="no file"))
+        )
+        with monkeypatch.context() as patch:
+            tear_what_comes(patch, consumer, KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                consumer.get(PATIENCE)
+        friend.until_answered(consumer)  # it asks again
+        friend.say(*exchange.sent("word"))
+        assert consumer.get(PATIENCE) == "word"
 
 
 # -- what is shown of a peer
