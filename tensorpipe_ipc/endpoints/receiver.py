@@ -197,7 +197,8 @@ class Receiver(Participant):
         # A HELLO that names a queue not offered here was meant for the binder before this one. Who is there comes again.
         terms = peer.hello.shared_memory
         meant_another = self.socket.binds and terms is not None and bool(terms.attached)
-        has_sent = peer.settled or peer.is_back or (peer.queue is not None and self._holds_any(peer.queue))
+        has_sent = peer.settled or peer.is_back or peer.taken > peer.began or peer.reassembly is not None
+        has_sent = has_sent or (peer.queue is not None and self._holds_any(peer.queue))
         if peer.left is How.LOST and not has_sent and (meant_another or not peer.sight.is_gone()):
             self.conversation.events.popleft()
             self.conversation.publish()
@@ -543,10 +544,9 @@ class Receiver(Participant):
     def _check_uses_frames(self, peer: ProducerPeer) -> None:
         if peer.queue is not None:
             raise ProtocolError("a message in frames from a producer that shares memory")
-        if not peer.settled and not self.socket.tears.count:  # an honest one says first why it does not
-            raise ProtocolError(
-                "a message in frames from a producer that says it shares memory, and has claimed no queue"
-            )
+        # Elsewhere an honest one may not have come to say why not: an exception took its word, or it is said with the next.
+        if not peer.settled and self.conversation.negotiation.wish == "require":
+            raise ProtocolError("a message in frames from a producer that has claimed no queue; this end requires it")
 
     def _is_next(self, peer: ProducerPeer, header: Header) -> bool:
         if header.sequence == peer.taken + 1 or not peer.resends:

@@ -782,7 +782,8 @@ class Arena(Extents):
         return max(0, before - self.segment.resident())
 
     def mind_idle(self, look: Callable[[], object] = lambda: None) -> None:
-        """Give back what lies free in extents that were not used for some seconds, whoever's. Cheap where nothing is due.
+        """Give back what lies free in extents that were not used for some seconds, whoever's. Cheap where nothing is due, and a
+        twentieth of the time where much waits.
 
         Args:
             look: called first, where something is due: it frees what the dead had.
@@ -793,6 +794,7 @@ class Arena(Extents):
             if self.words[GROWN]:
                 look()
                 self._give_back_idle()
+                self._look_at = now + max(IDLE, SELDOM * (monotonic() - now))
 
     def _give_back_idle(self) -> None:
         """Give back what is free in extents whose states are those of the last look: nobody has used them in between."""

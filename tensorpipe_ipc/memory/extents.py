@@ -95,7 +95,7 @@ _LOCKS = 1 << 62  # where the bytes begin that stand for units, when they are lo
 _HOLDER = (1 << 32) - 1  # of a block's state: step, row, incarnation
 
 _FREE_BITS = np.uint64(_HOLDER)
-_GENERATION_AT = np.uint64(32)
+_GENERATION_AT = _UNITS_AT = np.uint64(32)
 
 Extent = tuple[int, int, int]  # offset, kind, units
 Words = npt.NDArray[np.uint64]
@@ -197,13 +197,18 @@ class Extents:
             del mine[-1]
 
     def _gap(self, unit: int, units: int) -> int:
-        """Return the first unit from ``unit`` on that so many free ones begin with."""
-        for start, _, length, _ in self.all_extents():
-            first = start >> 20
-            if first >= unit + units:
-                break
-            unit = max(unit, first + length)
-        return unit
+        """Return the first unit from ``unit`` on that so many free ones begin with.
+
+        All words at once: a backlog has one more extent each time, and one by one their time would grow with its square.
+        """
+        starts, ends = list[Places](), [np.array([unit])]
+        for first, words in self._table():
+            used = np.flatnonzero(words)
+            starts.append(first + used)
+            ends.append(first + used + (words[used] >> _UNITS_AT).astype(np.int64))
+        starts.append(np.array([1 << 62]))
+        before = np.maximum.accumulate(np.concatenate(ends))  # of each extent: where those in front of it end
+        return int(before[np.argmax(np.concatenate(starts) >= before + units)])
 
     # ---- changing hands ----
 
@@ -343,12 +348,16 @@ class Extents:
 
     def _words_of_extents(self) -> Iterator[tuple[int, int, int, int, bool]]:
         """The same, and whether each is in doubt."""
+        for first, words in self._table():
+            for unit, word in enumerate(words.tolist(), first):
+                if word:
+                    yield unit * UNIT, word >> 16 & KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
+
+    def _table(self) -> Iterator[tuple[int, Words]]:
+        """Units, and a copy of their words from that one on, wherever any was ever written."""
         table = self.table * 8
         for start, stop in self.written(table, table + self._units * 8):
-            first = start // 8
-            for index, word in enumerate(self.words[first : stop // 8].tolist(), first - self.table):
-                if word:
-                    yield index * UNIT, word >> 16 & KIND, word >> 32, (word & 0xFFFF) - 1, bool(word & IN_DOUBT)
+            yield start // 8 - self.table, self.numbers[start // 8 : stop // 8].copy()
 
     def _extents(self, row: int) -> Iterator[Extent]:
         """Return those of one row that are not in doubt."""

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from children import PATIENCE, in_thread
-from inside import registered_serializers, side_of, tear_what_comes
+from inside import conversation_of, registered_serializers, side_of, tear_what_comes
 from raw_ends import RawEnd, hello, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -107,15 +107,13 @@ def test_a_message_that_there_is_no_memory_to_read_is_told(transport: str, monke
         assert "MemoryError" in consumer.statistics().last_rejection
 
 
-@pytest.mark.parametrize("wish", ["auto", "require"])
-def test_frames_of_a_producer_that_says_it_shares_memory_and_does_not_are_refused(wish: str) -> None:
-    """Anybody can say this user's uid. Nothing of its messages is kept, and a friend's next one comes."""
+def test_frames_of_a_producer_that_lies_are_refused_where_shared_memory_is_required() -> None:
+    """Anybody can say this user's uid. A friend's next message comes."""
     terms = SharedMemoryTerms("auto", os.geteuid())
-    data = exchange.sent(torch.arange(2))
-    with tp.Consumer("tcp://127.0.0.1:0", shared_memory=wish) as consumer, RawEnd(consumer.endpoint) as stranger:
+    with tp.Consumer("tcp://127.0.0.1:0", shared_memory="require") as consumer, RawEnd(consumer.endpoint) as stranger:
         stranger.say(hello("producer", end=12345, round=1, shared_memory=terms))
         stranger.until_answered(consumer)
-        stranger.say(*data)
+        stranger.say(*exchange.sent(torch.arange(2)))
         stranger.say(pack_piece(1, Piece(0, 1 << 24)), bytes(1 << 20))
         wait_in_vain(consumer, lambda: consumer.statistics().rejected == 2)
         assert "has claimed no queue" in consumer.statistics().last_rejection
@@ -123,6 +121,21 @@ def test_frames_of_a_producer_that_says_it_shares_memory_and_does_not_are_refuse
             putting = in_thread(lambda: friend.put("friend", PATIENCE))
             assert consumer.get(PATIENCE) == "friend"
             putting()
+
+
+def test_a_producer_that_lied_and_vanished_within_a_message_is_told_of() -> None:
+    """It said that it shares memory, and sent pieces. They are let go of as any other's are."""
+    terms = SharedMemoryTerms("auto", os.geteuid())
+    with tp.Consumer("tcp://127.0.0.1:0", peer_timeout=0.5) as consumer:
+        with RawEnd(consumer.endpoint) as stranger:
+            stranger.say(hello("producer", end=12345, round=1, shared_memory=terms))
+            stranger.until_answered(consumer)
+            stranger.say(pack_piece(1, Piece(0, 1 << 25)), bytes(1 << 20))
+            stranger.say(pack_piece(1, Piece(1 << 20, 1 << 25)), bytes(1 << 20))
+            wait_in_vain(consumer, lambda: sum(each.brought for each in conversation_of(consumer).peers.values()) == 2)
+        with pytest.raises(tp.PeerLost):
+            consumer.get(PATIENCE)
+        assert consumer.statistics().vanished == 1
 
 
 def test_what_a_producer_puts_in_frames_comes_though_a_handler_tore_why_it_does(

@@ -40,7 +40,7 @@ from tensorpipe_ipc.memory.arena import (
     size_class_of,
 )
 from tensorpipe_ipc.memory.rows import Rows
-from tensorpipe_ipc.memory.segment import CAPACITY, Segment
+from tensorpipe_ipc.memory.segment import CAPACITY, GROWN, Segment
 
 # Runs something in a forked child, which then waits with what it returned; and kills it.
 StartChild = Callable[[Callable[[], object]], int]
@@ -143,6 +143,46 @@ def test_looking_for_free_blocks_is_bounded_work(arena: Arena, monkeypatch: pyte
     monkeypatch.setattr(arena, "words", Counting())
     arena.allocate(400)
     assert len(looks) < 100  # two for each block: its extent, and its state
+
+
+def test_a_further_extent_takes_no_more_steps_beside_many() -> None:
+    """A backlog takes one more each time: else its time would grow with its square."""
+    arena = Arena(Segment.create(1 << 32), capacity=1 << 30)
+    arena.attach()
+    steps = list[int]()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        steps[-1] += event == "line"
+        return trace
+
+    for _ in range(400):
+        steps.append(0)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert arena.allocate(600_000)
+        finally:
+            sys.settrace(before)
+    assert max(steps[-20:]) < 2 * max(steps[20:40])
+
+
+def test_looks_for_idle_memory_take_a_twentieth_of_the_time(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much waits that each takes a second."""
+    clock, looks = [1000.0], list[float]()
+
+    def look() -> None:
+        looks.append(clock[0])
+        clock[0] += 1
+
+    arena.attach()
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(arena, "_give_back_idle", look)
+    arena.words[GROWN] = 1
+    make_look_due(arena)
+    while clock[0] < 1100:
+        arena.mind_idle()
+        clock[0] += 0.5
+    assert 4 <= len(looks) <= 6
 
 
 def test_capacity_is_never_passed_and_memory_of_other_sizes_is_given_back_for_it() -> None:
