@@ -70,7 +70,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterator
 from multiprocessing import context
-from time import monotonic, sleep
+from time import monotonic, sleep, thread_time
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,7 @@ TRIES = 4  # to have another process's block: others may be at it
 SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
 SELDOM, LONGEST = 20, 10.0  # times as long as a look at all memory took it is put off; seconds at most
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
+AT_ONCE, PARTS = 0.02, 16  # seconds for which one call gives idle memory back, and extents of it at a time
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 
 
@@ -207,6 +208,7 @@ class Arena(Extents):
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
+        self._idle: list[Extent] = []  # what was found idle, and is yet to be given back
         self._look_due_from = 0.0
 
     @property
@@ -789,15 +791,21 @@ class Arena(Extents):
             look: called first, where something is due: it frees what the dead had.
         """
         now = monotonic()
-        if now >= self._look_at and self.rows.index >= 0:
+        if self._idle:
+            self._give_back_some()
+        elif now >= self._look_at and self.rows.index >= 0:
             self._look_at = now + IDLE
             if self.words[GROWN]:
+                began = thread_time()  # a time for which the process was stopped does not count
                 look()
                 self._give_back_idle()
-                self._look_at = now + max(IDLE, SELDOM * (monotonic() - now))
+                self._look_at = now + max(IDLE, SELDOM * (thread_time() - began))
 
     def _give_back_idle(self) -> None:
-        """Give back what is free in extents whose states are those of the last look: nobody has used them in between."""
+        """Give back what is free in extents whose states are those of the last look: nobody has used them in between.
+
+        What takes long is left to the next calls.
+        """
         if self.words[PAGE_LOCKED]:  # nothing can be given back any more
             self.words[GROWN] = 0
             return
@@ -816,8 +824,15 @@ class Arena(Extents):
             if self.segment.resident() > resident:  # somebody has grown meanwhile
                 self.words[GROWN] = 1
         self._punch_gaps()
-        if idle:
-            self._take(list(idle))
+        self._idle = list(idle)
+        self._give_back_some()
+
+    def _give_back_some(self) -> None:
+        until, step = monotonic() + AT_ONCE, len(self._idle) if self.words[APART] else PARTS
+        while self._idle and monotonic() < until:
+            some = self._idle[-step:]
+            del self._idle[-step:]  # first: what an exception leaves of them the next look finds
+            self._take(some)
 
     # ---- the dead ----
 

@@ -54,7 +54,6 @@ _FIRST_WORD = 0.35
 # Seconds after a refusal by which libzmq has let go of the handshake: one who stays has 3 s.
 _LET_GO_OF = 4.0
 _NAME = 5  # bytes of the name that a ROUTER makes for a connection
-_HUNG_UP = 1 << 14  # connections that may have said more before they were hung up on
 _numbers = itertools.count()
 
 
@@ -173,7 +172,7 @@ class Binder(FrameSocket):
         if frames is None:
             return None
         routing = frames[0]
-        if routing in reader.hung_up:  # and it had many frames
+        if reader.is_hung_up(routing):  # and it had many frames
             reader.dropped += 1
             reader.waste()
             self.received()
@@ -199,13 +198,11 @@ class Binder(FrameSocket):
         Whoever it is may connect anew. What had come by it before is dropped as it is read. The descriptor may be a younger
         connection's by now: then that is made anew, and over tcp nothing is lost by it.
         """
-        frames, hung_up = self._reader.frames, self._reader.hung_up
+        frames = self._reader.frames
         with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
             if not hang_up(frames[-1].get(zmq.SRCFD), self.address):
                 return  # until it says something again: else it would wait for ever, and not be heard
-        hung_up[frames[0]] = None
-        while len(hung_up) > _HUNG_UP:
-            del hung_up[next(iter(hung_up))]
+        self._reader.hang_up(frames[0])
 
     def process_behind(self) -> int:
         """See FrameSocket."""

@@ -24,6 +24,8 @@ _RCVMORE = int(zmq.RCVMORE)
 _FRAMES = 4
 _SURPLUS_AT_ONCE = 5000
 _DROPPED_AT_ONCE = 500  # frames of those who were hung up on
+_NAME_AT_ONCE = 1 << 13  # bytes of a name that take as long as a frame
+_HUNG_UP = 1 << 14  # connections that may have said more before they were hung up on
 # Bytes that were dropped, while more come; and when all are dropped.
 _GIVE_BACK_AFTER, _GIVE_BACK_AT_LAST = 12 << 20, 1 << 20
 # Bytes that each frame of use counts for, where a thousand or more came in a row: libzmq holds some KB for each.
@@ -173,14 +175,23 @@ class NamedFrameReader(FrameReader):
     """A ROUTER's: the first frame of each message is the routing id of the peer that it came from.
 
     Attributes:
-        hung_up: routing ids of those from whom nothing is wanted any more.
-        dropped: messages of theirs that were dropped.
+        dropped: messages that were dropped, of those from whom nothing is wanted any more.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], tears: Tears) -> None:
         super().__init__(socket, tears)
-        self.hung_up: dict[bytes, None] = {}
+        self._hung_up: dict[int, None] = {}  # hashes of routing ids: who chooses one may choose a megabyte
         self.dropped = 0
+
+    def hang_up(self, routing: bytes) -> None:
+        """Drop from now on what comes from there."""
+        self._hung_up[hash(routing)] = None
+        while len(self._hung_up) > _HUNG_UP:
+            del self._hung_up[next(iter(self._hung_up))]
+
+    def is_hung_up(self, routing: bytes) -> bool:
+        """Return whether nothing is wanted from there any more."""
+        return hash(routing) in self._hung_up
 
     def _is_whole(self) -> bool:
         return len(self.frames) > 1 and not self.frames[-1].more
@@ -193,9 +204,9 @@ class NamedFrameReader(FrameReader):
             self.frames.extend(map(self._socket.recv, flags))
             flags = _DO_NOT_WAIT
             self._receive_frame(flags)
-            if frames[0] not in self.hung_up:
+            if not self.is_hung_up(frames[0]):
                 return True
-            left -= 1 + self._drop_further()
+            left -= 1 + len(frames[0]) // _NAME_AT_ONCE + self._drop_further()
             if frames[1].more:  # the rest is surplus
                 return True
             self.dropped += 1

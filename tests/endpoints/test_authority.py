@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -390,6 +391,21 @@ def test_who_chooses_a_name_is_hung_up_on() -> None:
         said = consumer.statistics()
         assert "chosen a name" in said.last_rejection
         assert len(said.peers) == 1
+
+
+def test_names_that_strangers_choose_are_not_kept() -> None:
+    """They may be as long as a message. Those who chose them were hung up on, and have gone."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer:
+        tracemalloc.start()
+        try:
+            for number in range(20):
+                with RawLine(consumer.endpoint, bytes([1 + number]) * (1 << 19)) as named:
+                    named.say(b"anything")
+                    wait_in_vain(consumer, lambda count=number: consumer.statistics().rejected > count)
+                    assert named.is_hung_up_on()
+            assert tracemalloc.get_traced_memory()[0] < 2 << 20
+        finally:
+            tracemalloc.stop()
 
 
 # -- ipc: whose socket it is

@@ -175,7 +175,8 @@ def test_looks_for_idle_memory_take_a_twentieth_of_the_time(arena: Arena, monkey
         clock[0] += 1
 
     arena.attach()
-    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "monotonic", lambda: clock[0])
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(tensorpipe_ipc.memory.arena, name, lambda: clock[0])
     monkeypatch.setattr(arena, "_give_back_idle", look)
     arena.words[GROWN] = 1
     make_look_due(arena)

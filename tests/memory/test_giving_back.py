@@ -1335,6 +1335,31 @@ def test_loans_beside_a_queue_that_fills_the_arena_do_not_look_at_all_that_is_th
     assert len(looks) < 10
 
 
+def test_idle_memory_is_given_back_a_little_with_each_call(medium_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call takes as long as all of it would. Here each extent takes a second."""
+    there, arena = medium_ctx.Queue(), medium_ctx.tensorpipe_attachment().arena
+    fill(there, 500_000)
+    drained(there)
+    full, clock, take = resident(there), [0.0], arena._take
+
+    def slow_take(extents: Any) -> Any:
+        clock[0] += 1
+        return take(extents)
+
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(arena, "_take", slow_take)
+    look_for_idle(arena)
+    look_for_idle(arena)
+    given = [full - resident(there)]
+    while given[-1] < full - MIB:
+        arena.mind_idle()
+        given.append(full - resident(there))
+        assert MIB // 4 < given[-1] - given[-2] <= 2 * MIB
+    assert len(given) > 4
+    assert clock[0] == len(given)
+
+
 @pytest.mark.parametrize(("workers", "nbytes"), [(4, 100_000), (1, 400_000)])
 def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for_each_call(
     ctx: Any, workers: int, nbytes: int
