@@ -146,7 +146,7 @@ TRIES = 4  # to have another process's block: others may be at it
 SPARE_BEYOND = 16  # the part of the capacity that may lie free beyond it, for the next messages
 SELDOM, LONGEST = 20, 10.0  # times as long as a look at all memory took it is put off; seconds at most
 IDLE = 3.0  # seconds for which nobody must have used an extent, so that what is free in it is given back
-AT_ONCE, PARTS = 0.02, 16  # seconds for which one call gives idle memory back, and extents of it at a time
+AT_ONCE, PARTS = 0.02, 16  # seconds for which one call gives idle memory back, and units of it at a time
 WORTH = 1 << 20  # bytes of growth from which on it is worth looking for memory that lies idle
 
 
@@ -828,11 +828,20 @@ class Arena(Extents):
         self._give_back_some()
 
     def _give_back_some(self) -> None:
-        until, step = monotonic() + AT_ONCE, len(self._idle) if self.words[APART] else PARTS
-        while self._idle and monotonic() < until:
-            some = self._idle[-step:]
-            del self._idle[-step:]  # first: what an exception leaves of them the next look finds
+        until = monotonic() + AT_ONCE
+        while self._idle:
+            some, units = list[Extent](), 0
+            while self._idle and (units < PARTS or self.words[APART]):  # what an exception leaves the next look finds
+                some.append(self._idle.pop())
+                units += some[-1][2]
             self._take(some)
+            if monotonic() >= until:
+                break
+
+    @property
+    def is_giving_back(self) -> bool:
+        """Return whether idle memory was found that is yet to be given back: the next call of ``mind_idle`` goes on."""
+        return bool(self._idle)
 
     # ---- the dead ----
 

@@ -404,8 +404,9 @@ class GetEnd:
             return taken
         pipe = select.poll()
         pipe.register(self.tickets.fd, select.POLLIN)
-        while self.words[GROWN] and not keeping and not pipe.poll(1000 * IDLE):
-            self.arena.mind_idle(self.attachment.recover_dead)
+        arena = self.arena
+        while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * IDLE):
+            arena.mind_idle(self.attachment.recover_dead)
         if keeping:  # such a wait is cut into slices after all
             raise _Again
         return 0

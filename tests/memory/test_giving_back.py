@@ -1360,6 +1360,28 @@ def test_idle_memory_is_given_back_a_little_with_each_call(medium_ctx: Any, monk
     assert clock[0] == len(given)
 
 
+def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium_ctx: Any) -> None:
+    """Though each part takes long, as here: no look comes between them."""
+    there, told = medium_ctx.Queue(), medium_ctx.Queue()
+
+    def read_and_wait() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tensorpipe_ipc.memory.arena, "AT_ONCE", 1e-9)
+            patch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
+            for number in range(24):
+                assert there.get(copy=True)[-1] == number
+            told.put("read")
+            there.get()
+
+    child = in_child(read_and_wait)
+    for number in range(24):
+        there.put(octets(500_000, number))
+    assert told.get(timeout=LIMIT) == "read"
+    wait_until(lambda: resident(there) < MIB)
+    there.put("end")
+    assert reap(child) == 0
+
+
 @pytest.mark.parametrize(("workers", "nbytes"), [(4, 100_000), (1, 400_000)])
 def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for_each_call(
     ctx: Any, workers: int, nbytes: int
