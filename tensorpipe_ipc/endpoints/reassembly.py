@@ -215,7 +215,8 @@ class Reassembly:
         if end > self.filled:
             self._is_torn = True
             try:
-                self._put(piece[self.filled - offset :], end)
+                new = piece[self.filled - offset :]  # a view keeps all of the piece: each may repeat all before it
+                self._put(new if offset == self.filled else memoryview(bytes(new)), end)
             except OutOfMemory as refused:
                 self.refused, self._waiting = str(refused), []
             self.filled = end

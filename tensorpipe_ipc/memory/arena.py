@@ -791,9 +791,11 @@ class Arena(Extents):
             look: called first, where something is due: it frees what the dead had.
         """
         now = monotonic()
+        if not self._idle and now < self._look_at or self.rows.index < 0:
+            return
         if self._idle:
             self._give_back_some()
-        elif now >= self._look_at and self.rows.index >= 0:
+        else:
             self._look_at = now + IDLE
             if self.words[GROWN]:
                 began = thread_time()  # a time for which the process was stopped does not count

@@ -209,6 +209,19 @@ def test_short_pieces_wait_in_the_memory_that_they_are_of(size: int) -> None:
     assert _completed(building, octets) == octets
 
 
+def test_pieces_that_repeat_what_came_keep_no_more_than_is_new() -> None:
+    total, new, pieces = 1 << 28, BULK, 48
+    building = Reassembly(1, Piece(0, total), BufferPool())
+    tracemalloc.start()
+    try:
+        for end in range(new, (pieces + 1) * new, new):
+            start = max(0, end - PIECE)
+            assert building.add(_piece(start, total), memoryview(bytearray(end - start)))
+        assert tracemalloc.get_traced_memory()[0] < pieces * new + 2 * PIECE
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_piece_may_lie_anywhere_and_come_twice() -> None:
     """Crooked in its frame, and read-only, and partly known already: every item is put in its place once."""
     narrow = torch.randn(60_000).half()

@@ -1087,7 +1087,7 @@ def test_frames_of_a_producer_that_shares_memory() -> None:
         tell(consumer, events.PieceArrived(other, piece, [b"", memoryview(bytes(4))]))
         assert other.reassembly is not None
         tell(consumer, _arrived(sharing, 1))
-        assert "frames from a producer that shares memory" in consumer.statistics().last_rejection
+        assert "a message in frames from a producer that shares memory" in consumer.statistics().last_rejection
         tell(consumer, events.PieceArrived(sharing, piece, [b"", memoryview(bytes(4))]))
         assert (sharing.reassembly, consumer.statistics().rejected) == (None, 2)
 
