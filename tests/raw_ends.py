@@ -182,12 +182,13 @@ class RawLine:
                 count += found
         return count
 
-    def is_hung_up_on(self) -> bool:
-        """Read all that comes. Return whether the other side ends the connection."""
+    def is_hung_up_on(self, timeout: float = PATIENCE) -> bool:
+        """Read all that comes. Return whether the other side ends the connection; with a timeout of 0, has ended it."""
+        self._socket.settimeout(timeout)
         try:
             while self._socket.recv(1 << 16):
                 pass
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return False
         except ConnectionResetError:  # there was more that it had not read
             pass

@@ -28,7 +28,7 @@ from typing import Any
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "process_behind"]
+__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "process_behind", "reserve"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -129,23 +129,37 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def hang_up(fd: int, address: Address) -> bool:
-    """End a connection to a binder. Whoever is at its other end may connect anew.
+def reserve(address: Address) -> socket.SocketType:
+    """Return a socket whose descriptor ``hang_up`` needs: strangers may have all others by then.
 
-    False if no descriptor is left to do it with.
+    Args:
+        address: the binder's.
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+    return socket.SocketType(socket.AF_UNIX if address.path else socket.AF_INET6, socket.SOCK_STREAM)
+
+
+def hang_up(fd: int, address: Address, reserved: socket.SocketType, idle: int) -> None:
+    """End a connection to a binder. Whoever is at its other end may connect anew.
 
     Args:
         fd: its descriptor, as above. It may be a connection of the user's own program by now, to another host's same port.
         address: the binder's.
+        reserved: see ``reserve``. Its descriptor leads to the connection meanwhile.
+        idle: an open descriptor, to which that of ``reserved`` leads afterwards.
     """
-    try:
-        with closing(_duplicate(fd)) as connection:
-            connection.getpeername()  # raises, of one that listens
-            if _is_among(address, connection.getsockname()):
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
-    return True
+    with suppress(OSError):
+        _check_is_socket(fd)
+        os.dup2(fd, reserved.fileno(), inheritable=False)
+        try:
+            _check_is_socket(reserved.fileno())
+            reserved.getpeername()  # raises, of one that listens
+            if _is_among(address, reserved.getsockname()):
+                reserved.shutdown(socket.SHUT_RDWR)
+        finally:
+            os.dup2(idle, reserved.fileno(), inheritable=False)
 
 
 def _is_at(connection: socket.SocketType, address: Address) -> bool:

@@ -8,15 +8,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import math
 import os
+import resource
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,6 @@ from tensorpipe_ipc.endpoints import strangers
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import BULK
-from tensorpipe_ipc.zeromq import kernel_sockets
 
 MIB = 1 << 20
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -255,21 +254,25 @@ def test_a_connection_of_the_programs_own_that_has_the_strangers_number_by_now_g
                 each.recv(1)
 
 
-def test_who_cannot_be_hung_up_on_for_want_of_a_descriptor_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be a friend, who came in a crowd: neither heard nor hung up on, it would wait for ever."""
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Take all descriptors that this process may have."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        yield
 
-    def none_left(_: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    with tp.Consumer(LOOPBACK) as consumer, RawEnd(consumer.endpoint) as raw:
-        with monkeypatch.context() as patch:
-            patch.setattr(kernel_sockets, "_duplicate", none_left)
-            raw.say(b"garbage")
-            raw.say(b"more")
-            wait_in_vain(consumer, lambda: consumer.statistics().rejected >= 2)
-        time.sleep(strangers.ANSWER_AGAIN)
-        raw.say(hello("producer"))
-        raw.until_answered(consumer)
+def test_one_that_says_garbage_is_hung_up_on_though_others_have_taken_all_descriptors() -> None:
+    """It would be heard without end, and what it says kept, beside a friend: the one that binds keeps one in reserve."""
+    with tp.Consumer(LOOPBACK, producers=None) as consumer, RawLine(consumer.endpoint) as raw, no_descriptor_left():
+        raw.say(*[b"garbage"] * 300)
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected)
+        assert raw.is_hung_up_on(0)  # and not by a heartbeat that it did not answer
 
 
 def test_a_peer_may_send_again_what_is_in_flight() -> None:
