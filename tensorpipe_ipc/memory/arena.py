@@ -68,7 +68,7 @@ import math
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from multiprocessing import context
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -208,7 +208,8 @@ class Arena(Extents):
         self._claiming, self._sweeping = {}, set()
         self._window = threading.RLock()
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
-        self._idle: list[Extent] = []  # what was found idle, and is yet to be given back
+        # What was found idle, and is yet to be given back, in parts. An iterator: threads take each part but once.
+        self._idle: Iterator[list[Extent]] | None = None
         self._look_due_from = 0.0
 
     @property
@@ -791,17 +792,18 @@ class Arena(Extents):
             look: called first, where something is due: it frees what the dead had.
         """
         now = monotonic()
-        if not self._idle and now < self._look_at or self.rows.index < 0:
+        is_due = now >= self._look_at
+        if not (is_due or self._idle) or self.rows.index < 0:
             return
-        if self._idle:
+        if not is_due:
             self._give_back_some()
-        else:
-            self._look_at = now + IDLE
-            if self.words[GROWN]:
-                began = thread_time()  # a time for which the process was stopped does not count
-                look()
-                self._give_back_idle()
-                self._look_at = now + max(IDLE, SELDOM * (thread_time() - began))
+            return
+        self._look_at = now + IDLE
+        if self.words[GROWN]:
+            began = thread_time()  # a time for which the process was stopped does not count
+            look()
+            self._give_back_idle()
+            self._look_at = now + max(IDLE, SELDOM * (thread_time() - began))
 
     def _give_back_idle(self) -> None:
         """Give back what is free in extents whose states are those of the last look: nobody has used them in between.
@@ -826,24 +828,31 @@ class Arena(Extents):
             if self.segment.resident() > resident:  # somebody has grown meanwhile
                 self.words[GROWN] = 1
         self._punch_gaps()
-        self._idle = list(idle)
+        self._idle = iter(self._in_parts(idle))
         self._give_back_some()
+
+    def _in_parts(self, extents: Iterable[Extent]) -> list[list[Extent]]:
+        parts, units = list[list[Extent]](), PARTS
+        for extent in extents:
+            if units >= PARTS and not (parts and self.words[APART]):
+                parts.append([])
+                units = 0
+            parts[-1].append(extent)
+            units += extent[2]
+        return parts
 
     def _give_back_some(self) -> None:
         until = monotonic() + AT_ONCE
-        while self._idle:
-            some, units = list[Extent](), 0
-            while self._idle and (units < PARTS or self.words[APART]):  # what an exception leaves the next look finds
-                some.append(self._idle.pop())
-                units += some[-1][2]
-            self._take(some)
+        for part in self._idle or ():
+            self._take(part)
             if monotonic() >= until:
-                break
+                return
+        self._idle = None
 
     @property
     def is_giving_back(self) -> bool:
         """Return whether idle memory was found that is yet to be given back: the next call of ``mind_idle`` goes on."""
-        return bool(self._idle)
+        return self._idle is not None
 
     # ---- the dead ----
 

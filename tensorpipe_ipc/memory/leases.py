@@ -177,7 +177,7 @@ class Leases:
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
         is_small, is_beyond = self._is_small(block, start, nbytes), self.arena.is_beyond(block)
-        charge = self._charge(block, start, nbytes)
+        charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])
         if self._room < charge or not (must or (not is_beyond and self.arena.is_for_tensors(block))):
             return None
         if self.rows.is_within_fork():
@@ -314,10 +314,13 @@ class Leases:
 
     def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
-        handler raises inside a release. Without ``at_once`` it looks in a twentieth of the time at most.
+        handler raises inside a release. Without ``at_once`` it looks in a twentieth of the time at most; for the latter alone
+        ten times a second.
         """
         now, process = monotonic(), self.process
-        if process != os.getpid() or (not at_once and now < self._look_again):
+        if not at_once and now < (self._look_again if self._kept else self._look_again + PAUSE):
+            return
+        if process != os.getpid():
             return
         self._look_again, spent = now + PAUSE, thread_time()
         for anchor in list(self.live.values()):

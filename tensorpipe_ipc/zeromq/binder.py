@@ -17,7 +17,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import zmq
@@ -29,7 +29,7 @@ from tensorpipe_ipc.zeromq.address_claim import claim, unclaim
 from tensorpipe_ipc.zeromq.addresses import Address
 from tensorpipe_ipc.zeromq.curve import Gate, read_keys, use_keys
 from tensorpipe_ipc.zeromq.frame_reader import NamedFrameReader
-from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind, reserve
+from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind
 from tensorpipe_ipc.zeromq.zmq_contexts import (
     acquire,
     forget_bound,
@@ -73,7 +73,6 @@ class Binder(FrameSocket):
         self._listening = (-1, 0)  # the descriptor, of libzmq's, by which this end is connected to; and its inode
         # A descriptor that libzmq is given, and has from the moment on at which it is bound.
         self._handed: list[int] = []
-        self._reserved: socket.SocketType | None = None  # to hang up with, over tcp
         self._refused_at = self._give_back_at = 0.0  # the last refusal that was seen to; 0: nothing is to be given back
 
     def open(self, told: Callable[[Exception], None]) -> None:
@@ -90,8 +89,6 @@ class Binder(FrameSocket):
         self._set_up(self._socket, {zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: _BACKLOG})
         if address.path:
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # whoever else connects is hung up on
-        if address.scheme == "tcp":  # strangers come by no other
-            self._reserved = reserve(address)
         claim(address, self._bind, self._made)
         if address.scheme == "tcp":  # the port that was chosen; of 127.0.0.1 libzmq says [::ffff:127.0.0.1]
             port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
@@ -202,13 +199,8 @@ class Binder(FrameSocket):
         connection's by now: then that is made anew, and over tcp nothing is lost by it.
         """
         frames = self._reader.frames
-        idle = int(self._socket.getsockopt(zmq.FD))
-        try:
-            with nullcontext(self._reserved) if self._reserved else closing(reserve(self.address)) as reserved:
-                with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
-                    hang_up(frames[-1].get(zmq.SRCFD), self.address, reserved, idle)
-        except OSError:
-            return  # until it says something again: else it would wait for ever, and not be heard
+        with suppress(zmq.ZMQError):  # ZeroMQ has noted none, of one that was gone at once
+            hang_up(frames[-1].get(zmq.SRCFD), self.address)
         self._reader.hang_up(frames[0])
 
     def process_behind(self) -> int:
@@ -266,8 +258,6 @@ class Binder(FrameSocket):
                 steps.callback(self._close_handed)
             if self._gate is not None:
                 steps.callback(self._gate.close)
-            if self._reserved is not None:
-                steps.callback(self._reserved.close)
 
     def _close_handed(self) -> None:
         """Close a descriptor that libzmq was to have, where an exception has kept it from that."""

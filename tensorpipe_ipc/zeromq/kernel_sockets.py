@@ -15,23 +15,27 @@ line, and its binder finds the address in use.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket
 import stat
 import struct
+import sys
 from contextlib import closing, suppress
 from functools import partial
 from itertools import starmap
 from typing import Any
 
+from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
 from tensorpipe_ipc.zeromq.addresses import Address
 
-__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "process_behind", "reserve"]
+__all__ = ["hang_up", "is_to_itself", "listener", "prepare_for_bulk", "process_behind"]
 
 _SEND_BUFFER = 1 << 19  # bytes; the kernel cuts it to net.core.wmem_max (208 KB and up), and doubles it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_NAME = 128  # bytes of a socket's address, at most
 _RESET = struct.pack("ii", 1, 0)  # on closing, so that the kernel does not keep the address for another minute
 
 
@@ -129,37 +133,41 @@ def prepare_for_bulk(fd: int, address: Address) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
-def reserve(address: Address) -> socket.SocketType:
-    """Return a socket whose descriptor ``hang_up`` needs: strangers may have all others by then.
-
-    Args:
-        address: the binder's.
-
-    Raises:
-        OSError: no descriptor is left.
-    """
-    return socket.SocketType(socket.AF_UNIX if address.path else socket.AF_INET6, socket.SOCK_STREAM)
-
-
-def hang_up(fd: int, address: Address, reserved: socket.SocketType, idle: int) -> None:
+def hang_up(fd: int, address: Address) -> None:
     """End a connection to a binder. Whoever is at its other end may connect anew.
 
     Args:
         fd: its descriptor, as above. It may be a connection of the user's own program by now, to another host's same port.
         address: the binder's.
-        reserved: see ``reserve``. Its descriptor leads to the connection meanwhile.
-        idle: an open descriptor, to which that of ``reserved`` leads afterwards.
     """
-    with suppress(OSError):
-        _check_is_socket(fd)
-        os.dup2(fd, reserved.fileno(), inheritable=False)
-        try:
-            _check_is_socket(reserved.fileno())
-            reserved.getpeername()  # raises, of one that listens
-            if _is_among(address, reserved.getsockname()):
-                reserved.shutdown(socket.SHUT_RDWR)
-        finally:
-            os.dup2(idle, reserved.fileno(), inheritable=False)
+    try:
+        with closing(_duplicate(fd)) as connection:
+            connection.getpeername()  # raises, of one that listens
+            if _is_among(address, connection.getsockname()):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:
+        if error.errno == errno.EMFILE:  # strangers may have taken all, to flood by them
+            _hang_up_in_place(fd, address)
+
+
+def _hang_up_in_place(fd: int, address: Address) -> None:
+    """As ``hang_up``, without a duplicate: the descriptor may become another's between the look and the end.
+
+    It is then hardly ever one of the user's own: libzmq takes each that is free at once, for those who wait to connect.
+    """
+    name, library = ctypes.create_string_buffer(_NAME), libc()
+    if library.getpeername(fd, name, ctypes.byref(ctypes.c_uint(_NAME))):  # one that listens
+        return
+    size = ctypes.c_uint(_NAME)
+    if library.getsockname(fd, name, ctypes.byref(size)):
+        return
+    family, found = int.from_bytes(name.raw[:2], sys.byteorder), name.raw[2 : size.value]
+    if address.path:
+        is_its = family == socket.AF_UNIX and found.rstrip(b"\0") == os.fsencode(address.path)
+    else:
+        is_its = family in (socket.AF_INET, socket.AF_INET6) and found[:2] == _port(address).to_bytes(2, "big")
+    if is_its:
+        library.shutdown(fd, socket.SHUT_RDWR)
 
 
 def _is_at(connection: socket.SocketType, address: Address) -> bool:
@@ -170,7 +178,11 @@ def _is_at(connection: socket.SocketType, address: Address) -> bool:
 def _is_among(address: Address, *ends: Any) -> bool:
     if address.path:
         return address.path in ends
-    return int(address.text.rpartition(":")[2]) in (end[1] for end in ends if isinstance(end, tuple))
+    return _port(address) in (end[1] for end in ends if isinstance(end, tuple))
+
+
+def _port(address: Address) -> int:
+    return int(address.text.rpartition(":")[2])
 
 
 def _is_there(connection: socket.SocketType, address: Address) -> bool:

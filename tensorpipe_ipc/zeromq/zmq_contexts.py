@@ -44,7 +44,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-_DESCRIPTORS = 21  # a context takes six, an end with keys and all that it may open at once a dozen
+_DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
