@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import sys
 import time
 from typing import Any
 
@@ -63,6 +64,8 @@ def check_timeout(value: float, name: str = "timeout", forever: str = "None to w
         TypeError: it is no number.
         ValueError: it is negative, not a number, or an int beyond all floats.
     """
+    if value.__class__ in (int, float) and 0 <= value <= sys.float_info.max:
+        return float(value)
     also = f", or {forever}" if forever else ""
     if not isinstance(value, (int, float, numbers.Real)):  # NumPy's are Real
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds{also}")

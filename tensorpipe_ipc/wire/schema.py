@@ -30,7 +30,7 @@ from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.wire.arrival import AS_SENT, TENSORS, DecodeOptions, is_restored, restored_span, widened
 from tensorpipe_ipc.wire.direct import mark, mark_all
 from tensorpipe_ipc.wire.dtypes import BY_TORCH, WIDEST, Dtype
-from tensorpipe_ipc.wire.layout import BULK, layout, places_of
+from tensorpipe_ipc.wire.layout import BULK, LEASE_FROM, layout, places_of
 from tensorpipe_ipc.wire.metas import MAX_NBYTES, OPAQUE, LeafMeta, TensorMeta, unpack_meta
 from tensorpipe_ipc.wire.rebuild import Plan
 from tensorpipe_ipc.wire.room import see_room_to_take
@@ -221,7 +221,10 @@ class Schema:
         as_sent = arrival is AS_SENT and not opened.narrowed
         if as_sent and self._plan.is_leaf and not values:
             payload = region if type(region) is memoryview else region[:]
-            return _decode(serializer, opened.metas[0], payload, ALIAS)
+            tensor = serializer.decode(opened.metas[0], payload)
+            if len(payload) >= LEASE_FROM and serializer.zero_copy:
+                mark(tensor)
+            return tensor
         if as_sent and not opened.spans and (decode_in := getattr(serializer, "decode_in", None)) is not None:
             items = _values(memoryview(values), self._plan.values) if values or self._plan.values else []
             leaves = decode_in(opened.metas, region, opened.in_block)
