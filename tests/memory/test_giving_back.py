@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import os
 import queue
@@ -1358,6 +1359,24 @@ def test_idle_memory_is_given_back_a_little_with_each_call(medium_ctx: Any, monk
         assert MIB // 4 < given[-1] - given[-2] <= 2 * MIB
     assert len(given) > 4
     assert clock[0] == len(given)
+
+
+def test_what_the_dead_had_is_looked_for_though_much_is_yet_to_be_given_back(
+    medium_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every few seconds, as ever. Here each call comes a second later, and gives back one part."""
+    there, arena, clock = medium_ctx.Queue(), medium_ctx.tensorpipe_attachment().arena, itertools.count()
+    fill(there, 500_000)
+    drained(there)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "AT_ONCE", 0)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "monotonic", lambda: float(next(clock)))
+    look_for_idle(arena)
+    look_for_idle(arena)
+    looks = list[bool]()
+    while not looks:
+        assert resident(there) > MIB
+        arena.mind_idle(lambda: looks.append(True))
 
 
 def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium_ctx: Any) -> None:
