@@ -65,6 +65,42 @@ def test_an_end_for_which_no_descriptor_is_left_says_so_and_leaves_nothing(end: 
     assert endings == sorted(endings, reverse=True)
 
 
+def leave_one_descriptor(ends: children.Ends, asks: bool) -> None:
+    """Take all descriptors that this process may have, but for one; first have it asked for the consumer's, or not."""
+    assert not asks or ends.consumer.fileno() >= 0
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, limits[1]))
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.dup(0))
+    os.close(taken[0])
+
+
+def take_stream(ends: children.Ends) -> tuple[list[int], str]:
+    """Return the first item of each tensor that a consumer gets until its stream ends, and how that ends."""
+    got = []
+    try:
+        while True:
+            got.append(int(ends.consumer.get(PATIENCE)[0]))
+    except (tp.EndOfStream, tp.PeerLost) as end:
+        return got, type(end).__name__
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["", "asked for fileno"])
+@pytest.mark.parametrize("endpoint", ["few", "tcp://127.0.0.1:*"])
+def test_a_producer_that_comes_where_one_descriptor_is_left_loses_nothing(endpoint: str, asks: bool) -> None:
+    """Strangers may have taken the others. What waiting takes is there from the start."""
+    with Child() as child:
+        address = child.call(children.open_consumer, endpoint, producers=1)
+        child.call(leave_one_descriptor, asks)
+        child.begin(take_stream)
+        with tp.Producer(address, linger=PATIENCE) as producer:
+            for number in range(5):
+                producer.put(torch.full((1000,), number), PATIENCE)
+        assert child.result() == ([0, 1, 2, 3, 4], "EndOfStream")
+
+
 MORE = 48 << 20  # bytes of addresses that a consumer may still take
 
 

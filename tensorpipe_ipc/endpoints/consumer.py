@@ -218,6 +218,10 @@ class Consumer(End):
         """Return a descriptor for select, poll and asyncio: readable when ``get_nowait`` would not raise ``Empty``.
 
         It may be readable when there is nothing after all (somebody said HELLO): take with ``get_nowait`` until ``Empty``.
+
+        Raises:
+            OSError: no descriptor is left for it.
+            Closed, Busy: as ``get``.
         """
         with self._guard:
             return self._receiver.fileno()

@@ -18,6 +18,7 @@ from tensorpipe_ipc.endpoints.producer_peer import ProducerPeer
 from tensorpipe_ipc.endpoints.reassembly import BufferPool, Reassembly
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.errors import Empty, OutOfMemory, ProtocolError, ShutDown
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import ONLY_BY_NAME, accepted_by_default
 from tensorpipe_ipc.shared_queue.get_end import Decode
@@ -241,12 +242,18 @@ class Receiver(Participant):
         return bool(self._sharing)
 
     def _share(self, peer: ProducerPeer) -> None:
-        """Have waits tell of a queue's messages, if the two have one. Again: nothing."""
+        """Have waits tell of a queue's messages, if the two have one. Again: nothing.
+
+        Where the kernel has no more watches, looks find its messages.
+        """
         if peer.queue is not None:
             fd = peer.queue.tickets.fileno()
-            self.socket.watch(fd)
             self._sharing[fd] = peer
             self._only = None
+            try:
+                self.socket.watch(fd)
+            except OSError as error:
+                reraise_from_handler(error)
 
     def _unshare(self, peer: ProducerPeer) -> None:
         """Let go of a peer's queue, if the two have one. Again: nothing."""

@@ -18,6 +18,7 @@ from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
 from tensorpipe_ipc.endpoints.resend_buffer import PIECE, PIECE_AFAR, ResendBuffer, SentMessage
 from tensorpipe_ipc.errors import Full, OutOfMemory, ProtocolError, SharedMemoryError, ShutDown
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.limits import deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Handover
 from tensorpipe_ipc.process import identity
@@ -193,11 +194,13 @@ class Sender(Participant):
         if peer.queue is not None:
             assert peer.queue.credits is not None
             fd = peer.queue.credits.fileno()
-            # Told of each credit that comes: with several consumers there may be some, and still no room in all.
-            self.socket.watch(fd, edge=True)
             peer.load()
             self._sharing[fd] = peer
             self._unsure = True
+            try:  # told of each credit that comes: with several consumers there may be some, and still no room in all
+                self.socket.watch(fd, edge=True)
+            except OSError as error:  # the kernel has no more watches: looks find it
+                reraise_from_handler(error)
 
     def _unshare(self, peer: ConsumerPeer) -> None:
         """Let go of a peer's queue, if the two have one. Again: nothing."""

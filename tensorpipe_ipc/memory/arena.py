@@ -210,6 +210,7 @@ class Arena(Extents):
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
         # What was found idle, and is yet to be given back, in parts. An iterator: threads take each part but once.
         self._idle: Iterator[list[Extent]] | None = None
+        self._changed = set[int]()  # kinds of what was given back in part, whose lists are to be made anew at the end
         self._look_due_from = 0.0
 
     @property
@@ -842,12 +843,16 @@ class Arena(Extents):
         return parts
 
     def _give_back_some(self) -> None:
-        until = monotonic() + AT_ONCE
-        for part in self._idle or ():
-            self._take(part)
+        idle, until = self._idle, monotonic() + AT_ONCE
+        for part in idle or ():
+            self._take(part, changed=self._changed)
             if monotonic() >= until:
                 return
-        self._idle = None
+        if self._idle is idle:  # else another thread has found more
+            self._idle = None
+        changed, self._changed = self._changed, set()
+        if changed:
+            self.reclaim(changed)
 
     @property
     def is_giving_back(self) -> bool:

@@ -218,7 +218,7 @@ class Extents:
             self.words[APART] = 1
             barrier.slow()
 
-    def _take(self, wanted: Sequence[Extent], *, is_kept: bool = False) -> set[int]:
+    def _take(self, wanted: Sequence[Extent], *, is_kept: bool = False, changed: set[int] | None = None) -> set[int]:
         """Have extents, whoever has them now, and give up those that are wholly free. What somebody is at stays in doubt.
 
         Who is stopped here keeps what it has marked from all others: so that is a sixteenth of the extents, unless each time
@@ -226,15 +226,17 @@ class Extents:
 
         Args:
             is_kept: give nothing up, and no page.
+            changed: gets the kinds whose lists are to be made anew, which is the caller's then: it takes the longer the more
+                there is.
 
         Returns:
             The units of those that somebody else is at.
         """
         step = -(-len(wanted) // (1 if self.words[APART] else _PARTS)) or 1
-        missed, kept = set[int](), set[int]()
+        missed, kept = set[int](), set[int]() if changed is None else changed
         for i in range(0, len(wanted), step):
             missed |= self._take_some(wanted[i : i + step], kept, is_kept)
-        if kept:
+        if kept and changed is None:
             self.reclaim(kept)
         return missed
 

@@ -314,8 +314,8 @@ class Leases:
 
     def settle(self, *, at_once: bool = True) -> None:
         """Free what only a fork's children kept, if they are gone, and what an exception kept: Python drops what a signal's
-        handler raises inside a release. Without ``at_once`` it looks in a twentieth of the time at most; for the latter alone
-        ten times a second.
+        handler raises inside a release. Without ``at_once`` it looks in a twentieth of the time, and ten times a second at
+        least; for the latter alone no more often.
         """
         now, process = monotonic(), self.process
         if not at_once and now < (self._look_again if self._kept else self._look_again + PAUSE):

@@ -15,7 +15,7 @@ class PollFd:
     """An epoll descriptor over ZeroMQ's own and one of ours.
 
     ZeroMQ's is readable when it has work to do, and falls silent once it has looked, though messages may be left. So
-    ours (an eventfd, made when it first has something to say) speaks for those: it is readable while there are some.
+    ours (an eventfd) speaks for those: it is readable while there are some.
 
     Attributes:
         fd: the epoll descriptor.
@@ -53,18 +53,25 @@ class PollFd:
             self.show(False)
         return [fd for fd, _ in self._epoll.poll(timeout)]
 
+    def prepare_to_show(self) -> None:
+        """Have one of ours. Again: nothing.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        if self._own is None:
+            own = owned(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._epoll.register(own, select.EPOLLIN)
+            self._own = own
+
     def show(self, ready: bool) -> None:
         """Be readable, or not, as far as ours is concerned."""
-        if ready is self._shown:
+        if ready is self._shown or self._own is None:
             return
         self._shown = None
         if ready:
-            if self._own is None:
-                own = owned(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._epoll.register(own, select.EPOLLIN)
-                self._own = own
             os.eventfd_write(self._own.fileno(), 1)
-        elif self._own is not None:
+        else:
             with suppress(BlockingIOError):  # an exception came before it was written, or when it was read
                 os.eventfd_read(self._own.fileno())
         self._shown = ready

@@ -370,6 +370,14 @@ class FrameSocket:
         """
         self._polling().watch(fd, edge)
 
+    def prepare_to_wait(self) -> None:
+        """Open what waits need. When somebody comes to wait for there may be no descriptor left.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._polling()
+
     def unwatch(self, fd: int) -> None:
         """The end of that; before the descriptor is closed."""
         self._polling().unwatch(fd)
@@ -400,7 +408,12 @@ class FrameSocket:
         raise NotImplementedError
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so."""
+        """Return a descriptor that is readable whenever something has come since ``look``, and as long as ``show`` says so.
+
+        Raises:
+            OSError: no descriptor is left.
+        """
+        self._polling().prepare_to_show()
         self._is_shown = True
         return self._polling().fd
 

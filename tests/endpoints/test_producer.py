@@ -512,11 +512,11 @@ def test_idle_memory_over_tcp_is_given_back_before_a_refusal(kind: str, monkeypa
         tp.Producer(consumer.endpoint, shared_memory="off", linger=0) as producer,
     ):
         meet(producer, consumer)
-        taking = in_thread(lambda: [consumer.get(PATIENCE).nbytes for _ in range(2)])
-        for _ in range(2):
+        for _ in range(2):  # before any is taken: they are kept side by side
             producer.put(np.ones(48 << 20, np.uint8), PATIENCE)
-        assert taking() == [48 << 20] * 2
+        taking = in_thread(lambda: [consumer.get(PATIENCE).nbytes for _ in range(2)])
         producer.flush(PATIENCE)
+        assert taking() == [48 << 20] * 2
         limit = _resident() + (16 << 20)
         monkeypatch.setattr(headroom, "_available", lambda: limit - _resident())
         tree = torch.ones(1).expand(6 << 20) if kind == "expanded" else np.ones(24 << 20, np.uint8)[::-1]

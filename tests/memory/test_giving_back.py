@@ -1343,9 +1343,9 @@ def test_idle_memory_is_given_back_a_little_with_each_call(medium_ctx: Any, monk
     drained(there)
     full, clock, take = resident(there), [0.0], arena._take
 
-    def slow_take(extents: Any) -> Any:
+    def slow_take(extents: Any, **options: Any) -> Any:
         clock[0] += 1
-        return take(extents)
+        return take(extents, **options)
 
     monkeypatch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
     monkeypatch.setattr(tensorpipe_ipc.memory.arena, "monotonic", lambda: clock[0])
@@ -1377,6 +1377,27 @@ def test_what_the_dead_had_is_looked_for_though_much_is_yet_to_be_given_back(
     while not looks:
         assert resident(there) > MIB
         arena.mind_idle(lambda: looks.append(True))
+
+
+def test_idle_memory_between_tensors_that_are_kept_is_given_back_in_even_time(
+    medium_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each extent's blocks are listed anew once, however many parts there are."""
+    there, arena, listed = medium_ctx.Queue(), medium_ctx.tensorpipe_attachment().arena, itertools.count()
+    fill(there, 260_000)
+    kept = [there.get(copy=number % 3 > 0) for number in range(there.qsize())][::3]
+    extents, sort, before = len(list(arena.all_extents())), arena._sorted, resident(there)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "AT_ONCE", 0)
+    monkeypatch.setattr(arena, "_sorted", lambda *extent: next(listed) < 0 or sort(*extent))
+    look_for_idle(arena)
+    look_for_idle(arena)
+    while arena.is_giving_back:
+        arena.mind_idle()
+    assert extents > 10
+    assert next(listed) <= extents
+    assert resident(there) < before * 2 // 3
+    assert kept
 
 
 def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium_ctx: Any) -> None:
