@@ -15,6 +15,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -460,6 +461,24 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
         return value
 
     return result
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Take all descriptors that this process may have, but for some."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, limits[1]))
+    taken: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for each in taken[:count]:
+            os.close(each)
+        for each in taken[count:]:
+            stack.callback(os.close, each)
+        yield
 
 
 def take_all_that_is_there(consumer: tp.Consumer) -> list[Any]:

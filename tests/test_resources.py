@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import resource
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import children
 import pytest
 import torch
 import zmq
-from children import PATIENCE, Child
+from children import PATIENCE, Child, descriptors_left, in_thread
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
@@ -65,16 +66,17 @@ def test_an_end_for_which_no_descriptor_is_left_says_so_and_leaves_nothing(end: 
     assert endings == sorted(endings, reverse=True)
 
 
-def leave_one_descriptor(ends: children.Ends, asks: bool) -> None:
-    """Take all descriptors that this process may have, but for one; first have it asked for the consumer's, or not."""
-    assert not asks or ends.consumer.fileno() >= 0
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, limits[1]))
-    taken = []
-    with contextlib.suppress(OSError):
-        while True:
-            taken.append(os.dup(0))
-    os.close(taken[0])
+_until_the_end = contextlib.ExitStack()
+
+
+def leave_descriptors(ends: children.Ends, count: int) -> None:
+    """Take all descriptors that the child may have, for good, but for some."""
+    _until_the_end.enter_context(descriptors_left(count))
+
+
+def ask_for_fileno(ends: children.Ends) -> bool:
+    """Have the consumer's descriptor kept up to date from now on."""
+    return ends.consumer.fileno() >= 0
 
 
 def take_stream(ends: children.Ends) -> tuple[list[int], str]:
@@ -93,12 +95,43 @@ def test_a_producer_that_comes_where_one_descriptor_is_left_loses_nothing(endpoi
     """Strangers may have taken the others. What waiting takes is there from the start."""
     with Child() as child:
         address = child.call(children.open_consumer, endpoint, producers=1)
-        child.call(leave_one_descriptor, asks)
+        assert not asks or child.call(ask_for_fileno)
+        child.call(leave_descriptors, 1)
         child.begin(take_stream)
         with tp.Producer(address, linger=PATIENCE) as producer:
             for number in range(5):
                 producer.put(torch.full((1000,), number), PATIENCE)
         assert child.result() == ([0, 1, 2, 3, 4], "EndOfStream")
+
+
+@pytest.mark.parametrize("left", [1, 2, 4, 6])
+def test_a_consumer_that_comes_to_a_producer_over_tcp_where_few_descriptors_are_left_gets_all(left: int) -> None:
+    """It is answered by marks, for which pyzmq has a thread: libzmq would end the process that has no descriptors for that."""
+    with Child() as child:
+        address = child.call(children.open_producer, "tcp://127.0.0.1:*", bind=True)
+        child.call(leave_descriptors, left)
+        child.begin(children.put, *range(5))
+        with tp.Consumer(address, bind=False, shared_memory="off") as consumer:
+            assert [consumer.get(PATIENCE) for _ in range(5)] == [0, 1, 2, 3, 4]
+            child.result()
+
+
+def test_a_descriptor_that_could_not_be_had_once_tells_of_a_binder_that_comes_later() -> None:
+    """One who has waited for it alone since would wait for ever."""
+    with tp.Consumer("later", bind=False) as consumer:
+        with descriptors_left(0), pytest.raises(OSError, match="Too many open files"):
+            consumer.fileno()
+        waiting = select.poll()
+        waiting.register(consumer.fileno(), select.POLLIN)
+        with tp.Producer("later", bind=True) as producer:
+            putting = in_thread(lambda: producer.put("word", PATIENCE))
+            deadline = time.monotonic() + PATIENCE
+            while True:
+                assert waiting.poll(1000 * (deadline - time.monotonic())), "nobody is told"
+                with contextlib.suppress(tp.Empty):
+                    assert consumer.get_nowait() == "word"
+                    break
+            putting()
 
 
 MORE = 48 << 20  # bytes of addresses that a consumer may still take

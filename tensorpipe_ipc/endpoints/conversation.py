@@ -75,7 +75,7 @@ from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus,
 from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
-from tensorpipe_ipc.handlers import is_a_signals, reraise_from_handler
+from tensorpipe_ipc.handlers import is_a_signals
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
 from tensorpipe_ipc.memory.leases import keeping, settle_kept
 from tensorpipe_ipc.process import identity
@@ -288,11 +288,7 @@ class Conversation:
                 f"{self.endpoint} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
                 "close it, or use another name"
             ) from None
-        try:
-            self.socket.prepare_to_wait()
-        except OSError as error:
-            reraise_from_handler(error)
-            raise Refused(f"{self.endpoint} cannot be opened: {error.strerror} (raise ulimit -n)") from None
+        self.socket.prepare()
 
     def _expect(self) -> None:
         """Have a binder write its rendezvous file, now that it can say HELLO."""

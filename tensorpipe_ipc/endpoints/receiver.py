@@ -244,7 +244,7 @@ class Receiver(Participant):
     def _share(self, peer: ProducerPeer) -> None:
         """Have waits tell of a queue's messages, if the two have one. Again: nothing.
 
-        Where the kernel has no more watches, looks find its messages.
+        Where the kernel has no more watches, looks find its messages, as soon as no other queue has any.
         """
         if peer.queue is not None:
             fd = peer.queue.tickets.fileno()
@@ -317,7 +317,7 @@ class Receiver(Participant):
 
     def _tick(self) -> None:
         """Have the descriptor tell from time to time, while there is anybody, that it is to be looked who still is there."""
-        if self._timer is None:
+        if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
             self._timer = TimerFd()
             if self._timer.fd >= 0:
                 self.socket.watch(self._timer.fd)

@@ -210,7 +210,8 @@ class Arena(Extents):
         self._look_at, self._seen = monotonic() + IDLE, dict[int, tuple[int, int]]()
         # What was found idle, and is yet to be given back, in parts. An iterator: threads take each part but once.
         self._idle: Iterator[list[Extent]] | None = None
-        self._changed = set[int]()  # kinds of what was given back in part, whose lists are to be made anew at the end
+        # Kinds of extents that were given back in part, whose lists are to be made anew at the end.
+        self._changed = frozenset[int]()
         self._look_due_from = 0.0
 
     @property
@@ -845,12 +846,16 @@ class Arena(Extents):
     def _give_back_some(self) -> None:
         idle, until = self._idle, monotonic() + AT_ONCE
         for part in idle or ():
-            self._take(part, changed=self._changed)
+            changed = set[int]()
+            self._take(part, changed=changed)
+            self._changed |= changed
             if monotonic() >= until:
+                for kind in filter(self._is_small, self._changed):
+                    self.free[kind].clear()  # or the pages that were given back would be taken anew, and nobody asked
                 return
         if self._idle is idle:  # else another thread has found more
             self._idle = None
-        changed, self._changed = self._changed, set()
+        changed, self._changed = set(self._changed), frozenset()
         if changed:
             self.reclaim(changed)
 

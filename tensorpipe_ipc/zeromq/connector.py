@@ -326,12 +326,13 @@ class Connector(FrameSocket):
 
     def fileno(self) -> int:
         """See FrameSocket."""
-        if not self._is_shown:
-            self._timer = self._timer or TimerFd()
+        fd = super().fileno()
+        if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
+            self._timer = TimerFd()
             if self._timer.fd >= 0:
                 self.watch(self._timer.fd)
             self._settle()
-        return super().fileno()
+        return fd
 
     def look(self) -> bool:
         """See FrameSocket."""

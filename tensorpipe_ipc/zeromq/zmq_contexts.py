@@ -45,6 +45,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 _DESCRIPTORS = 20  # a context takes six, an end with keys and all that it may open at once a dozen
+_REAPERS = 12  # pyzmq's thread for lent memory takes seven, and libzmq ends the process where it finds none
 _SOCKETS = 8  # a socket, what watches it, and its connection take four
 
 
@@ -220,12 +221,16 @@ def hold_reaper() -> None:
     for dead (bpo-45274). Then pyzmq starts another for each frame, which ends at once, as the first one has the address; and
     forgets what is lent, so that nothing is heard of it any more. So it is started by a thread that handlers do not
     interrupt, and is asked by what is done in one step.
+
+    Raises:
+        Refused: too few descriptors are left to start it.
     """
     if pyzmq_reaper is None or running_threads is None:
         return
     thread = pyzmq_reaper.thread
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
+    _check_descriptors(_REAPERS)
     _run_undisturbed(_start_reaper)
 
 

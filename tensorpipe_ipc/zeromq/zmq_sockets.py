@@ -20,7 +20,8 @@ from typing import Any
 
 import zmq
 
-from tensorpipe_ipc.errors import OutOfMemory
+from tensorpipe_ipc.errors import OutOfMemory, Refused
+from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
@@ -370,13 +371,20 @@ class FrameSocket:
         """
         self._polling().watch(fd, edge)
 
-    def prepare_to_wait(self) -> None:
-        """Open what waits need. When somebody comes to wait for there may be no descriptor left.
+    def prepare(self) -> None:
+        """Open what waits, and marks, need. When somebody comes there may be no descriptor left.
 
         Raises:
-            OSError: no descriptor is left.
+            Refused: no descriptor is left now.
         """
-        self._polling()
+        try:
+            self._polling()
+        except OSError as error:
+            reraise_from_handler(error)
+            raise Refused(f"{self.address.text} cannot be opened: {error.strerror} (raise ulimit -n)") from None
+        if self._may_be_unread:
+            hold_reaper()
+            _marked(b"the first")  # has pyzmq open a socket to its thread
 
     def unwatch(self, fd: int) -> None:
         """The end of that; before the descriptor is closed."""
@@ -450,7 +458,7 @@ def _marked(frame: bytes) -> zmq.Frame | None:
     try:
         hold_reaper()
         return zmq.Frame(frame, track=True, copy=False, copy_threshold=0)
-    except RuntimeError:
+    except (RuntimeError, Refused):
         return None
 
 

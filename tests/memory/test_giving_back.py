@@ -1400,6 +1400,35 @@ def test_idle_memory_between_tensors_that_are_kept_is_given_back_in_even_time(
     assert kept
 
 
+def test_small_messages_between_parts_of_what_is_given_back_stay_within_the_capacity(
+    medium_ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of their blocks have been given back, and others have taken that memory."""
+    there, slow, other = medium_ctx.Queue(), medium_ctx.Queue(), medium_ctx.Queue()
+    arena = medium_ctx.tensorpipe_attachment().arena
+    for number in range(arena.capacity // 4096 * 9 // 10):
+        (there if number % 100 else slow).put(octets(3000))
+    while there.qsize():
+        there.get(copy=True)
+    arena.reclaim()  # as where there was no room in between
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "PARTS", 1)
+    monkeypatch.setattr(tensorpipe_ipc.memory.arena, "AT_ONCE", 0)
+    look_for_idle(arena)
+    look_for_idle(arena)
+    for _ in range(8):
+        arena.mind_idle()
+    assert arena.is_giving_back
+
+    def fill_nearly() -> None:
+        while resident(other) < arena.capacity - MIB:
+            other.put(octets(200_000))
+
+    with Helper(fill_nearly), contextlib.suppress(Full):
+        while True:
+            there.put(octets(3000), timeout=0)
+    assert resident(there) <= arena.capacity + MIB
+
+
 def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium_ctx: Any) -> None:
     """Though each part takes long, as here: no look comes between them."""
     there, told = medium_ctx.Queue(), medium_ctx.Queue()
