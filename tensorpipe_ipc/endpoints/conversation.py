@@ -51,6 +51,7 @@ The conversation asks its owner a few things (``Owner``), and knows no more of i
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -75,7 +76,7 @@ from tensorpipe_ipc.endpoints.published_status import Attached, PublishedStatus,
 from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.endpoints.strangers import CROWD, IDLES, Strangers
 from tensorpipe_ipc.errors import ProtocolError, Refused, TensorPipeError, VersionMismatch
-from tensorpipe_ipc.handlers import is_a_signals
+from tensorpipe_ipc.handlers import is_a_signals, reraise_from_handler
 from tensorpipe_ipc.limits import check_bool, check_count, check_timeout
 from tensorpipe_ipc.memory.leases import keeping, settle_kept
 from tensorpipe_ipc.process import identity
@@ -261,7 +262,8 @@ class Conversation:
 
         Raises:
             ValueError: keys that are needed were not named.
-            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used.
+            Refused: the address is in use, not allowed, or not safe, or a key file cannot be used; or too few descriptors are
+                left.
         """
         try:
             self._open_socket()
@@ -272,12 +274,16 @@ class Conversation:
             self.publish()
             self._expect()
             self.has_parted = False
-        except BaseException:
+        except BaseException as error:
             self.has_parted = True
             self.disconnect(0)
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):  # others took them meanwhile
+                reraise_from_handler(error)
+                raise Refused(f"{self.endpoint} cannot be opened: {error} (raise ulimit -n)") from None
             raise
 
     def _open_socket(self) -> None:
+        self.socket.prepare_to_lend()
         try:
             self.socket.open(self.reject)
         except Refused:
@@ -288,7 +294,7 @@ class Conversation:
                 f"{self.endpoint} belongs to a {here.role} of this very process (pid {os.getpid()}), made at {here.made_at}: "
                 "close it, or use another name"
             ) from None
-        self.socket.prepare()
+        self.socket.prepare_to_wait()
 
     def _expect(self) -> None:
         """Have a binder write its rendezvous file, now that it can say HELLO."""
@@ -701,10 +707,10 @@ class Conversation:
         self._give_up_early(self.socket.routing, self.socket.reads_out)
         if keeping:  # a get that has messages to take looks there, too
             settle_kept()
+        for attachment in self._attachments():  # each once: a binder's peers share one
+            attachment.arena.mind_idle(attachment.recover_dead)
         again = now - (self._asked if self.socket.binds else self.greeting.said_at) >= REPEAT
         for peer in list(self.peers.values()):
-            if peer.queue is not None:
-                peer.queue.arena.mind_idle(peer.queue.attachment.recover_dead)
             if self.peers.is_gone(peer, again) and not self._admission.is_undecided(peer):
                 self.peers.leaves(peer, How.LOST)
                 again = True

@@ -847,8 +847,10 @@ class Arena(Extents):
         idle, until = self._idle, monotonic() + AT_ONCE
         for part in idle or ():
             changed = set[int]()
-            self._take(part, changed=changed)
-            self._changed |= changed
+            try:
+                self._take(part, changed=changed)
+            finally:
+                self._changed |= changed
             if monotonic() >= until:
                 for kind in filter(self._is_small, self._changed):
                     self.free[kind].clear()  # or the pages that were given back would be taken anew, and nobody asked

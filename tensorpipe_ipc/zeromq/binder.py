@@ -133,6 +133,10 @@ class Binder(FrameSocket):
 
     def _bind_to_address(self) -> None:
         text, deadline = self.address.text, time.monotonic() + _LETTING_GO
+        if not has_descriptors():  # strangers at another end's port may have taken them meanwhile
+            raise Refused(
+                f"{text} cannot be bound: too few descriptors are left: close some, or raise the limit (ulimit -n)"
+            )
         try:
             while True:
                 try:

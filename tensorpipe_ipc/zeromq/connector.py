@@ -10,6 +10,7 @@ the next binder is tried, and may be there. Two binders never mix.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -328,9 +329,12 @@ class Connector(FrameSocket):
         """See FrameSocket."""
         fd = super().fileno()
         if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
-            self._timer = TimerFd()
-            if self._timer.fd >= 0:
-                self.watch(self._timer.fd)
+            self._is_settled, self._timer = False, TimerFd()
+        if self._timer.fd >= 0:
+            self.watch(self._timer.fd)
+        elif not has_descriptors():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if not self._is_settled:
             self._settle()
         return fd
 

@@ -72,7 +72,6 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
         Refused: too few descriptors are left to open an end.
     """
     _check_descriptors()
-    watch(_renew_reapers_lock)
     shared = _shared.setdefault(process_key(), _Shared())
     with shared.lock:
         context = shared.common
@@ -231,6 +230,7 @@ def hold_reaper() -> None:
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
     _check_descriptors(_REAPERS)
+    watch(_renew_reapers_lock)
     _run_undisturbed(_start_reaper)
 
 

@@ -8,7 +8,7 @@ before ZeroMQ has let go of what was said before.
 * LINGER is 0 from the start, and close says how long. A session whose connection ends is told the linger of that moment,
   and libzmq's own is "for ever": with a message left in its pipe, and nobody to send it to, term never returned.
 * Memory of the caller is never lent to ZeroMQ; that which a producer keeps over tcp is. pyzmq does this with a thread of
-  its own (zmq.utils.garbage), which runs from the first loan until this process's last end is closed.
+  its own (zmq.utils.garbage), which runs from the first producer over tcp on until the process ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 import zmq
 
 from tensorpipe_ipc.errors import OutOfMemory, Refused
-from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.security import Curve
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.zeromq.addresses import Address
@@ -371,20 +370,23 @@ class FrameSocket:
         """
         self._polling().watch(fd, edge)
 
-    def prepare(self) -> None:
-        """Open what waits, and marks, need. When somebody comes there may be no descriptor left.
+    def prepare_to_lend(self) -> None:
+        """Start what lends memory, and sends marks, before ``open``: when somebody comes there may be no descriptor left.
 
         Raises:
-            Refused: no descriptor is left now.
+            Refused: too few are left now.
         """
-        try:
-            self._polling()
-        except OSError as error:
-            reraise_from_handler(error)
-            raise Refused(f"{self.address.text} cannot be opened: {error.strerror} (raise ulimit -n)") from None
         if self._may_be_unread:
             hold_reaper()
             _marked(b"the first")  # has pyzmq open a socket to its thread
+
+    def prepare_to_wait(self) -> None:
+        """Open what waits need, for the same reason, after ``open``.
+
+        Raises:
+            OSError: no descriptor is left now.
+        """
+        self._polling()
 
     def unwatch(self, fd: int) -> None:
         """The end of that; before the descriptor is closed."""
