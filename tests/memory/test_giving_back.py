@@ -34,6 +34,7 @@ from inside import (
     look_for_idle,
     make_look_due,
     set_lease_budget,
+    side_of,
     standby_attachment_of,
     take_all_extents,
 )
@@ -979,6 +980,23 @@ def test_what_lies_idle_between_endpoints_is_given_back(way: Any, monkeypatch: p
             assert given > 2 * MIB
             assert between_endpoints() == before - given < MIB
             assert end.trim() == 0
+
+
+def test_a_consumer_of_many_producers_gives_back_as_much_in_a_call_as_one_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They share one arena: to mind it once for each would take that many times as long."""
+    minded = itertools.count()
+    with contextlib.ExitStack() as stack:
+        consumer = stack.enter_context(tp.Consumer("shared", shared_memory="require"))
+        producers = [stack.enter_context(tp.Producer("shared")) for _ in range(4)]
+        for producer in producers:
+            putting = in_thread(functools.partial(producer.put, octets(100), LIMIT))
+            consumer.get(LIMIT)
+            putting()
+        monkeypatch.setattr(tensorpipe_ipc.memory.arena.Arena, "mind_idle", lambda *_: next(minded))
+        side_of(consumer).look_around(at_once=True)
+        assert next(minded) == 1
 
 
 def test_a_consumer_that_waits_for_its_next_producer_keeps_no_more_than_it_holds() -> None:
