@@ -117,14 +117,15 @@ def test_a_consumer_that_comes_to_a_producer_over_tcp_where_few_descriptors_are_
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_descriptor_that_could_not_be_had_once_tells_of_a_binder_that_comes_later(left: int) -> None:
-    """One who has waited for it alone since would wait for ever. It takes two: the other tells of the time for a try."""
-    with tp.Consumer("later", bind=False) as consumer:
+@pytest.mark.parametrize("bind", [True, False])
+def test_a_descriptor_that_could_not_be_had_once_tells_of_a_producer_that_comes_later(bind: bool, left: int) -> None:
+    """One who has waited for it alone since would wait for ever. It takes two: the other tells that it is time for a look."""
+    with tp.Consumer("later", bind=bind) as consumer:
         with descriptors_left(left), pytest.raises(OSError, match="Too many open files"):
             consumer.fileno()
         waiting = select.poll()
         waiting.register(consumer.fileno(), select.POLLIN)
-        with tp.Producer("later", bind=True) as producer:
+        with tp.Producer("later", bind=not bind) as producer:
             putting = in_thread(lambda: producer.put("word", PATIENCE))
             deadline = time.monotonic() + PATIENCE
             while True:

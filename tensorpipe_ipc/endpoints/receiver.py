@@ -298,7 +298,8 @@ class Receiver(Participant):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
-        fd = self.socket.fileno()
+        self._open_timer()
+        fd = self.socket.fileno()  # then: it raises, where there is no descriptor for the timer, either
         self.ensure_greeted()
         self.refresh()
         return fd
@@ -317,10 +318,7 @@ class Receiver(Participant):
 
     def _tick(self) -> None:
         """Have the descriptor tell from time to time, while there is anybody, that it is to be looked who still is there."""
-        if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
-            self._timer = TimerFd()
-            if self._timer.fd >= 0:
-                self.socket.watch(self._timer.fd)
+        assert self._timer is not None  # ``fileno`` made it
         now = time.monotonic()
         is_to_look = (
             bool(self.peers) or self.conversation.standby.any_claimed or self.conversation.greeting.is_left_over()
@@ -331,6 +329,12 @@ class Receiver(Participant):
         elif not is_to_look and self._due:
             self._due = 0.0
             self._timer.set(0)
+
+    def _open_timer(self) -> None:
+        if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
+            self._timer = TimerFd()
+        if self._timer.fd >= 0:
+            self.socket.watch(self._timer.fd)
 
     def next_ready(self, timeout: float) -> ProducerPeer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or

@@ -178,11 +178,17 @@ class Connector(FrameSocket):
         if not (is_due or may_be_there):
             return
         self._is_short = may_be_there and not has_descriptors()  # where libzmq finds none, it ends the process
+        if may_be_there and not self._is_short:
+            try:
+                self._try()
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                self._is_short = True  # others took them meanwhile
         if self._is_short or not may_be_there:
             self._pace()
             self._settle()
             return
-        self._try()
         deadline = time.monotonic() + _AT_ONCE
         while (line := self._line) is not None and not line.is_up and (left := deadline - time.monotonic()) > 0:
             line.wait(left)
@@ -327,16 +333,13 @@ class Connector(FrameSocket):
 
     def fileno(self) -> int:
         """See FrameSocket."""
-        fd = super().fileno()
         if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
             self._is_settled, self._timer = False, TimerFd()
         if self._timer.fd >= 0:
             self.watch(self._timer.fd)
-        elif not has_descriptors():
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not self._is_settled:
             self._settle()
-        return fd
+        return super().fileno()  # last: it raises, where there is no descriptor for the timer, either
 
     def look(self) -> bool:
         """See FrameSocket."""
