@@ -298,8 +298,9 @@ class Receiver(Participant):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to do for ``pump`` or ``take``, or all has ended."""
-        self._open_timer()
-        fd = self.socket.fileno()  # then: it raises, where there is no descriptor for the timer, either
+        timer = self._open_timer()
+        fd = self.socket.fileno()
+        timer.check()
         self.ensure_greeted()
         self.refresh()
         return fd
@@ -330,11 +331,12 @@ class Receiver(Participant):
             self._due = 0.0
             self._timer.set(0)
 
-    def _open_timer(self) -> None:
+    def _open_timer(self) -> TimerFd:
         if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
             self._timer = TimerFd()
         if self._timer.fd >= 0:
             self.socket.watch(self._timer.fd)
+        return self._timer
 
     def next_ready(self, timeout: float) -> ProducerPeer | None:
         """One whose queue has something, each in its turn. None: nobody's, within ``timeout`` seconds and a slice; or

@@ -31,7 +31,6 @@ from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 __all__ = ["Connector"]
 
 _SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two tries
-_RARELY = 1.0  # seconds, at most, where each wakes somebody who waits on the descriptor alone
 _AT_ONCE = 0.005  # seconds that a try is waited for, whatever the timeout: a binder on this host is there by then
 _LAST_WORDS = 1.0  # seconds that what was said by a line that is hung up may take to leave
 
@@ -170,7 +169,7 @@ class Connector(FrameSocket):
     def _pace(self) -> None:
         self._is_settled = False
         self._due = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST if self._timer is None else _RARELY)
+        self._pause = min(2 * self._pause, _LONGEST)
 
     def _try_if_due(self) -> None:
         is_due = time.monotonic() >= self._due
@@ -339,7 +338,9 @@ class Connector(FrameSocket):
             self.watch(self._timer.fd)
         if not self._is_settled:
             self._settle()
-        return super().fileno()  # last: it raises, where there is no descriptor for the timer, either
+        fd = super().fileno()
+        self._timer.check()
+        return fd
 
     def look(self) -> bool:
         """See FrameSocket."""

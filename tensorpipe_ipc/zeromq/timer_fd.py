@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import struct
-from contextlib import suppress
 
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import owned
@@ -23,10 +24,23 @@ class TimerFd:
     """
 
     def __init__(self) -> None:
-        self.fd = -1
-        with suppress(AttributeError, OSError):
+        self.fd, self._error = -1, 0
+        try:
             self._owned = owned(libc().timerfd_create, _MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
             self.fd = self._owned.fileno()
+        except AttributeError:
+            pass
+        except OSError:
+            self._error = ctypes.get_errno()
+
+    def check(self) -> None:
+        """See that no timer is wanting.
+
+        Raises:
+            OSError: no descriptor was left for it.
+        """
+        if self.fd < 0 and self._error in (errno.EMFILE, errno.ENFILE):
+            raise OSError(self._error, os.strerror(self._error))
 
     def set(self, seconds: float) -> None:
         """Be silent now, and readable after so many seconds; 0: never."""
