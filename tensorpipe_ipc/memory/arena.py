@@ -735,6 +735,14 @@ class Arena(Extents):
         """Return whether a block lies beyond the capacity. Its extent stays: the caller has the block."""
         return bool(self.words[self.table + (block >> 20)] >> 16 & BEYOND)
 
+    def block_around(self, offset: int) -> int:
+        """Return the begin of the block that a byte of the segment lies in. Its extent stays: the caller has the block."""
+        unit, words, table = offset >> 20, self.words, self.table
+        while unit and not words[table + unit]:  # it is not the first one of its extent
+            unit -= 1
+        size = size_of(words[table + unit] >> 16)
+        return offset & -size if size < UNIT else unit << 20
+
     def is_free_within(self) -> bool:
         """Return whether what is in use is within the capacity, though nothing of what is free can be given back for more."""
         return bool(self.words[PAGE_LOCKED]) and self.segment.resident() - self._free_bytes() <= self.capacity

@@ -147,7 +147,6 @@ class Leases:
         _holding.discard(self)
         self.process = os.getpid()
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
-        self._starts: dict[int, _Anchor] = {}  # by where in the segment it begins
         self.early.clear()
         self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         keeping.discard(self._reference)
@@ -234,7 +233,6 @@ class Leases:
             if rows.spare is None:
                 rows.reserve_fork_marker()
             anchor.process, anchor.forks = self.process, rows.forks
-            self._starts[start] = anchor
             self._add(anchor)
         return array
 
@@ -298,14 +296,11 @@ class Leases:
         offset = address - self._address
         if not 0 <= offset < len(self.octets):
             return None
-        first = self._starts.get(offset)  # most often it is the begin of a lease; else all are looked at
-        if first is None or self.live.get(first.word) is not first:
-            first = None
-        for anchor in list(self.live.values()) if first is None else [first]:
-            array = anchor() if anchor.word << 3 <= address - self._address else None
-            if array is not None and 0 <= address - array.ctypes.data < len(array):
-                return Held(anchor, array.ctypes.data, len(array))
-        return None
+        anchor = self.live.get(self.arena.block_around(offset) >> 3)
+        array = None if anchor is None else anchor()
+        if anchor is None or array is None or not 0 <= offset - anchor.start < len(array):
+            return None
+        return Held(anchor, self._address + anchor.start, len(array))
 
     def may_leave(self, anchor: _Anchor) -> bool:
         """Return whether no child of a fork may read the block."""
@@ -499,9 +494,7 @@ def _release(
         # A forked child's copy: the block is the parent's.
         leases._let_go_in_child(anchor)
         return
-    starts, live, words, start = leases._starts, leases.live, leases.words, anchor.start
-    if start in starts and starts[start] is anchor:
-        del starts[start]
+    live, words = leases.live, leases.words
     if not _STORES_ARE_ORDERED:
         fence = allocate_lock()  # a lock of its own: nothing to wait for, even inside another release
         for _ in range(2):  # one cycle of acquire and release is not a full fence on arm64

@@ -16,6 +16,8 @@ from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import look_at_counts
 from wholeness import stride
 
+from tensorpipe_ipc.memory.leases import Leases
+
 SIZE = 100_000  # items
 LIMIT = 20
 
@@ -92,6 +94,35 @@ def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx: Any) -> None:
 
 
 @pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
+class _Unwalked(dict[int, Any]):
+    """Fails where anybody looks at one entry after the other."""
+
+    def values(self) -> Any:
+        pytest.fail("each lease is looked at")
+
+    items = values  # type: ignore[assignment]
+
+
+def test_a_move_does_not_look_at_each_lease_of_the_process(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small tensor beside a large one, too: whichever of them lies first."""
+    there, find = ctx.Queue(), Leases.find
+    kept = []
+    for number in range(5):
+        there.put({"label": torch.tensor(number), "image": torch.full((SIZE,), float(number))})
+        kept.append(there.get(copy=False))
+
+    def found(leases: Leases, address: int) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(leases, "live", _Unwalked(leases.live))
+            return find(leases, address)
+
+    monkeypatch.setattr(Leases, "find", found)
+    there.put(kept[2], move=True)
+    assert kept[2]["image"].numel() == 0
+    assert there.get()["image"][0] == 2
+    assert [int(each["label"]) for each in kept[:2] + kept[3:]] == [0, 1, 3, 4]
+
+
 def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx: Any, alias: Any) -> None:
     """The object is copied then: what is written through the alias, the receiver does not see."""
     there, sent = ctx.Queue(1), filled(ctx)
