@@ -93,7 +93,6 @@ def test_a_view_goes_alone_when_what_it_is_a_view_of_is_gone(ctx: Any) -> None:
     assert (got.data_ptr(), got.shape) == (address, (80, SIZE // 100))
 
 
-@pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
 class _Unwalked(dict[int, Any]):
     """Fails where anybody looks at one entry after the other."""
 
@@ -123,6 +122,7 @@ def test_a_move_does_not_look_at_each_lease_of_the_process(ctx: Any, monkeypatch
     assert [int(each["label"]) for each in kept[:2] + kept[3:]] == [0, 1, 3, 4]
 
 
+@pytest.mark.parametrize("alias", [lambda t: t.view(-1), lambda t: t.numpy(), lambda t: t.detach()])
 def test_an_alias_that_is_made_while_a_move_waits_for_room_is_seen(ctx: Any, alias: Any) -> None:
     """The object is copied then: what is written through the alias, the receiver does not see."""
     there, sent = ctx.Queue(1), filled(ctx)
