@@ -76,6 +76,7 @@ def _a_connection() -> None:
 
 def _a_shown_poll() -> None:
     poll = PollFd([])
+    poll.prepare_to_show()
     poll.show(True)
     poll.close()
 
@@ -127,6 +128,7 @@ def test_an_exception_at_any_moment_leaves_nothing_open(
 def test_an_exception_at_any_moment_of_show_leaves_a_poll_that_tells_what_it_is_shown_next(ready: bool) -> None:
     """A wait on the descriptor does not sleep through what is there, and nothing wakes it for ever."""
     with contextlib.closing(PollFd([])) as poll:
+        poll.prepare_to_show()
         poll.show(True)
 
         def show() -> None:

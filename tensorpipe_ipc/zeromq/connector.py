@@ -31,6 +31,7 @@ from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket, Unreachable
 __all__ = ["Connector"]
 
 _SHORTEST, _LONGEST = 0.01, 0.2  # seconds between two tries
+_RARELY = 1.0  # seconds, at most, where each wakes somebody who waits on the descriptor alone
 _AT_ONCE = 0.005  # seconds that a try is waited for, whatever the timeout: a binder on this host is there by then
 _LAST_WORDS = 1.0  # seconds that what was said by a line that is hung up may take to leave
 
@@ -169,7 +170,7 @@ class Connector(FrameSocket):
     def _pace(self) -> None:
         self._is_settled = False
         self._due = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, _LONGEST)
+        self._pause = min(2 * self._pause, _LONGEST if self._timer is None else _RARELY)
 
     def _try_if_due(self) -> None:
         is_due = time.monotonic() >= self._due
