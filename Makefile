@@ -15,7 +15,7 @@ test kills: export PYTHONDONTWRITEBYTECODE :=
 
 # Three at a time, also on two cores: most of what tests do is to wait for processes that import torch.
 test: $(VENV)/.test
-	$(PY) -m pytest -n 3
+	$(PY) -m pytest -n 3 --dist worksteal
 
 kills: $(VENV)/.test
 	$(PY) -m pytest -n 2 -m kills $(TESTS)
