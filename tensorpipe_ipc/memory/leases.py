@@ -176,7 +176,7 @@ class Leases:
         if array is not None and len(array) == nbytes:
             return array  # type: ignore[no-any-return]
         is_small, is_beyond = self._is_small(block, start, nbytes), self.arena.is_beyond(block)
-        charge = PAGE if is_small else max(nbytes, self.words[(block >> 3) + WRITTEN])
+        charge = self._charge(block, start, nbytes)
         if self._room < charge or not (must or (not is_beyond and self.arena.is_for_tensors(block))):
             return None
         if self.rows.is_within_fork():

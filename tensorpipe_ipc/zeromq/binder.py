@@ -32,6 +32,7 @@ from tensorpipe_ipc.zeromq.frame_reader import NamedFrameReader
 from tensorpipe_ipc.zeromq.kernel_sockets import hang_up, listener, process_behind
 from tensorpipe_ipc.zeromq.zmq_contexts import (
     acquire,
+    check_descriptors,
     forget_bound,
     has_descriptors,
     note_bound,
@@ -133,10 +134,7 @@ class Binder(FrameSocket):
 
     def _bind_to_address(self) -> None:
         text, deadline = self.address.text, time.monotonic() + _LETTING_GO
-        if not has_descriptors():  # strangers at another end's port may have taken them meanwhile
-            raise Refused(
-                f"{text} cannot be bound: too few descriptors are left: close some, or raise the limit (ulimit -n)"
-            )
+        check_descriptors()  # strangers at another end's port may have taken them since the end began to open
         try:
             while True:
                 try:

@@ -31,6 +31,7 @@ from tensorpipe_ipc.process import ProcessKey, process_key
 
 __all__ = [
     "acquire",
+    "check_descriptors",
     "forget_bound",
     "has_descriptors",
     "hold_reaper",
@@ -71,7 +72,7 @@ def acquire(end: object, *, own: bool) -> zmq.Context[Any]:
     Raises:
         Refused: too few descriptors are left to open an end.
     """
-    _check_descriptors()
+    check_descriptors(_DESCRIPTORS)
     shared = _shared.setdefault(process_key(), _Shared())
     with shared.lock:
         context = shared.common
@@ -135,13 +136,18 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
 def has_descriptors() -> bool:
     """Return whether enough are left for a socket more, and what watches it."""
     try:
-        _check_descriptors(_SOCKETS)
+        check_descriptors()
     except Refused:
         return False
     return True
 
 
-def _check_descriptors(count: int = _DESCRIPTORS) -> None:
+def check_descriptors(count: int = _SOCKETS) -> None:
+    """See that so many descriptors are left; by default, enough for a socket more, and what watches it.
+
+    Raises:
+        Refused: they are not.
+    """
     taken: list[OwnedFd] = []
     try:
         while len(taken) < count:
@@ -229,7 +235,7 @@ def hold_reaper() -> None:
     thread = pyzmq_reaper.thread
     if thread is not None and pyzmq_reaper.pid == os.getpid() and "is_alive" in thread.__dict__:
         return
-    _check_descriptors(_REAPERS)
+    check_descriptors(_REAPERS)
     watch(_renew_reapers_lock)
     _run_undisturbed(_start_reaper)
 
