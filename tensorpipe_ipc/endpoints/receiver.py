@@ -333,7 +333,7 @@ class Receiver(Participant):
 
     def _open_timer(self) -> TimerFd:
         if self._timer is None or self._timer.fd < 0:  # there may have been no descriptor for it, the last time
-            self._timer = TimerFd()
+            self._due, self._timer = 0.0, TimerFd()  # which is yet to be set
         if self._timer.fd >= 0:
             self.socket.watch(self._timer.fd)
         return self._timer
