@@ -5,7 +5,7 @@ dies, so until the last view, ``detach()``, ``.numpy()``, DLPack capsule or save
 is the release: when the array dies, its block becomes FREE, by one store. The release runs on any thread, in garbage
 collection, at interpreter exit, in a forked child. It takes no lock, and does nothing in a process other than the one that made
 the lease: also not in a child that has not been told yet, where a hook of somebody else's collects garbage. A process's leases
-keep its arena, and with it the row that says so.
+keep its arena, and with it the row that says so. They keep what uses the arena here, too, so that the next queue finds it.
 
 A block may also be held from the start, for tensors that are made in it (``hold``, loans.py). Both kinds can be *handed
 over* to a queue, if no other tensor lies on them. Then their tensors here become empty (``Handover``).
@@ -87,9 +87,11 @@ class Leases:
         budget: bytes of pages under lease beyond which ``lease`` refuses.
         gives_back: what is let go of is given back at once, as nobody may come by who would find that it lies idle.
         has_forked: there were children that have the segment, and may live.
+        user: returns what uses the arena here, which lasts as long as anything is under lease; None: nothing does.
     """
 
     gives_back = has_forked = False
+    user: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, arena: Arena, budget: int | None = None) -> None:
         self.arena, self.rows, self.words = arena, arena.rows, arena.words
@@ -144,7 +146,7 @@ class Leases:
             set_together(self.arena.segment, anchor.start, run[1], self._identity)
 
     def _forget(self) -> None:
-        _holding.discard(self)
+        _holding.pop(self, None)
         self.process = os.getpid()
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
         self.early.clear()
@@ -237,11 +239,12 @@ class Leases:
         return array
 
     def _add(self, anchor: _Anchor) -> None:
-        _holding.add(self)
         former = self.live.get(anchor.word)
         if former is not None:
             self.drop(former)
         self.live[anchor.word] = anchor
+        if self not in _holding:  # after that store: another thread that lets go of the last one looks once more
+            _holding[self] = self.user()
         self._room -= anchor.charge
 
     def drop(self, anchor: _Anchor) -> None:
@@ -376,7 +379,7 @@ def settle_kept() -> None:
     _look_again = monotonic() + min(PAUSE * len(references), _SELDOM * (thread_time() - spent))
 
 
-_holding: set[Leases] = set()  # those with anything live, so that they, their rows and locks last as long
+_holding: dict[Leases, object] = {}  # those with anything live, and their users: so they, rows and locks last as long
 
 
 _Kept = tuple[int, int, int]  # the block's state; the first and the last fork whose children may read it
@@ -457,9 +460,10 @@ class Handover:
 
 def _let_go(leases: Leases) -> None:
     if not leases.live:
-        _holding.discard(leases)
+        leases._inherited = []  # it refers to the leases: what is dropped would stay until Python collects garbage
+        user = _holding.pop(leases, None)
         if leases.live:  # another thread has made one in between
-            _holding.add(leases)
+            _holding[leases] = user
 
 
 _Run = tuple["_Anchor", int]  # and its array's bytes

@@ -25,7 +25,7 @@ from tensorpipe_ipc.memory.segment import Segment
 from tensorpipe_ipc.queues.simple_queue import SimpleQueue
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.queues.worker_memory import is_loaders_worker, work
-from tensorpipe_ipc.shared_queue.attachment import Attachment
+from tensorpipe_ipc.shared_queue.attachment import Attachment, default_attachment
 
 __all__ = [
     "ForkContext",
@@ -41,7 +41,7 @@ __all__ = [
 class _WithOurQueues(context.BaseContext):
     """The common part of the contexts. A context makes its arena at the first use, and keeps it as long as it lives.
 
-    The arena may last longer.
+    The arena may last longer. The next context that ``get_context`` makes for the same method has it then.
     """
 
     def tensorpipe_attachment(self) -> Attachment:
@@ -52,7 +52,10 @@ class _WithOurQueues(context.BaseContext):
         """
         found = self.__dict__.get("_attachment")
         if found is None:  # two threads may make one each, but both return the one that setdefault kept
-            found = self.__dict__.setdefault("_attachment", Attachment(Arena(Segment.create())))
+            method = self.get_start_method()
+            is_shared = _contexts.get(method) is self
+            made = default_attachment(method) if is_shared else Attachment(Arena(Segment.create()))
+            found = self.__dict__.setdefault("_attachment", made)
             found.lasts = True
         return found  # type: ignore[no-any-return]
 

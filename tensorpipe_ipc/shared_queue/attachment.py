@@ -44,6 +44,7 @@ class Attachment:
     def __init__(self, arena: Arena) -> None:
         self.arena, self.words, self.rows = arena, arena.words, arena.rows
         self.leases = Leases(arena)
+        self.leases.user = weakref.ref(self)
         self.queues: weakref.WeakValueDictionary[int, QueueHandle] = weakref.WeakValueDictionary()
         self.orphans, self.shutdown = Orphans(arena), Shutdown(self.rows)
         self.recovery = Recovery(arena, self.queues, self.orphans, self.shutdown)
@@ -233,13 +234,18 @@ _known: weakref.WeakValueDictionary[int, Attachment] = weakref.WeakValueDictiona
 _default: weakref.WeakValueDictionary[str, Attachment] = weakref.WeakValueDictionary()
 
 
-def default_attachment() -> Attachment:
-    """Return the attachment to the arena that all queues without a context of this package share. It goes with the last queue.
+def default_attachment(method: str = "") -> Attachment:
+    """Return the attachment to an arena that many queues share. It goes with the last queue, context and tensor there.
+
+    So a program that makes a queue for each job, and keeps results, has one arena, and not one for each job.
+
+    Args:
+        method: the start method of whose context the queues are; "": those without a context of this package.
 
     Raises:
         SharedMemoryError: it could not be made.
     """
-    return _default.get("") or _default.setdefault("", Attachment(Arena(Segment.create())))
+    return _default.get(method) or _default.setdefault(method, Attachment(Arena(Segment.create())))
 
 
 def attachment_of(segment: Segment) -> Attachment:

@@ -19,9 +19,10 @@ from guard import others
 from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
 
-from tensorpipe_ipc import headroom
+from tensorpipe_ipc import Consumer, Producer, headroom
 from tensorpipe_ipc.errors import Full, SharedMemoryError
 from tensorpipe_ipc.memory.segment import CAPACITY, Segment
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 
 LIMIT = 20  # seconds
@@ -98,6 +99,7 @@ def free_again(there: Queue, count: int) -> None:
 
 FEW_DESCRIPTORS = """
 import os, resource, torch
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 queue, large = Queue(), torch.ones(40_000, dtype=torch.uint8)
@@ -131,6 +133,7 @@ def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors(tmp_path:
 
 TINY_SHM = """
 import os, torch
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 room = os.statvfs("/dev/shm")
 queue = Queue()
@@ -141,6 +144,7 @@ print(room.f_blocks * room.f_frsize, int(queue.get(timeout=10).sum()), os.listdi
 
 MANY_QUEUES = """
 import os, resource, torch
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 def descriptors():
@@ -173,6 +177,7 @@ def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process(tmp_path:
 
 SMALL_PIPES = """
 import ctypes, fcntl, os, resource
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 first = Queue(1)
 first.put({1: 2})
@@ -491,6 +496,7 @@ def test_files_that_were_read_leave_room(fake_cgroup: Callable[[int, int], None]
 OUT_OF_MEMORY = """
 import os, sys, torch
 from tensorpipe_ipc.errors import Full, SharedMemoryError
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 queue = Queue()
 with open(sys.argv[1], "wb") as file:  # as much as the cgroup may have: its limit is reached from here on
@@ -526,6 +532,7 @@ def test_a_real_cgroup_does_not_kill(tmp_path: Path) -> None:
 KEPT_COPIES = """
 import multiprocessing, torch
 from tensorpipe_ipc.errors import OutOfMemory
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 torch.set_num_threads(1)
 queue, kept = Queue(), []
@@ -665,6 +672,7 @@ def test_survivors_descriptors_and_mappings_do_not_grow_with_the_dead() -> None:
 
 ALL_DIE = """
 import os, signal, time, torch
+from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 torch.set_num_threads(1)
 queue = Queue()
@@ -703,3 +711,62 @@ def test_when_all_are_killed_nothing_is_left() -> None:
         while shared() - before > 100 * MIB:  # other programs on this machine may have some
             assert time.monotonic() < deadline, "the shared memory is not given back"
         assert entries() <= there
+
+
+def by_queue(number: int) -> torch.Tensor:
+    there = Queue()
+    reap(in_child(lambda: there.put(result_of(number))))
+    return there.get(timeout=LIMIT)
+
+
+def by_pool(number: int) -> torch.Tensor:
+    with get_context("fork").Pool(1) as pool:
+        return pool.apply(result_of, (number,))
+
+
+def by_ends(number: int) -> torch.Tensor:
+    name = f"jobs-{os.getpid()}-{number}"
+    with Consumer(name) as consumer:
+        pid = in_child(lambda: send(name, number))
+        got = consumer.get(timeout=LIMIT)
+        reap(pid)
+    return got
+
+
+def send(name: str, number: int) -> None:
+    with Producer(name) as producer:
+        producer.put(result_of(number), timeout=LIMIT)
+
+
+def result_of(number: int) -> torch.Tensor:
+    return torch.full((30_000,), float(number))  # so few that torch starts no thread, which a fork would lack
+
+
+def arenas_and_descriptors() -> tuple[int, int]:
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("/memfd:tensorpipe_ipc"), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("job", [by_queue, by_pool, by_ends])
+def test_results_kept_of_many_jobs_that_made_a_queue_each_lie_in_one_arena(job: Callable[[int], torch.Tensor]) -> None:
+    """Each arena takes up to 1 TiB of addresses, of the 128 that a process has, and three descriptors."""
+    before = arenas_and_descriptors()
+    results = [job(0), job(1)]
+    after = arenas_and_descriptors()
+    results += [job(number) for number in range(2, 6)]
+    assert arenas_and_descriptors() == after
+    assert after[0] - before[0] <= 1
+    assert [float(result[-1]) for result in results] == [0, 1, 2, 3, 4, 5]
+    del results
+    assert arenas_and_descriptors() == before
+
+
+def test_what_is_dropped_after_a_fork_leaves_no_arena_to_the_garbage_collection() -> None:
+    before = arenas_and_descriptors()
+    gc.disable()
+    try:
+        kept = [by_queue(0), by_queue(1)]  # the second one forks while the first is leased
+        del kept
+        assert arenas_and_descriptors() == before
+    finally:
+        gc.enable()
