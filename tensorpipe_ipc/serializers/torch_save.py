@@ -86,6 +86,9 @@ class TorchSave:
         return tensor
 
 
+_ZIP = b"PK\3\4"  # the first bytes of an archive
+
+
 @always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
 def _load(file: IO[bytes]) -> Any:
     with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
@@ -119,10 +122,13 @@ class _Memory(io.RawIOBase):
 def _check_archive(meta: TensorMeta, file: IO[bytes], size: int) -> None:
     """See that it is a file as ``torch.save`` writes it: a zip archive that stores as much as it unpacks to.
 
-    torch also reads its older formats, which allocate what they announce, and archives that are compressed.
+    torch also reads its older formats, which allocate what they announce, and archives that are compressed. It tells the
+    format by how a file begins, and zipfile looks for how it ends.
     """
     if meta.nbytes > size:
         raise ProtocolError(f"a torch.save file of {size} bytes for a tensor of {meta.nbytes} ({meta!r})")
+    if file.read(len(_ZIP)) != _ZIP:
+        raise ProtocolError("the payload is no torch.save file: it does not begin as a zip archive does")
     before = sys.exc_info()[1]
     try:
         with zipfile.ZipFile(file) as archive:

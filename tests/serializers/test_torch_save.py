@@ -84,8 +84,12 @@ def test_refuses_older_formats() -> None:
     """torch's format before archives, which allocates what it announces, is refused."""
     file = io.BytesIO()
     torch.save(torch.ones(3), file, _use_new_zipfile_serialization=False)
-    with pytest.raises(ProtocolError, match=r"no torch.save file"):
-        TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue()))
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as empty:
+        empty.writestr("a", "b")
+    for behind in (b"", archive.getvalue()):  # as which zipfile takes the whole
+        with pytest.raises(ProtocolError, match=r"no torch.save file"):
+            TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue() + behind))
 
 
 def test_refuses_what_is_no_tensor_or_another() -> None:
