@@ -239,13 +239,13 @@ class Leases:
         return array
 
     def _add(self, anchor: _Anchor) -> None:
-        former = self.live.get(anchor.word)
+        former, user = self.live.get(anchor.word), self.user()
         if former is not None:
             self.drop(former)
-        self.live[anchor.word] = anchor
-        if self not in _holding:  # after that store: another thread that lets go of the last one looks once more
-            _holding[self] = self.user()
+        self.live[anchor.word] = anchor  # from here on there is no call
         self._room -= anchor.charge
+        if self not in _holding:
+            _holding[self] = user
 
     def drop(self, anchor: _Anchor) -> None:
         """Count an anchor as live no more, if it is."""
@@ -461,9 +461,8 @@ class Handover:
 def _let_go(leases: Leases) -> None:
     if not leases.live:
         leases._inherited = []  # it refers to the leases: what is dropped would stay until Python collects garbage
-        user = _holding.pop(leases, None)
-        if leases.live:  # another thread has made one in between
-            _holding[leases] = user
+    if not leases.live and leases in _holding:  # no call since the look: no other thread makes one in between
+        del _holding[leases]
 
 
 _Run = tuple["_Anchor", int]  # and its array's bytes

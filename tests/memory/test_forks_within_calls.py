@@ -349,7 +349,7 @@ def test_what_other_threads_do_while_a_tensor_dies_harms_nobodys_tensor(
             ctx.tensorpipe_attachment().leases.settle()
             assert ctx.tensorpipe_attachment().arena.holders() == {}
             point += 1
-        assert point > 4
+        assert point > 3  # three moments at least
     assert [each.exc_value for each in lost] == []
 
 

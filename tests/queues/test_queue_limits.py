@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
+import queue
 import re
 import signal
 import time
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from children import wait_until
-from crash_points import die, in_child, reap
+from crash_points import SIGNAL_CHECKS, Interrupt, die, in_child, raise_interrupt, reap, run_traced
 from guard import others
 from inside import set_lease_budget, shared_queue_of
 from programs import ran, ran_in_fork, ran_with_small_dev_shm, started
@@ -770,3 +773,37 @@ def test_what_is_dropped_after_a_fork_leaves_no_arena_to_the_garbage_collection(
         assert arenas_and_descriptors() == before
     finally:
         gc.enable()
+
+
+def got_again(point: int) -> list[torch.Tensor] | None:
+    """What a get makes, and another one after a handler's exception at a point of the first; None: it has no such point."""
+    there, got = Queue(), list[torch.Tensor]()
+    there.put(result_of(7))
+    get = functools.partial(there.get, timeout=LIMIT, copy=False)
+    try:
+        run_traced(lambda: got.append(get()), point, raise_interrupt, SIGNAL_CHECKS, before=False)
+    except Interrupt:
+        with contextlib.suppress(queue.Empty):  # the exception came when the message was made
+            got.append(there.get(block=False, copy=False))  # the traceback still has what the first one leased
+        return got
+    return None
+
+
+def test_what_is_got_again_after_a_handlers_exception_keeps_its_arena_wherever_that_came() -> None:
+    """Else another process takes its row for a dead one's, and frees what the tensor lies on."""
+    before, kept = arenas_and_descriptors()[0], 0
+    handler = signal.signal(signal.SIGUSR2, raise_interrupt)  # by which the package knows that no message is at fault
+    try:
+        for point in itertools.count(1):
+            got = got_again(point)
+            if got is None:
+                break
+            gc.collect()  # the exception had cycles
+            following = Queue()
+            assert arenas_and_descriptors()[0] - before == 1, point
+            assert [float(tensor[-1]) for tensor in got] == [7] * len(got)
+            kept += len(got)
+            del following, got  # the next is the first lease again
+    finally:
+        signal.signal(signal.SIGUSR2, handler)
+    assert kept > 30
