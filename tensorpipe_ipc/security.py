@@ -61,8 +61,8 @@ class Curve:
         Args:
             secret: this end's own, ``NAME.key_secret``.
             server: the public key of the end that binds, ``NAME.key``.
-            clients: the public keys of those that may connect: files, or a folder of which every ``*.key`` counts. The end
-                lets in who was listed when it was opened.
+            clients: the public keys of those that may connect: files, or a folder of which every ``*.key`` counts, hidden
+                ones, too. The end lets in who was listed when it was opened.
 
         Raises:
             TypeError: something else than paths.

@@ -32,9 +32,9 @@ IDLE = 16  # messages that bring nothing and that a peer may say at a time, besi
 _IDLE_AGAIN = 1.0  # seconds
 ANSWER_AGAIN = 0.1  # seconds in which one connection is answered once
 ANSWERS = 4  # that one connection has in all
-REMEMBERED = 1000  # ends that have ended, and connections, at most of each
-# Connections that are no peers: each has its turn, and is forgotten before that where there are more.
-_NO_PEERS = 1 << 14
+REMEMBERED = 1000  # ends that have ended, at most
+# Connections: each has its turn, and is forgotten before that where there are more. There are never so many peers.
+_CONNECTIONS = 1 << 14
 
 
 class Strangers:
@@ -54,7 +54,7 @@ class Strangers:
 
     def end(self, routing: bytes) -> None:
         """Note that the end of a connection has no more to say by it."""
-        remember(self._over, routing, 0)
+        remember(self._over, routing, 0, _CONNECTIONS)
 
     def says_too_much(self, routing: bytes, nbytes: int) -> bool:
         """Count what came by a connection that is over. Return whether that is more than may have been on its way.
@@ -74,7 +74,7 @@ class Strangers:
         """Note that one that is no peer was answered, or need not be."""
         last, count = self._answered.pop(routing, (0.0, 0))
         now = time.monotonic()
-        remember(self._answered, routing, (now, count + (now - last > ANSWER_AGAIN)), _NO_PEERS)
+        remember(self._answered, routing, (now, count + (now - last > ANSWER_AGAIN)), _CONNECTIONS)
 
     def are_a_crowd(self) -> bool:
         """Return whether there is no time for a stranger now."""
@@ -88,7 +88,7 @@ class Strangers:
 
     def have_go(self, routing: bytes) -> None:
         """Have a peer hung up on with its next message. What it has said by now may be its last, but for its goodbye."""
-        remember(self._to_go, routing, None, _NO_PEERS)
+        remember(self._to_go, routing, None, _CONNECTIONS)
 
     def is_to_go(self, routing: bytes) -> bool:
         """Return whether a peer is to be hung up on."""
@@ -101,7 +101,7 @@ class Strangers:
         now = time.monotonic()
         count, since = self._idle.get(peer.routing, (0, now))
         count, since = (1, now) if now - since > _IDLE_AGAIN else (count + 1, since)
-        remember(self._idle, peer.routing, (count, since))
+        remember(self._idle, peer.routing, (count, since), _CONNECTIONS)
         if count <= IDLE:
             return False
         window = min(self._window, peer.hello.window)

@@ -120,10 +120,10 @@ class _Memory(io.RawIOBase):
 
 
 def _check_archive(meta: TensorMeta, file: IO[bytes], size: int) -> None:
-    """See that it is a file as ``torch.save`` writes it: a zip archive that stores as much as it unpacks to.
+    """Refuse what ``torch.save`` does not write: an older format, which allocates what it announces, and a compressed archive.
 
-    torch also reads its older formats, which allocate what they announce, and archives that are compressed. It tells the
-    format by how a file begins, and zipfile looks for how it ends.
+    torch tells the format by how a file begins, and zipfile looks for how it ends. One that is made to mislead may pass: of a
+    peer's torch_save there is no bound (SECURITY.md).
     """
     if meta.nbytes > size:
         raise ProtocolError(f"a torch.save file of {size} bytes for a tensor of {meta.nbytes} ({meta!r})")

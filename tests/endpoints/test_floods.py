@@ -33,8 +33,11 @@ from secured import GREETING, knock_often, make_keys, open_binder, open_connecto
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc.endpoints import strangers
+from tensorpipe_ipc.endpoints.peer import Peer
+from tensorpipe_ipc.endpoints.peers import MOST_PEERS
+from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.wire import spec
-from tensorpipe_ipc.wire.header import Kind, Piece, pack, pack_piece
+from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import BULK
 
 MIB = 1 << 20
@@ -149,6 +152,15 @@ def test_a_peer_that_says_too_much_that_brings_nothing_is_hung_up_on(said: Calla
             with contextlib.suppress(tp.Empty):
                 consumer.get(0.02)
         assert raw.is_hung_up_on()
+
+
+def test_each_of_all_peers_that_there_may_be_says_too_much_though_they_take_turns() -> None:
+    """The count of one is not forgotten over those of others."""
+    accounts = strangers.Strangers(window=0)
+    peers = [Peer(number.to_bytes(5, "little"), Hello("producer", identity(), 0)) for number in range(MOST_PEERS)]
+    for _ in range(strangers.IDLE):
+        assert not any(accounts.is_idle_too_long(peer) for peer in peers)
+    assert all(accounts.is_idle_too_long(peer) for peer in peers)
 
 
 @pytest.mark.parametrize("binds", ["consumer", "producer"])

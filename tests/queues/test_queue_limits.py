@@ -776,7 +776,7 @@ def test_what_is_dropped_after_a_fork_leaves_no_arena_to_the_garbage_collection(
 
 
 def got_again(point: int) -> list[torch.Tensor] | None:
-    """What a get makes, and another one after a handler's exception at a point of the first; None: it has no such point."""
+    """Return all that a get makes, and a second one after an exception at a point of it; None: it has no such point."""
     there, got = Queue(), list[torch.Tensor]()
     there.put(result_of(7))
     get = functools.partial(there.get, timeout=LIMIT, copy=False)
