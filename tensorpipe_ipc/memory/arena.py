@@ -68,7 +68,7 @@ import math
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from multiprocessing import context
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -200,6 +200,7 @@ class Arena(Extents):
         if self.maker:
             self.words[CAPACITY] = headroom() // 2 if capacity is None else capacity
         self.whole = segment.page.bit_length() - 1
+        self.leased: Mapping[int, object] = {}  # by the word: blocks of tensors here
         self.rows.after_fork(self._forget)
         self._forget()
 
@@ -780,13 +781,25 @@ class Arena(Extents):
             for start, kind, units, _ in self.all_extents()
         )
 
+    def unleased(self) -> list[Extent]:
+        """Return the extents but those whose blocks all are under lease here: nothing is free there, and nothing waits.
+
+        A process may keep thousands of tensors, and a walk is not to look at each of them.
+        """
+        words = np.array(list(self.leased), np.int64)
+        words = words[self.numbers[words] & np.uint64(HOLDER) == np.uint64(self.held)]
+        numbers, counts = np.unique(words * 8 // UNIT, return_counts=True)
+        sizes = (self.numbers[self.table + numbers] >> np.uint64(16) & np.uint64(SIZE_CLASS)).astype(np.int64)
+        full = set(numbers[counts >= np.maximum(1, UNIT >> sizes)].tolist())
+        return [(start, kind, units) for start, kind, units, _ in self.all_extents() if start // UNIT not in full]
+
     def trim(self) -> int:
         """Give back all free memory, whoever has it. Bytes."""
         before = self.segment.resident()
         self._purse = 0
         wanted = [
             (start, kind, units)
-            for start, kind, units, *_ in self._words_of_extents()
+            for start, kind, units in self.unleased()
             if any(self._free_memory(start, kind, *self.states(start, kind, units)))
         ]
         self._take(wanted)

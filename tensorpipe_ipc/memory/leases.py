@@ -149,6 +149,7 @@ class Leases:
         _holding.pop(self, None)
         self.process = os.getpid()
         self.live: dict[int, _Anchor] = {}  # by the word of the block's state
+        self.arena.leased = self.live
         self.early.clear()
         self._kept: dict[int, _Kept] = {}  # by the word: let go, but children of forks may still read
         keeping.discard(self._reference)

@@ -56,7 +56,7 @@ class _WithOurQueues(context.BaseContext):
             is_shared = _contexts.get(method) is self
             made = default_attachment(method) if is_shared else Attachment(Arena(Segment.create()))
             found = self.__dict__.setdefault("_attachment", made)
-            found.lasts = True
+            found.enter_context()
         return found  # type: ignore[no-any-return]
 
     def __del__(self) -> None:
@@ -245,5 +245,5 @@ def get_context(method: str | None = None) -> Any:
 def _rebuild(method: str, attachment: Attachment) -> _WithOurQueues:
     made_here = _CLASSES[method]()
     made_here.__dict__["_attachment"] = attachment
-    attachment.lasts = True
+    attachment.enter_context()
     return made_here

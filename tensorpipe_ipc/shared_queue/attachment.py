@@ -181,6 +181,10 @@ class Attachment:
         self.destroy_left_queues()
         self._give_back_last()
 
+    def enter_context(self) -> None:
+        """Note that a context has the attachment."""
+        self.lasts, self.leases.gives_back = True, False
+
     def leave_context(self) -> None:
         """Note that no context has the attachment any more."""
         self.lasts = False
@@ -199,8 +203,7 @@ class Attachment:
         is_maker = self.arena.maker == process
         is_kept = bool(self.leases.live or self.leases.has_forked or self._others_live())
         if is_maker or is_kept:
-            self.orphans.destroy_all()
-            others_have_queues = any(self.orphans.records())
+            others_have_queues = self.orphans.destroy_all()
             if (others_have_queues and is_maker) or (is_kept and not others_have_queues):
                 self.rest()
 

@@ -27,14 +27,14 @@ class Orphans:
     def _forget(self) -> None:
         self._is_destroying = False
 
-    def destroy_all(self) -> None:
-        """Destroy every queue that no process has any more."""
-        for block in self.records():
-            self.destroy(number_of(self.arena, block))
+    def destroy_all(self) -> bool:
+        """Destroy every queue that no process has any more. Return whether there are others."""
+        are_gone = [self.destroy(number_of(self.arena, block)) for block in self.records()]
+        return not all(are_gone)
 
     def records(self) -> Iterator[int]:
         """Yield the block of each queue's record."""
-        for start, kind, units, _ in self.arena.all_extents():
+        for start, kind, units in self.arena.unleased():
             yield from self.arena.blocks_that(start, kind, units, 15, (KEPT,))
 
     def destroy(self, number: int) -> bool:

@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -358,3 +358,43 @@ def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx: An
     got = there.get(copy=False)
     assert got.sum() == SIZE
     assert blocks_in_use(ctx) == {"held": 2}
+
+
+# Of 100 kB, eight blocks are an extent; of 5 kB, 128; of the others, one.
+@pytest.mark.parametrize("nbytes", [5_000, 100_000, 600_000, 3_000_000])
+def test_what_waits_in_a_queue_that_is_gone_is_freed_among_tensors_that_are_kept(ctx: Any, nbytes: int) -> None:
+    there, gone, kept = ctx.Queue(), ctx.Queue(), list[tuple[int, torch.Tensor]]()
+    for number in range(4 * MIB // nbytes + 2):
+        waits = number % 16 == 1
+        (gone if waits else there).put(torch.full((nbytes,), number % 100, dtype=torch.uint8))
+        if not waits:
+            kept.append((number % 100, there.get(copy=False)))
+    del gone
+    assert blocks_in_use(ctx) == {"held": len(kept)}
+    ctx.trim()
+    assert all((tensor == number).all() for number, tensor in kept)
+
+
+class Fails:
+    """An object that keeps its tensor, and then has no memory for the rest."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        self.kept.append(state["tensor"])
+        raise MemoryError("it cannot be made now")
+
+
+def test_a_message_that_could_not_be_made_yet_is_freed_with_its_queue_though_its_tensor_was(ctx: Any) -> None:
+    there = ctx.Queue()
+    there.put(Fails(torch.ones(600_000, dtype=torch.uint8)))  # which takes an extent of its own
+    with pytest.raises(MemoryError):  # the message comes again
+        there.get(copy=False)
+    assert len(Fails.kept) == 1
+    del there
+    gc.collect()  # the exception had cycles
+    Fails.kept.clear()
+    assert blocks_in_use(ctx) == {}
