@@ -105,6 +105,15 @@ class Attachment:
             self.recover_dead()
         self._looks = self.words[LOOKS]
 
+    def mind_idle(self) -> None:
+        """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due."""
+        self.arena.mind_idle(self._look_around)
+
+    def _look_around(self) -> None:
+        self.recover_dead()
+        self.destroy_left_queues()
+        self.orphans.destroy_all()  # also those of a process that ended before it had a row
+
     def make_room(self, nbytes: int) -> None:
         """Free what can be freed, so that a message of ``nbytes`` finds room."""
         self.recover_dead(adopt_extents=True)

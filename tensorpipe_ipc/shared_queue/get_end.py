@@ -183,7 +183,7 @@ class GetEnd:
         if keeping:
             settle_kept()
         if self.words[GROWN]:  # here: one that always finds a message never waits
-            self.arena.mind_idle(self.attachment.recover_dead)
+            self.attachment.mind_idle()
         try:
             operation = self._singles[-1]
             del self._singles[-1]
@@ -272,7 +272,7 @@ class GetEnd:
         if keeping:
             settle_kept()
         if self.words[GROWN]:  # as in _get
-            self.arena.mind_idle(self.attachment.recover_dead)
+            self.attachment.mind_idle()
         operation = queue.batch(GET, self._batches)
         if operation is None:
             return [self._get(deadline, decode, lease_from)]
@@ -376,12 +376,12 @@ class GetEnd:
             raise _Again
         self.leases.settle(at_once=False)
         settle_kept()
-        self.arena.mind_idle(self.attachment.recover_dead)
+        self.attachment.mind_idle()
 
     def _look_again(self) -> None:
         self.leases.settle(at_once=False)
         settle_kept()
-        self.arena.mind_idle(self.attachment.recover_dead)
+        self.attachment.mind_idle()
         if self.words[self.record.shut] or not (self.words[self._watch] or self.words[self._spilled] or keeping):
             raise _Again
 
@@ -406,7 +406,7 @@ class GetEnd:
         pipe.register(self.tickets.fd, select.POLLIN)
         arena = self.arena
         while self.words[GROWN] and not keeping and not pipe.poll(0 if arena.is_giving_back else 1000 * IDLE):
-            arena.mind_idle(self.attachment.recover_dead)
+            self.attachment.mind_idle()
         if keeping:  # such a wait is cut into slices after all
             raise _Again
         return 0

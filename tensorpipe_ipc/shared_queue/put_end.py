@@ -417,7 +417,7 @@ class PutEnd:
         # As Arena._start, with a hazard of the operation's own: no call is made while it is set.
         free = arena.free[size_class]
         if size_class > QUICK or not free:
-            arena.mind_idle(self.attachment.recover_dead)
+            self.attachment.mind_idle()
             arena.reclaim_freed(size_class)
         if free:  # last: no other thread may take the last one since
             block = free[-1]
@@ -564,7 +564,7 @@ class PutEnd:
     def _idle(self) -> None:
         self._refuse_if_shut()
         self.attachment.recover_dead_in_turn()
-        self.arena.mind_idle()
+        self.attachment.mind_idle()
         self._queue.take_up()
 
     def _why_full(self, what: str) -> str:

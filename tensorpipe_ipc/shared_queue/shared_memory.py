@@ -110,7 +110,7 @@ class SharedMemoryQueue:
         """Finish what exceptions ended here, and what the dead began: a shutdown that was to drop what waits, too. Free what
         only forks' children kept, and memory that lies idle."""
         self.attachment.recover_dead()
-        self.arena.mind_idle()
+        self.attachment.mind_idle()
         self._queue.take_up()
         if self.words[self.record.dropped]:
             self.gets.drop_all()

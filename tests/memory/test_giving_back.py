@@ -815,6 +815,36 @@ def test_what_lies_idle_is_given_back(large_ctx: Any, who: Any, monkeypatch: pyt
             assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize("last", ["the child of who made it", "who did not make it"])
+def test_what_waits_in_a_queue_is_given_back_once_who_had_it_last_has_ended_and_never_used_it(
+    large_ctx: Any, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that fails before its first get; and this process has other queues, and makes and drops no more."""
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there, (held, let_go) = large_ctx.Queue(), os.pipe()
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
+
+    def fill_and_leave() -> int:
+        tasks = large_ctx.Queue()
+        for _ in range(8):
+            tasks.put(octets(2 * MIB), timeout=LIMIT)
+        return in_child(lambda: os.read(held, 1))
+
+    if last == "the child of who made it":
+        maker, worker = 0, fill_and_leave()
+    else:
+        maker = in_child(lambda: there.put(fill_and_leave()))
+        worker = there.get(timeout=LIMIT)
+        assert reap(maker) == 0
+    assert resident(there) > 15 * MIB
+    os.write(let_go, b"x")
+    if maker == 0:
+        assert reap(worker) == 0
+    wait_for(lambda: drained(there) == [] and resident(there) < MIB)
+    os.close(held)
+    os.close(let_go)
+
+
 def test_what_many_processes_made_that_each_needed_little_is_given_back(
     large_ctx: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
