@@ -450,7 +450,9 @@ class Conversation:
             self.socket.waste()
             self.socket.received()
             return
-        is_strange = self.hangs_up and (peer is None or not peer.brought and not peer.is_seen())
+        is_strange = self.hangs_up and (
+            peer is None or (not peer.is_seen() and (not peer.brought or _is_a(Kind.HELLO, frames)))
+        )
         worth = 0 if peer is None else peer.brought + peer.repeated
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
@@ -504,10 +506,14 @@ class Conversation:
                 self.socket.hang_up()
             return False
         if peer is not None:
-            if not strangers.is_to_go(routing) or _is_goodbye(frames):
+            if strangers.is_to_go(routing) and not _is_a(Kind.GOODBYE, frames):
+                self.reject(IDLES, peer)
+                self.socket.hang_up()
+                return False
+            if peer.is_seen() or not strangers.are_a_crowd() or not _is_a(Kind.HELLO, frames):
                 return True
-            self.reject(IDLES, peer)
-            self.socket.hang_up()
+            if strangers.is_idle_too_long(peer):
+                strangers.have_go(routing)
             return False
         is_again = strangers.was_answered(routing)
         if not is_again and not (strangers.are_a_crowd() and not self._admission.is_hello_in_sight(frames)):
@@ -815,9 +821,9 @@ class Conversation:
         return {id(queue.attachment): queue.attachment for queue in queues}.values()
 
 
-def _is_goodbye(frames: list[Any]) -> bool:
+def _is_a(kind: int, frames: list[Any]) -> bool:
     with contextlib.suppress(ProtocolError, VersionMismatch):
-        return unpack_begin(frames[0]).kind == Kind.GOODBYE
+        return unpack_begin(frames[0]).kind == kind
     return False
 
 

@@ -1,8 +1,9 @@
 """Strangers: how much of an end's time and memory those may take that reach its tcp port and are no peers, or bring nothing.
 
-* Strangers are those that are no peers, and peers out of sight that have brought nothing yet. They have a fifth of the time
-  together, and more for a moment, as many may come at once. Over that, a stranger is hung up on unheard, unless it is seen
-  to be an end of this user. It connects anew by itself, until there is time for it.
+* Strangers are those that are no peers, and peers out of sight: with greetings, and with all that they say until they have
+  brought something. They have a fifth of the time together, and more for a moment, as many may come at once. Over that, one
+  that is no peer is hung up on unheard, unless it is seen to be an end of this user. It connects anew by itself, until there
+  is time for it. A peer's greeting is not heard then: it greets again, if it wants an answer.
 * A stranger that says more than one thing at a time is hung up on, and one that has said several: those of many connections are
   read so seldom that each seems to come at its own time.
 * A peer that keeps the rules says little that brings nothing: greetings, one for each message that an exception has torn. One
