@@ -148,18 +148,17 @@ class Admission:
             here.peers.leaves(peer, How.LOST)
             here.hears_again = True  # once the owner knows which peer has left
             return None
-        before = None
         if peer is None:
             peer = here.owner.new_peer(routing, hello, here.peers.sight_of(hello))
             here.peers.join(peer)
-        else:
-            before = _terms_with(peer), here.refusal
         here.refusal = None
         peer.hello = hello
         peer.heard_of()
         self._arrange(peer)
-        if (_terms_with(peer), here.refusal) != before:  # it looks at all peers, and one may greet again and again
+        terms = peer.settled, peer.by_file, peer.queue is None, peer.why_not, hello.shared_memory, here.refusal
+        if terms != peer.published:  # publishing looks at all peers, and one may greet again and again
             here.publish()
+            peer.published = terms
         return peer
 
     def _arrange(self, peer: Peer) -> None:
@@ -216,8 +215,3 @@ class Admission:
             peer.queue, peer.settled = queue, True
             here.peers.join(peer)
             here.peers.leaves(peer, How.LOST)
-
-
-def _terms_with(peer: Peer) -> tuple[Any, ...]:
-    """Return what a peer's next greeting may change of what is published, and of the queues that are offered."""
-    return peer.settled, peer.by_file, peer.queue, peer.why_not, peer.hello.shared_memory

@@ -451,7 +451,7 @@ class Conversation:
             self.socket.received()
             return
         is_strange = self.hangs_up and (
-            peer is None or (not peer.is_seen() and (not peer.brought or _is_a(Kind.HELLO, frames)))
+            peer is None or ((not peer.brought or _is_a(Kind.HELLO, frames)) and not peer.is_seen())
         )
         worth = 0 if peer is None else peer.brought + peer.repeated
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
@@ -510,7 +510,9 @@ class Conversation:
                 self.reject(IDLES, peer)
                 self.socket.hang_up()
                 return False
-            if peer.is_seen() or not strangers.are_a_crowd() or not _is_a(Kind.HELLO, frames):
+            if not strangers.are_a_crowd() or not _is_a(Kind.HELLO, frames):
+                return True
+            if peer.is_seen() or self._admission.is_hello_in_sight(frames):  # it may have closed, and tell of its queue
                 return True
             if strangers.is_idle_too_long(peer):
                 strangers.have_go(routing)

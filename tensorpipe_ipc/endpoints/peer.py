@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.endpoints.rendezvous import PairQueue
@@ -49,6 +50,7 @@ class Peer:
         by_file: whether a connector has claimed one of its queues, and it has not said WELCOME to that.
         settled: whether both ends know if messages go through a queue. It stays so.
         why_not: why there is no queue.
+        published: what greetings may change of what is told of it, when that was told last.
         missed: whether a queue that its binder should have was not to be found, at the last look.
         brought: how many of its messages brought something: get returned what they hold, or raised it; or they gave room.
         repeated: how many of its messages brought nothing, and might have: that had come before, or came too early; and pieces,
@@ -75,6 +77,7 @@ class Peer:
         self.settled = False
         self.why_not = ""
         self.missed = False
+        self.published: Any = None
         self.brought = self.repeated = 0
 
     @property

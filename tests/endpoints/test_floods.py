@@ -402,6 +402,29 @@ def test_an_end_of_this_user_that_has_closed_is_heard_while_strangers_have_had_t
             consumer.get(PATIENCE)
 
 
+def test_a_peer_that_has_closed_tells_of_its_queue_while_strangers_have_had_their_time() -> None:
+    """It had greeted when no queue was free. What it put into one that it claimed later comes before the end of the stream."""
+    with tp.Consumer(LOOPBACK, producers=3) as consumer, contextlib.ExitStack() as stack:
+        with contextlib.suppress(tp.Empty):
+            consumer.get(0)
+        first, second = (stack.enter_context(tp.Producer(consumer.endpoint)) for _ in range(2))
+        for producer in (first, second):
+            producer.wait_for(1, PATIENCE)
+        third = stack.enter_context(tp.Producer(consumer.endpoint, linger=0))
+        with pytest.raises(tp.Full):
+            third.put("too early", 0.1)
+        wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 3)
+        third.put("last", PATIENCE)
+        with pytest.warns(RuntimeWarning, match="1 messages"):
+            third.close()
+        first.close()
+        second.close()
+        have_no_time_for_strangers(consumer, 60)
+        assert consumer.get(PATIENCE) == "last"
+        with pytest.raises(tp.EndOfStream):
+            consumer.get(PATIENCE)
+
+
 @pytest.mark.parametrize("before", ["strangers", "friends"])
 def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
     before: str, monkeypatch: pytest.MonkeyPatch
