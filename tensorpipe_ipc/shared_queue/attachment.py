@@ -142,6 +142,7 @@ class Attachment:
             SharedMemoryError: there is no room. The text says who holds what.
         """
         self.attach()
+        self.mind_idle()
         block = self.arena.allocate(nbytes, taker=taker)
         if not block:
             self.make_room(nbytes)
@@ -159,6 +160,7 @@ class Attachment:
             SharedMemoryError: there is no room, or a look is not due.
         """
         self.attach()
+        self.mind_idle()
         block = self.arena.allocate(nbytes, taker=taker)
         if not block and self.arena.is_look_due(nbytes):
             began = time.monotonic()

@@ -362,6 +362,7 @@ class PutEnd:
         """
         self.attachment.attach()
         deadline = None if timeout is None else monotonic() + timeout
+        self.attachment.mind_idle()
         block = self.arena.allocate(nbytes, taker=taker)
         if block or not (self._queue.qsize() or self.arena.is_look_due(nbytes) or headroom() < nbytes):
             return block

@@ -931,6 +931,44 @@ def test_what_a_killed_process_had_is_given_back_by_who_waits(
         assert not waiter.is_alive()
 
 
+@pytest.mark.parametrize("way", ["empty", "loan"])
+def test_what_a_killed_process_had_is_given_back_by_who_makes_tensors_to_put(
+    large_ctx: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorpipe_ipc.memory.arena.IDLE", 0.1)
+    there = large_ctx.Queue()
+    make_look_due(large_ctx.tensorpipe_attachment().arena)
+    for _ in range(8):
+        there.put(octets(2 * MIB))
+    told, tell = os.pipe()
+
+    def hold() -> None:
+        held = [there.get() for _ in range(8)]
+        os.write(tell, bytes([len(held)]))
+        die()
+
+    child = in_child(hold)
+    assert os.read(told, 1) == b"\x08"
+    assert reap(child) == -signal.SIGKILL
+
+    def put_and_take() -> bool:
+        time.sleep(0.11)  # so that a look is due when the tensor is made, and not when it is put
+        if way == "empty":
+            tensor = large_ctx.empty(MIB, dtype=torch.uint8)
+            there.put(tensor, move=True)
+        else:
+            with there.loan(MIB, torch.uint8) as tensor:
+                tensor.fill_(1)
+        del tensor
+        there.get()
+        return segment.resident() < 3 * MIB  # and not by ``statistics``, as above
+
+    segment = large_ctx.tensorpipe_attachment().arena.segment
+    wait_for(put_and_take)
+    os.close(told)
+    os.close(tell)
+
+
 def test_memory_that_an_exception_left_half_made_is_found(large_ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By others: who began the put is idle now."""
     there, steps, reserve = large_ctx.Queue(), [], Segment.reserve
