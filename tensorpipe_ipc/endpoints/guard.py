@@ -109,9 +109,8 @@ class Guard:
             Closed: the end is closed, or belongs to the process that this one was forked from.
             Busy: another thread uses it, or this thread's signal handler interrupted a use.
         """
-        if (
-            self._is_inherited or os.getpid() != self._pid
-        ):  # as ``foreign``, without two calls: each put and get comes by
+        # As ``foreign``, without two calls: each put and get comes by.
+        if self._is_inherited or os.getpid() != self._pid:
             self.check_process()
         if self._is_owned():
             raise Busy(f"{self.what} is in use by what this signal's handler interrupted")

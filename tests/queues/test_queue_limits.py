@@ -102,7 +102,6 @@ def free_again(there: Queue, count: int) -> None:
 
 FEW_DESCRIPTORS = """
 import os, resource, torch
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 queue, large = Queue(), torch.ones(40_000, dtype=torch.uint8)
@@ -136,7 +135,6 @@ def test_100_000_tensors_and_3_000_leases_are_held_with_64_descriptors(tmp_path:
 
 TINY_SHM = """
 import os, torch
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 room = os.statvfs("/dev/shm")
 queue = Queue()
@@ -147,7 +145,6 @@ print(room.f_blocks * room.f_frsize, int(queue.get(timeout=10).sum()), os.listdi
 
 MANY_QUEUES = """
 import os, resource, torch
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 def descriptors():
@@ -180,7 +177,6 @@ def test_a_queue_costs_at_most_4_descriptors_so_150_fit_into_a_process(tmp_path:
 
 SMALL_PIPES = """
 import ctypes, fcntl, os, resource
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 first = Queue(1)
 first.put({1: 2})
@@ -499,7 +495,6 @@ def test_files_that_were_read_leave_room(fake_cgroup: Callable[[int, int], None]
 OUT_OF_MEMORY = """
 import os, sys, torch
 from tensorpipe_ipc.errors import Full, SharedMemoryError
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 queue = Queue()
 with open(sys.argv[1], "wb") as file:  # as much as the cgroup may have: its limit is reached from here on
@@ -535,7 +530,6 @@ def test_a_real_cgroup_does_not_kill(tmp_path: Path) -> None:
 KEPT_COPIES = """
 import multiprocessing, torch
 from tensorpipe_ipc.errors import OutOfMemory
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 torch.set_num_threads(1)
 queue, kept = Queue(), []
@@ -675,7 +669,6 @@ def test_survivors_descriptors_and_mappings_do_not_grow_with_the_dead() -> None:
 
 ALL_DIE = """
 import os, signal, time, torch
-from tensorpipe_ipc.queues.context import get_context
 from tensorpipe_ipc.queues.tensor_queue import Queue
 torch.set_num_threads(1)
 queue = Queue()
@@ -807,3 +800,17 @@ def test_what_is_got_again_after_a_handlers_exception_keeps_its_arena_wherever_t
     finally:
         signal.signal(signal.SIGUSR2, handler)
     assert kept > 30
+
+
+def test_memory_of_a_context_that_finds_its_arena_again_is_used_again() -> None:
+    """A tensor that outlived the context before is no reason to give back each page as soon as it is free."""
+    before = get_context("fork").Queue()
+    before.put(torch.full((4 * MIB,), 7, dtype=torch.uint8))
+    kept = before.get(timeout=LIMIT)
+    del before
+    ctx = get_context("fork")
+    segment = ctx.tensorpipe_attachment().arena.segment
+    tensor = ctx.empty(4 * MIB, dtype=torch.uint8).fill_(1)
+    del tensor
+    assert segment.resident() > 8 * MIB
+    assert kept[0] == 7
