@@ -53,16 +53,21 @@ def _put_silently(ends: children.Ends, *trees: Any) -> None:
 
 
 def _put_after_one_word(ends: children.Ends, *trees: Any) -> None:
-    """The same after one HELLO, which names no queue where none was free."""
-    socket = side_of(ends.producer).socket
-    real, said = socket.send_small, list[bool]()
+    """The same with one HELLO, which names no queue where none was free. It goes out once one was claimed: no answer is early."""
+    side, said = side_of(ends.producer), list[tuple[Any, ...]]()
+    real, is_sent = side.socket.send_small, False
 
     def say_once(*what: Any) -> bool:
-        said.append(True)
-        return len(said) > 1 or real(*what)
+        nonlocal is_sent
+        said.append(what)
+        if is_sent or not side.peers:
+            return True
+        is_sent = True
+        return real(*said[0])
 
-    socket.send_small = say_once
+    side.socket.send_small = say_once
     children.put(ends, *trees)
+    assert is_sent or not trees
 
 
 _others: list[tp.Producer] = []
@@ -398,7 +403,7 @@ def test_who_was_heard_of_and_claimed_a_queue_and_was_killed_counts_once(put_any
         third.call(children.open_producer, "busy")
         third.begin(_put_after_one_word, *["from the killed one"] * put_any)
         if put_any:
-            third.wait_until_blocked()  # it has said HELLO
+            third.wait_until_blocked()  # it has made its HELLO
         assert [consumer.get(PATIENCE) for _ in range(2)] == ["from one"] * 2
         third.result()
         third.kill()
