@@ -53,7 +53,7 @@ def _put_silently(ends: children.Ends, *trees: Any) -> None:
 
 
 def _put_after_one_word(ends: children.Ends, *trees: Any) -> None:
-    """The same with one HELLO, which names no queue where none was free. It goes out once one was claimed: no answer is early."""
+    """The same with one HELLO, which names no queue, as none was free. It goes out once one was claimed, unanswered so far."""
     side, said = side_of(ends.producer), list[tuple[Any, ...]]()
     real, is_sent = side.socket.send_small, False
 
