@@ -39,6 +39,7 @@ from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import Identity, identity
 
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
+HANG = 3 * PATIENCE  # seconds for what may take seconds: work, and other programs
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -433,7 +434,7 @@ def _state(thread: Path) -> str:
 
 def wait_until(condition: Callable[[], Any]) -> None:
     """Ask until something holds, as asking an end for its statistics has it look at what has come in."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + HANG
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.0005)  # the one who makes it so may need this processor
@@ -453,7 +454,7 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def result() -> Any:
-        thread.join(PATIENCE)
+        thread.join(HANG)
         assert results, "the thread does not end"
         done, value = results[0]
         if not done:

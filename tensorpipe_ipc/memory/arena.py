@@ -68,7 +68,7 @@ import math
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from multiprocessing import context
 from time import monotonic, sleep, thread_time
 from typing import Any
@@ -200,7 +200,6 @@ class Arena(Extents):
         if self.maker:
             self.words[CAPACITY] = headroom() // 2 if capacity is None else capacity
         self.whole = segment.page.bit_length() - 1
-        self.leased: Mapping[int, object] = {}  # by the word: blocks of tensors here
         self.rows.after_fork(self._forget)
         self._forget()
 

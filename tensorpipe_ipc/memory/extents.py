@@ -70,7 +70,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,7 @@ class Extents:
         self._first_unit = -(-(ROWS_END + 16 * self._units) // UNIT)
         self._claiming: dict[int, list[int]] = {}  # by unit: the thread, or interrupted code, that is at it
         self._sweeping: set[int] = set()  # dead rows that this process is at
+        self.leased: Mapping[int, object] = {}  # by the word: blocks of tensors here
 
     # ---- what the arena knows ----
 
@@ -444,15 +445,18 @@ class Extents:
         return blocks, self.numbers[blocks >> 3]
 
     def _begun(self, start: int, stop: int, size: int) -> Iterator[int]:
-        """The blocks, each larger than a page, whose first page somebody has written."""
-        while True:
-            data = self._data(start, stop)
-            start += -(-(data - start) // size) * size
-            if start >= stop:
-                return
+        """The blocks, each larger than a page, whose first page somebody has written.
+
+        Of those under lease here that is known: to ask the system takes ten times as long.
+        """
+        leased = self.leased
+        while start < stop:
+            data = start if start >> 3 in leased else self._data(start, stop)
             if data == start:
                 yield start
                 start += size
+            else:
+                start += -(-(data - start) // size) * size
 
     def blocks_that(self, start: int, kind: int, units: int, mask: int, wanted: Iterable[int]) -> list[int]:
         """Return the blocks of an extent of whose states some bits are as wanted."""

@@ -129,11 +129,15 @@ class Attachment:
         """Give back all memory of the arena that no process needs now. Return the number of bytes."""
         self.attach()
         before = self.arena.segment.resident()
-        self.recover_dead()
         self.orphans.destroy_all()
+        self._give_back()
+        return max(0, before - self.arena.segment.resident())
+
+    def _give_back(self) -> None:
+        """Give back what is free. Each look at all queues walks all memory, so there is none but for those of the dead."""
+        self.recover_dead()
         self.leases.settle()
         self.arena.trim()
-        return max(0, before - self.arena.segment.resident())
 
     def allocate(self, nbytes: int, taker: Taker) -> int:
         """Return a block for so many bytes, now. Its state is WRITING, and the taker has it.
@@ -229,7 +233,7 @@ class Attachment:
         here = [queue for ref in refs if (queue := ref()) is not None]
         if self.words[GROWN] and not any(self.words[queue.record.claimed] for queue in here):
             self.leases.gives_back = True
-            self.trim()
+            self._give_back()
 
     def destroy_left_queues(self) -> None:
         """Destroy the queues that this process had, if no process has them now."""

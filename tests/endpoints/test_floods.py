@@ -27,7 +27,7 @@ import pytest
 import torch
 from children import PATIENCE, Child, descriptors_left, in_thread, wait_until
 from inside import have_no_time_for_strangers, side_of, take_long_to_hear
-from programs import ran, started
+from programs import InFork, ran
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
 
@@ -543,6 +543,7 @@ context = zmq.Context()
 socket = context.socket(zmq.DEALER)
 socket.setsockopt(zmq.SNDHWM, 0)
 socket.connect(sys.argv[1])
+print("connects", flush=True)
 for _ in range(150_000):
     socket.send_multipart([pack(Kind.DATA, 1), bytes(40)])
 context.destroy(linger=20_000)
@@ -556,7 +557,7 @@ def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None
         endpoint = child.call(children.open_consumer, LOOPBACK, shared_memory="off")
         resident = psutil.Process(child.pid).memory_info
         before = resident().rss
-        assert ran("-c", _SHORT_MESSAGES, endpoint).out == "said\n"
+        assert ran("-c", _SHORT_MESSAGES, endpoint).out == "connects\nsaid\n"
         assert resident().rss - before > 50 * MIB
         child.begin(children.take_and_drop, math.inf)
         wait_until(lambda: resident().rss - before < 20 * MIB)
@@ -575,6 +576,7 @@ for _ in range(12):
     for name in itertools.islice(itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=4), 50_000):
         socket.setsockopt_string(zmq.METADATA, f"X-{''.join(name)}:1")
     socket.connect(sys.argv[1])
+print("connects", flush=True)
 time.sleep(100)
 """
 
@@ -587,7 +589,8 @@ def test_memory_of_handshakes_of_those_who_are_not_listed_comes_back(tmp_path: P
         child.call(children.wait_in_vain, 0.3)
         resident = psutil.Process(child.pid).memory_info
         before = resident().rss
-        with started("-c", _HANDSHAKES, endpoint, str(folder)):
+        with InFork("-c", _HANDSHAKES, endpoint, str(folder), folder=tmp_path) as stranger:
+            assert stranger.line() == "connects\n"
             wait_until(lambda: resident().rss - before > 40 * MIB)
             child.begin(children.take_and_drop, math.inf)
             with Child() as other:  # knocks again and again meanwhile
@@ -667,6 +670,7 @@ from tensorpipe_ipc.wire.header import Kind, pack
 socket = zmq.Context().socket(zmq.DEALER)
 socket.setsockopt(zmq.SNDHWM, 0)
 socket.connect(sys.argv[1])
+print("connects", flush=True)
 for _ in range(2000):
     socket.send_multipart([pack(Kind.DATA, 1), bytes(1 << 16)])
 time.sleep(100)
@@ -675,7 +679,9 @@ time.sleep(100)
 
 @pytest.mark.parametrize("said", [_SHORT_MESSAGES, _LONG_MESSAGES], ids=["short", "long"])
 @pytest.mark.parametrize("way", ["auto", "off"])
-def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_has_some(way: str, said: str) -> None:
+def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_has_some(
+    tmp_path: Path, way: str, said: str
+) -> None:
     """Nothing is read from the socket then but what its descriptor tells of; or it is never empty. The stranger stays."""
     with Child() as child, Child() as friend:
         endpoint = child.call(children.open_consumer, LOOPBACK)
@@ -684,7 +690,8 @@ def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_h
         child.call(children.take_and_drop, 1000)
         resident = psutil.Process(child.pid).memory_info
         before = resident().rss
-        with started("-c", said, endpoint):
+        with InFork("-c", said, endpoint, folder=tmp_path) as stranger:
+            assert stranger.line() == "connects\n"
             wait_until(lambda: resident().rss - before > 50 * MIB)
             child.begin(children.take_and_drop, math.inf)
             wait_until(lambda: resident().rss - before < 20 * MIB)
