@@ -21,7 +21,7 @@ from tensorpipe_ipc.endpoints.peers import MOST_PEERS
 from tensorpipe_ipc.endpoints.presence import Sight
 from tensorpipe_ipc.errors import ProtocolError, Refused
 from tensorpipe_ipc.process import identity
-from tensorpipe_ipc.wire.header import Header, Hello, Kind, SharedMemoryTerms, cut, pack_refusal, unpack, unpack_control
+from tensorpipe_ipc.wire.header import Hello, SharedMemoryTerms, Whereabouts, cut, pack_refusal, whereabouts_in
 
 __all__ = ["Admission"]
 
@@ -68,13 +68,12 @@ class Admission:
     def is_hello_in_sight(self, frames: list[Any]) -> bool:
         """Return whether this is the HELLO of an end of this user, for whom there is always time.
 
-        One that is seen no more, as it has closed, has claimed a queue: its token, too, no stranger knows.
+        One that is seen no more, as it has closed, has claimed a queue: its token, too, no stranger knows. This look is in
+        nobody's part of the time, so nothing is read that it does not need.
         """
         with contextlib.suppress(ProtocolError):
-            header: Header = unpack(frames[0])
-            if header.kind == Kind.HELLO:
-                hello = unpack_control(header, Hello)
-                return self._has_claimed(hello) or self._is_in_sight(hello)
+            hello = whereabouts_in(frames[0])
+            return hello is not None and (self._has_claimed(hello) or self._is_in_sight(hello))
         return False
 
     def _refuse(self, routing: bytes, hello: Hello, reason: str) -> None:
@@ -121,12 +120,12 @@ class Admission:
         here.answer(out[0].routing, pack_refusal(reason))
         return True
 
-    def _is_in_sight(self, hello: Hello) -> bool:
+    def _is_in_sight(self, hello: Hello | Whereabouts) -> bool:
         """Return whether an end that says HELLO is seen to be open."""
         with contextlib.closing(self._here.peers.sight_of(hello)) as sight:
             return not sight.is_out_of_sight and not sight.is_gone()
 
-    def _has_claimed(self, hello: Hello) -> bool:
+    def _has_claimed(self, hello: Hello | Whereabouts) -> bool:
         """Return whether one that says HELLO has claimed a queue, and was not heard of yet."""
         return hello.shared_memory is not None and self._here.standby.is_claimed(hello.shared_memory.attached)
 

@@ -17,7 +17,7 @@ from tensorpipe_ipc.endpoints.peer import How, Peer
 from tensorpipe_ipc.endpoints.presence import LastWords, Presence, Sight, is_binders
 from tensorpipe_ipc.endpoints.strangers import Strangers, remember
 from tensorpipe_ipc.process import is_dead
-from tensorpipe_ipc.wire.header import Ending, Hello
+from tensorpipe_ipc.wire.header import Ending, Hello, Whereabouts
 from tensorpipe_ipc.zeromq.zmq_sockets import SLICE, FrameSocket
 
 __all__ = ["MOST_PEERS", "Peers"]
@@ -74,7 +74,7 @@ class Peers(dict[bytes, Any]):
         """Return whether this is an end that has told how it ended: what still comes of it was on its way."""
         return hello.end in self._ended_ends or hello.end in self._ended_afar
 
-    def sight_of(self, hello: Hello) -> Sight:
+    def sight_of(self, hello: Hello | Whereabouts) -> Sight:
         """Look whether the end that says HELLO is open."""
         if self._presence is None:
             return Sight()

@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 from children import PATIENCE, Child, descriptors_left, in_thread, wait_until
-from inside import have_no_time_for_strangers, side_of, take_long_to_hear
+from inside import conversation_of, have_no_time_for_strangers, side_of, take_long_to_hear
 from programs import InFork, ran
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
 from secured import GREETING, knock_often, make_keys, open_binder, open_connector, put_at_a_pace, take_until
@@ -36,6 +36,7 @@ from tensorpipe_ipc.endpoints import strangers
 from tensorpipe_ipc.endpoints.peer import Peer
 from tensorpipe_ipc.endpoints.peers import MOST_PEERS
 from tensorpipe_ipc.process import identity
+from tensorpipe_ipc.wire import header as wire_header
 from tensorpipe_ipc.wire import spec
 from tensorpipe_ipc.wire.header import Hello, Kind, Piece, pack, pack_piece
 from tensorpipe_ipc.wire.layout import BULK
@@ -423,6 +424,23 @@ def test_a_peer_that_has_closed_tells_of_its_queue_while_strangers_have_had_thei
         assert consumer.get(PATIENCE) == "last"
         with pytest.raises(tp.EndOfStream):
             consumer.get(PATIENCE)
+
+
+@pytest.mark.parametrize("is_peer", [True, False], ids=["a peer", "a stranger"])
+def test_of_a_greeting_for_which_there_is_no_time_no_name_is_read(
+    monkeypatch: pytest.MonkeyPatch, is_peer: bool
+) -> None:
+    """It may have 1,800 of them, and that takes milliseconds. No account tells of the time, as it is looked at all the same."""
+    with tp.Consumer(LOOPBACK, shared_memory="off") as consumer, RawEnd(consumer.endpoint) as raw:
+        if is_peer:
+            raw.say(hello("producer"))
+            wait_in_vain(consumer, lambda: len(consumer.statistics().peers) == 1)
+        have_no_time_for_strangers(consumer, 60)
+        read, came, shown = list[str](), conversation_of(consumer).peers.came, wire_header.shown
+        monkeypatch.setattr(wire_header, "shown", lambda text: (read.append(text), shown(text))[1])
+        raw.say(hello("producer", accepts=("\0",) * 1800))
+        wait_in_vain(consumer, lambda: conversation_of(consumer).peers.came > came)
+        assert not read
 
 
 @pytest.mark.parametrize("before", ["strangers", "friends"])
