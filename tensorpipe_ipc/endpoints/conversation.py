@@ -177,6 +177,7 @@ class _InHand(NamedTuple):
     peer: Peer | None  # by whose connection it came
     worth: int  # how many of its messages had brought something, or might have
     began: float  # in this thread's processor time, if it came from a stranger; else 0
+    has_waited: bool  # whether there was time for it, and else would not have been heard
 
 
 class Conversation:
@@ -450,9 +451,8 @@ class Conversation:
             self.socket.waste()
             self.socket.received()
             return
-        is_strange = self.hangs_up and (
-            peer is None or ((not peer.brought or _is_a(Kind.HELLO, frames)) and not peer.is_seen())
-        )
+        is_greeting = self.hangs_up and (peer is None or _is_a(Kind.HELLO, frames))
+        is_strange = self.hangs_up and (peer is None or ((not peer.brought or is_greeting) and not peer.is_seen()))
         worth = 0 if peer is None else peer.brought + peer.repeated
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
@@ -465,7 +465,7 @@ class Conversation:
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
         if not self.hears_again:
-            message = _InHand(routing, nbytes, peer, worth, began)
+            message = _InHand(routing, nbytes, peer, worth, began, is_greeting)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:
@@ -528,10 +528,15 @@ class Conversation:
         return False
 
     def _judge(self, message: _InHand) -> None:
-        """Count what a message has brought, and hang up on those that take more of this end's time than they may."""
+        """Count what a message has brought, and hang up on those that take more of this end's time than they may.
+
+        What brings nothing is in the strangers' time. A peer's is heard whether there is any or not. So that no peer keeps
+        newcomers out, it is hung up on if there was none.
+        """
         routing, strangers = message.routing, self.strangers
         before = message.peer
         peer = self.peers.get(routing, before)  # it may say that it is another by now
+        is_strange = bool(message.began) and not (routing in self.peers and self.peers[routing].is_seen())
         surplus = self.socket.surplus
         if peer is None or before is None or surplus or before.brought + before.repeated == message.worth:
             self.socket.waste()
@@ -541,10 +546,12 @@ class Conversation:
                 # No end says more frames than a message has; and what was heard as a goodbye was none.
                 self.reject(IDLES, peer)
                 self.socket.hang_up()
-            elif strangers.is_idle_too_long(peer):
+            elif strangers.is_idle_too_long(peer) or (
+                is_strange and not message.has_waited and strangers.are_a_crowd()
+            ):
                 strangers.have_go(routing)
-        if message.began and not (routing in self.peers and self.peers[routing].is_seen()):
-            strangers.took(time.thread_time() - message.began)
+            if is_strange:
+                strangers.took(time.thread_time() - message.began)
 
     def _is_early(self, routing: bytes, frames: list[Any]) -> bool:
         """Return whether what came by a connector's connection is to wait until that of the one before is read out.

@@ -1,9 +1,10 @@
 """Strangers: how much of an end's time and memory those may take that reach its tcp port and are no peers, or bring nothing.
 
-* Strangers are those that are no peers, and peers out of sight: with greetings, and with all that they say until they have
-  brought something. They have a fifth of the time together, and more for a moment, as many may come at once. Over that, one
+* Strangers are those that are no peers, and peers out of sight: with greetings, and with what brings nothing until something
+  that they say has. They have a fifth of the time together, and more for a moment, as many may come at once. Over that, one
   that is no peer is hung up on unheard, unless it is seen to be an end of this user. It connects anew by itself, until there
-  is time for it. A peer's greeting is not heard then: it greets again, if it wants an answer.
+  is time for it. A peer's greeting is not heard then: it greets again, if it wants an answer. A peer that says anything else
+  then that brings nothing is hung up on with the next.
 * A stranger that says more than one thing at a time is hung up on, and one that has said several: those of many connections are
   read so seldom that each seems to come at its own time.
 * A peer that keeps the rules says little that brings nothing: greetings, one for each message that an exception has torn. One

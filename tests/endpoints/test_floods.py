@@ -468,6 +468,34 @@ def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
         assert before == "strangers" or time.monotonic() - began < 0.8
 
 
+@pytest.mark.parametrize("said", ["garbage", "pieces"])
+def test_a_peer_that_brings_nothing_keeps_no_newcomer_out(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thing that it says takes long, and it says few. There is time for who may come in, or it is hung up on."""
+    monkeypatch.setattr(strangers, "SHARE", 1_000_000)  # as if each thing that was said took seconds
+    with tp.Consumer(LOOPBACK, shared_memory="off", producers=None) as consumer, RawEnd(consumer.endpoint) as one:
+
+        def peers() -> int:
+            return len(consumer.statistics().peers)
+
+        one.say(hello("producer"))
+        wait_in_vain(consumer, peers)
+        has_to_go, place = False, 0
+        with RawEnd(consumer.endpoint) as next_one:
+            while peers() == 1:
+                has_to_go = has_to_go or "hung up on" in consumer.statistics().last_rejection
+                if not has_to_go:  # else it is one more who may come in
+                    place += 1
+                    assert place < 50
+                    one.say(*([pack(Kind.DATA, place, b"none")] if said == "garbage" else [_piece_at(place), b"12"]))
+                next_one.say(hello("producer"))
+                with contextlib.suppress(tp.Empty):
+                    consumer.get(0.15)
+
+
+def _piece_at(place: int) -> bytes:
+    return pack_piece(1, Piece(2 * place, MIB))
+
+
 def test_what_was_said_while_no_queue_had_a_message_does_not_keep_the_next_one_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
