@@ -173,7 +173,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """What one that says HELLO has claimed: that of ``SharedMemoryTerms`` which tells of a queue.
+    """The queue that one that says HELLO has claimed: a part of ``SharedMemoryTerms``.
 
     Attributes:
         attached: as there.
@@ -183,7 +183,7 @@ class Claimed(msgspec.Struct, frozen=True):
 
 
 class Whereabouts(msgspec.Struct, frozen=True):
-    """What of a HELLO tells where its end may be seen. To read it takes a hundredth of the time of the longest HELLO.
+    """The part of a HELLO that tells where its end may be seen. To read the whole of one may take a hundred times as long.
 
     Attributes:
         end, folder, shared_memory: as in ``Hello``.
