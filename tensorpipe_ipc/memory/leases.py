@@ -204,7 +204,7 @@ class Leases:
 
     def _charge(self, block: int, start: int, nbytes: int) -> int:
         """Return how much of the budget a lease takes."""
-        return PAGE if self._is_small(block, start, nbytes) else max(nbytes, self.words[(block >> 3) + WRITTEN])
+        return PAGE if self._is_small(block, start, nbytes) else max(PAGE, nbytes, self.words[(block >> 3) + WRITTEN])
 
     def _lease_of_copy(self, start: int, nbytes: int, charge: int) -> Octets | None:
         with self.taking() as taker:

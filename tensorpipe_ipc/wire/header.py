@@ -365,7 +365,7 @@ def whereabouts_in(frame: memoryview) -> Whereabouts | None:
         return None
     try:
         return _whereabouts(unpack(frame).schema)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last: in what is passed over
         raise ProtocolError(f"a HELLO that cannot be read: {error}") from None
 
 

@@ -443,6 +443,28 @@ def test_of_a_greeting_for_which_there_is_no_time_no_name_is_read(
         assert not read
 
 
+@pytest.mark.parametrize("is_peer", [True, False], ids=["a peer", "a stranger"])
+@pytest.mark.parametrize("role", ["consumer", "producer"])
+def test_a_greeting_for_which_there_is_no_time_and_that_cannot_be_read_ends_no_call(role: str, is_peer: bool) -> None:
+    """To pass over what nests 1,000 deep takes more of the stack than there is."""
+    deep = b"\x81\xa1x" + b"\x91" * 3000 + b"\xc0"
+    end: Any = tp.Consumer(LOOPBACK) if role == "consumer" else tp.Producer(LOOPBACK, bind=True, linger=0)
+
+    def came() -> int:
+        with contextlib.suppress(tp.Empty, tp.Full):
+            end.get(0.02) if role == "consumer" else end.wait_for(9, 0.02)
+        return int(conversation_of(end).peers.came)
+
+    with end, RawEnd(end.endpoint) as raw:
+        if is_peer:
+            raw.say(hello("producer" if role == "consumer" else "consumer"))
+            wait_until(lambda: came() and end.statistics().peers)
+        before = came()
+        have_no_time_for_strangers(end, 60)
+        raw.say(pack(Kind.HELLO, 0, deep))
+        wait_until(lambda: came() > before)
+
+
 @pytest.mark.parametrize("before", ["strangers", "friends"])
 def test_who_may_come_in_is_not_kept_out_for_long_by_those_who_came_before(
     before: str, monkeypatch: pytest.MonkeyPatch

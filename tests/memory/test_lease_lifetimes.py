@@ -289,19 +289,21 @@ def test_memory_that_comes_free_just_after_a_loan_looked_for_it_is_no_error(
     assert (there.get() == 3).all()
 
 
-def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx: Any) -> None:
+@pytest.mark.parametrize("nbytes", [40, 1900, 2000, 3000, 3900])
+def test_leases_of_small_messages_take_of_the_budget_what_they_take_of_memory(ctx: Any, nbytes: int) -> None:
+    """A page each, however much of it they need."""
     there, held = ctx.Queue(), []
     leases = ctx.tensorpipe_attachment().leases
     set_lease_budget(leases, MIB)
     before = there.statistics().resident
     for _ in range(256):
-        there.put(torch.zeros(10))
+        there.put(torch.zeros(nbytes, dtype=torch.uint8))
         held.append(there.get(copy=False))
-    there.put(torch.zeros(10))
+    there.put(torch.zeros(nbytes, dtype=torch.uint8))
     with pytest.raises(SharedMemoryError, match=f"may have {MIB} bytes under lease"):
         there.get(copy=False)
     assert there.statistics().resident - before < 1.2 * MIB
-    assert there.statistics().bytes_leased == MIB
+    assert there.statistics().bytes_leased == (MIB if nbytes < 2000 else 256 * nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [33 << 10, 70_000])
