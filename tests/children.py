@@ -506,9 +506,9 @@ def put_until_nobody_is_there(ends: Ends) -> str:
                 return str(full)
 
 
-def put_and_leave(endpoint: str, *trees: Any) -> None:
+def put_and_leave(endpoint: str, *trees: Any, shared_memory: str = "auto") -> None:
     """Put trees by a producer that is open meanwhile only."""
-    with tp.Producer(endpoint) as producer:
+    with tp.Producer(endpoint, shared_memory=shared_memory) as producer:
         for tree in trees:
             producer.put(tree, PATIENCE)
 

@@ -39,7 +39,9 @@ def read_parts(first: memoryview, payloads: Sequence[memoryview], own: int = OWN
     layout = schema.schema_of(head.schema)
     payloads = [head.packed, *payloads] if len(head.packed) else payloads
     layout.check(payloads)
-    return layout.tree(head.values, payloads, serializer_named(layout.serializer), own)
+    tree = layout.tree(head.values, payloads, serializer_named(layout.serializer), own)
+    schema.keep(layout)
+    return tree
 
 
 def round_trip(tree: Any, serializer: str = "raw", own: int = OWN) -> Any:

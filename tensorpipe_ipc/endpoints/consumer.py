@@ -35,7 +35,7 @@ from tensorpipe_ipc.wire.header import Header
 from tensorpipe_ipc.wire.in_block import BY_REFERENCE, OFFERS, ON_DEVICE, parts_of
 from tensorpipe_ipc.wire.layout import BULK
 from tensorpipe_ipc.wire.room import made_with_room
-from tensorpipe_ipc.wire.schema import ALIAS, schema_of
+from tensorpipe_ipc.wire.schema import ALIAS, Schema, keep, schema_of
 
 __all__ = ["Consumer", "ConsumerStatistics"]
 
@@ -355,7 +355,9 @@ class Consumer(End):
         schema.check(payloads)
         serializer = serializer_named(schema.serializer)
         parts = header.values, payloads, serializer, self._own, self._arrival
-        return made_with_room(self._receiver.give_back_idle, schema.tree, *parts), nbytes
+        tree = made_with_room(self._receiver.give_back_idle, schema.tree, *parts)
+        keep(schema)
+        return tree, nbytes
 
     def _decode_block(self, metadata: bytes, payload: bytearray | Octets) -> Any:
         """Return a message in a block: its tree and bytes, or the error that it is."""
@@ -367,26 +369,36 @@ class Consumer(End):
                 self._last_metadata, self._last_parts = b"", parts if len(metadata) <= _KEPT else None
                 self._last_metadata = metadata if len(metadata) <= _KEPT else b""
             how, schema, values, serializer = parts
-            if how & (ON_DEVICE | OFFERS):
-                told = on_device.unpack_placement(values)
-                if how & ON_DEVICE:
-                    tree = on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
-                    return tree.error if type(tree) is on_device.Undeliverable else (tree, schema.nbytes)
-                queue = self._receiver.asked.queue
-                assert queue is not None
-                on_device.report_self_test(queue, told, self._arrival)
-                values = told.values
-            if how & BY_REFERENCE:
-                said, frames = values_and_frames(memoryview(values), schema.frame_sizes(), payload)
-                return schema.tree(said, frames, serializer, ALIAS, self._arrival), schema.nbytes
-            region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
-            return schema.tree_in(values, region, serializer, self._arrival), schema.nbytes
+            tree = self._tree_in(how, schema, values, serializer, payload)
+            if type(tree) is on_device.Undeliverable:
+                return tree.error
+            if not schema.is_kept:
+                keep(schema)
+            return tree, schema.nbytes
         except MemoryError:  # the message stays for the next get
             raise
         except Exception as error:
             if is_a_signals(error, error.__traceback__):
                 raise
             return error
+
+    def _tree_in(
+        self, how: int, schema: Schema, values: Any, serializer: Serializer, payload: bytearray | Octets
+    ) -> Any:
+        """Return the tree of a message in a block, or why its device memory cannot be had."""
+        if how & (ON_DEVICE | OFFERS):
+            told = on_device.unpack_placement(values)
+            if how & ON_DEVICE:
+                return on_device.tree_of(told, told.values, schema, payload, serializer, self._arrival)
+            queue = self._receiver.asked.queue
+            assert queue is not None
+            on_device.report_self_test(queue, told, self._arrival)
+            values = told.values
+        if how & BY_REFERENCE:
+            said, frames = values_and_frames(memoryview(values), schema.frame_sizes(), payload)
+            return schema.tree(said, frames, serializer, ALIAS, self._arrival)
+        region = memoryview(payload)  # type: ignore[arg-type, unused-ignore]
+        return schema.tree_in(values, region, serializer, self._arrival)
 
     def _parts(self, metadata: bytes) -> tuple[int, Any, bytes, Serializer]:
         """Return whether it goes by reference; schema, values and serializer."""

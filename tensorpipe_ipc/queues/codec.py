@@ -45,7 +45,7 @@ from tensorpipe_ipc.wire.layout import Block
 from tensorpipe_ipc.wire.message import EncodedMessage, Encoder, encode
 from tensorpipe_ipc.wire.metas import TensorMeta
 from tensorpipe_ipc.wire.rebuild import array_of
-from tensorpipe_ipc.wire.schema import ALIAS, schema_of
+from tensorpipe_ipc.wire.schema import ALIAS, keep, schema_of
 
 __all__ = ["Apart", "Codec", "Payload"]
 
@@ -285,6 +285,8 @@ class Codec:
                 if len(_alone) >= _MOST_ALONE:  # a stream of ever new shapes
                     _alone.clear()
                 _alone[metadata] = meta
+        if not schema.is_kept:
+            keep(schema)
         if not how & PICKLED:
             return tree
         convert = _as_wanted(arrival)

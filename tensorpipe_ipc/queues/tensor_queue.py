@@ -259,8 +259,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 ``clone()`` the part. False: they lie in shared memory, however small, as a *lease*: the block that they
                 arrived in stays until its last alias is gone. "auto": a lease from 32 KiB on, as long as this process
                 leases at most half of the queue's memory, or there is no memory for a copy; never of a message beyond
-                the capacity, as an empty queue takes one. Tensors without items, and messages without tensors, have no
-                memory: the three settings agree. A lease smaller than a page costs a page.
+                the capacity, as an empty queue takes one. Tensors without items, and messages without tensors, arrays
+                and ``bytes``, have no memory: the three settings agree. A lease smaller than a page costs a page.
                 If a child is forked while leased tensors live, the child's writes to them stay private to it. The child
                 may see *this* process's later writes, in pages that the child has not written itself. A child that
                 needs the old contents clones the tensors.
@@ -326,7 +326,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
             TypeError: ``max_items`` is not an integer.
             ValueError: ``max_items`` is not positive.
             Exception: any error of ``get``, for the first object. If a later object is faulty, the objects before it are
-                returned, and the next get raises the error.
+                returned, and the next get raises the error. Those behind it come with the next gets of this process,
+                and are lost if it ends before.
         """
         if self._closed:
             raise Closed(f"Queue {self!r} is closed")

@@ -46,6 +46,7 @@ from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
 from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
+from tensorpipe_ipc.wire.in_block import A_PICKLE
 from tensorpipe_ipc.wire.layout import LEASE_FROM
 from tensorpipe_ipc.wire.room import made_with_room, see_room_to_take
 
@@ -54,6 +55,7 @@ __all__ = ["COPY", "LEASE", "LEASE_FROM", "Decode", "GetEnd", "Message", "lease_
 COPY, LEASE = 1 << 62, 1  # in its place: never a lease; always one, or an error
 _TRIES = 8  # to decode a message
 _WORD = (1 << 64) - 1  # what another process wrote may be anything
+_A_PICKLE = bytes([A_PICKLE])
 _BY_WISH = {"auto": LEASE_FROM, True: COPY, False: LEASE}
 
 
@@ -492,6 +494,8 @@ class GetEnd:
         block = word << 3
         at, length, start, nbytes = self.places(word)
         metadata, start = self.memory[block + at : block + at + length], block + start
+        if lease_from == LEASE and (not nbytes or metadata[:1] == _A_PICKLE):  # no tensors, which would lie there
+            lease_from = COPY
         if nbytes < LEASE_FROM and nbytes < lease_from:
             return decode(metadata, bytearray(self._octets[start : start + nbytes]))
         array = self._lease(block, start, nbytes, must=lease_from == LEASE) if nbytes >= lease_from else None

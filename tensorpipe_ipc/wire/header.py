@@ -44,6 +44,7 @@ __all__ = [
     "MAX_NAMES",
     "PREFIX",
     "VERSION",
+    "Claimed",
     "Ending",
     "Header",
     "Hello",

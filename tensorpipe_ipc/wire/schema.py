@@ -37,7 +37,7 @@ from tensorpipe_ipc.wire.room import see_room_to_take
 from tensorpipe_ipc.wire.spec import MAX_NODES, Op
 from tensorpipe_ipc.wire.threads import alone_in_a_child
 
-__all__ = ["ALIAS", "Decoder", "Schema", "schema_of"]
+__all__ = ["ALIAS", "Decoder", "Schema", "keep", "schema_of"]
 
 ALIAS = -1  # as ``own`` of Schema.tree: the payload is the receiver's own and aligned; lie on it, however small
 SPAN = struct.Struct("<QQ")
@@ -72,7 +72,9 @@ class Schema:
     Attributes:
         serializer: the name of the serializer that made the payloads.
         nbytes: of all payloads.
+        data: its bytes.
         cost: bytes of memory that it takes up while it is kept, roughly and at most.
+        is_kept: whether it was kept for the next messages.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -85,13 +87,14 @@ class Schema:
         name, at = _block(data, 0, 1)
         spec, at = _block(data, at, 4)
         self.serializer = str(name, "ascii", "replace")
-        self._data = data
+        self.data = data
         self._plan = Plan(spec)
         self._spans, self._spans_at = _count(data, at, SPAN.size)
         if self._spans > self._plan.leaves:
             raise ProtocolError(f"{self._spans} spans for a tree of {self._plan.leaves} leaves")
         self._packed, self._bulk, self.nbytes = layout(self._sizes())
         self._opened: _Opened | None = None
+        self.is_kept = False
         kept = self._plan.made + self._plan.leaves + self._spans + 1
         self.cost = _KEPT_OF_DATA * len(data) + _KEPT_OF_NODE * kept
 
@@ -266,16 +269,16 @@ class Schema:
                 yield leaf.nbytes
 
     def _span_sizes(self) -> Iterator[tuple[Any, ...]]:
-        return SPAN.iter_unpack(memoryview(self._data)[self._spans_at : self._spans_at + self._spans * SPAN.size])
+        return SPAN.iter_unpack(memoryview(self.data)[self._spans_at : self._spans_at + self._spans * SPAN.size])
 
     def _leaves(self) -> Iterator[LeafMeta]:
         """Check the leaf metas, and give them, one by one."""
-        count, at = _count(self._data, self._spans_at + self._spans * SPAN.size, _LEAST_META)
+        count, at = _count(self.data, self._spans_at + self._spans * SPAN.size, _LEAST_META)
         if count != self._plan.leaves:
             raise ProtocolError(f"{count} leaf metas for a tree of {self._plan.leaves} leaves")
         narrowed = bytearray(2 * self._spans)  # of each span: codes of the dtypes that its views have, and had
         for index in range(count):
-            leaf, at = unpack_meta(self._data, at)
+            leaf, at = unpack_meta(self.data, at)
             if leaf.span is not None:
                 self._check_view(index, leaf)
                 codes = bytes((leaf.row.code, leaf.own.code)) if leaf.row and leaf.own else b"\xff\xff"
@@ -288,14 +291,14 @@ class Schema:
                     f"bytes of {leaf.row and leaf.row.torch} that were {leaf.own.torch}: only numbers are narrowed"
                 )
             yield leaf
-        if at != len(self._data):
-            raise ProtocolError(f"{len(self._data) - at} bytes after the end of the schema")
+        if at != len(self.data):
+            raise ProtocolError(f"{len(self.data) - at} bytes after the end of the schema")
 
     def _check_view(self, index: int, leaf: LeafMeta) -> None:
         assert leaf.span is not None
         if leaf.span >= self._spans:
             raise ProtocolError(f"a view of span {leaf.span}, of which there are {self._spans}")
-        (nbytes, _) = SPAN.unpack_from(self._data, self._spans_at + leaf.span * SPAN.size)
+        (nbytes, _) = SPAN.unpack_from(self.data, self._spans_at + leaf.span * SPAN.size)
         if leaf.view_end() > nbytes:
             raise ProtocolError(f"a view up to byte {leaf.view_end()} of a span of {nbytes}")
         kind = self._plan.kinds[index]
@@ -350,14 +353,16 @@ class _Schemas(dict[bytes, Schema]):
     LIMIT = 1 << 24
     size = 0
 
-    def __missing__(self, data: bytes) -> Schema:
-        schema = Schema(data)
+    def add(self, data: bytes, schema: Schema) -> None:
+        """Add one. Where they are too large together, the oldest go."""
+        self[data] = schema
         self.size += schema.cost
         if self.size > self.LIMIT:
-            self.clear()
-            self.size = schema.cost
-        self[data] = schema
-        return schema
+            for oldest in list(self)[:-1]:
+                gone = self.pop(oldest, None)  # None: another thread is at it, too
+                self.size -= 0 if gone is None else gone.cost
+                if self.size <= self.LIMIT:
+                    break
 
 
 _SCHEMAS = _Schemas()
@@ -367,12 +372,19 @@ _OCTET_OF_ANY = _OCTET._replace(alignment=WIDEST)  # of memory that may be looke
 
 
 def schema_of(data: bytes) -> Schema:
-    """Return the schema of these bytes.
+    """Return the schema of these bytes. It is read anew each time, unless it is kept.
 
     Raises:
         ProtocolError: they are none.
     """
-    return _SCHEMAS[data]
+    return _SCHEMAS.get(data) or Schema(data)
+
+
+def keep(schema: Schema) -> None:
+    """Keep a schema for the next messages, as one was read that bears it out: what is rejected drives none of others out."""
+    if not schema.is_kept:
+        schema.is_kept = True
+        _SCHEMAS.add(schema.data, schema)
 
 
 def _block(data: bytes, at: int, width: int) -> tuple[memoryview, int]:

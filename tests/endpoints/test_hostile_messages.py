@@ -29,6 +29,7 @@ from tensorpipe_ipc import serializers
 from tensorpipe_ipc.endpoints import conversation, peers
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers import torch_save
+from tensorpipe_ipc.wire import schema
 from tensorpipe_ipc.wire.header import Kind, Piece, SharedMemoryTerms, pack, pack_piece, unpack
 from tensorpipe_ipc.wire.spec import BY_NAME, BY_TYPE, Op, Registered
 
@@ -579,3 +580,27 @@ def test_what_shares_memory_here_and_may_not_there_crosses_by_itself() -> None:
     assert got[4].shape == (4, 6)
     got[3][0] = 7
     assert got[5][0] == 7, "an array and a tensor still share memory"
+
+
+@pytest.mark.parametrize("way", ["off", "auto"])
+def test_what_is_rejected_does_not_have_friends_messages_read_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header of 300 kB takes as much as is kept of all streams together. A queue's trees stay known, too."""
+    tree, there, made = {"a": [torch.zeros(1), 1], "b": "text"}, tp.Queue(), list[bytes]()
+    there.put(tree)
+    assert there.get()["b"] == "text"
+    with tp.Consumer("tcp://127.0.0.1:0", producers=None) as consumer, RawEnd(consumer.endpoint) as raw:
+        raw.say(hello("producer"))
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, tree, shared_memory=way))
+        assert consumer.get(PATIENCE)["b"] == "text"
+        putting()
+        large = exchange.sent({letter * 60_000: None for letter in "vwxyz"} | {"tensor": torch.zeros(1)})
+        raw.say(large[0][:-1])
+        wait_in_vain(consumer, lambda: consumer.statistics().rejected)
+        read = schema.Schema.__init__
+        monkeypatch.setattr(schema.Schema, "__init__", lambda one, data: (made.append(data), read(one, data))[1])
+        putting = in_thread(lambda: children.put_and_leave(consumer.endpoint, tree, shared_memory=way))
+        assert consumer.get(PATIENCE)["b"] == "text"
+        putting()
+    there.put(tree)
+    assert there.get()["b"] == "text"
+    assert not made

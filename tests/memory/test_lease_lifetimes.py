@@ -362,6 +362,26 @@ def test_beyond_the_budget_copy_false_raises_and_the_message_is_the_next(ctx: An
     assert blocks_in_use(ctx) == {"held": 2}
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [None, ("stop",), "x" * 5_000, ["y"] * 100_000, [], Exception("no"), {"of a tree": 1}],
+    ids=lambda sent: repr(sent)[:12],
+)
+def test_beyond_the_budget_copy_false_takes_what_has_no_tensors(ctx: Any, sent: Any) -> None:
+    """It has no memory that a lease would keep: what has a consumer let go of its tensors comes by it, too."""
+    there = ctx.Queue()
+    set_lease_budget(ctx.tensorpipe_attachment().leases, 4 * SIZE + PAGE)
+    held = leased(there, copy=False)
+    for _ in range(2):
+        there.put(sent)
+    for got in there.get(copy=False), *there.get_many(1, copy=False):
+        assert repr(got) == repr(sent)
+    there.put(torch.zeros(SIZE))
+    with pytest.raises(SharedMemoryError, match="under lease"):
+        there.get(copy=False)
+    assert held.numel() == SIZE
+
+
 # Of 100 kB, eight blocks are an extent; of 5 kB, 128; of the others, one.
 @pytest.mark.parametrize("nbytes", [5_000, 100_000, 600_000, 3_000_000])
 def test_what_waits_in_a_queue_that_is_gone_is_freed_among_tensors_that_are_kept(ctx: Any, nbytes: int) -> None:

@@ -327,21 +327,30 @@ def test_an_unknown_serializer_lists_the_known_ones() -> None:
 
 
 def test_a_steady_stream_reads_its_schema_once() -> None:
-    """Equal schemas are one object. Those that are kept count for 16 MiB at most, and then they are read anew."""
+    """Equal schemas are one object. Those that are kept count for 16 MiB at most: the oldest go, and are read anew."""
 
     def data(number: int) -> bytes:
         text = b"%04d" % number * 15_000
         return layout(b"\x22" + u32(1) + struct.pack("<H", 60_003) + b"\xda\xea\x60" + text + b"\x10")
 
+    def kept(number: int) -> schema.Schema:
+        found = schema.schema_of(data(number))
+        schema.keep(found)
+        return found
+
     forget_schemas()
-    first = last = schema.schema_of(data(0))
+    first = last = kept(0)
     cost, number = first.cost, 0
     while schema.schema_of(bytes(bytearray(data(0)))) is first:
         number += 1
-        last = schema.schema_of(data(number))
+        last = kept(number)
         cost += last.cost
         assert cost <= (1 << 24) + last.cost
     assert cost > 1 << 24
+    assert schema.schema_of(data(number)) is last
+    assert number > 1
+    assert schema.schema_of(data(1)) is not first
+    assert schema.schema_of(data(1)) is schema.schema_of(data(1))
     forget_schemas()
 
 
