@@ -495,7 +495,7 @@ class GetEnd:
         at, length, start, nbytes = self.places(word)
         metadata, start = self.memory[block + at : block + at + length], block + start
         if lease_from == LEASE and (not nbytes or metadata[:1] == _A_PICKLE):  # no tensors, which would lie there
-            lease_from = COPY
+            lease_from = LEASE_FROM
         if nbytes < LEASE_FROM and nbytes < lease_from:
             return decode(metadata, bytearray(self._octets[start : start + nbytes]))
         array = self._lease(block, start, nbytes, must=lease_from == LEASE) if nbytes >= lease_from else None

@@ -354,15 +354,17 @@ class _Schemas(dict[bytes, Schema]):
     size = 0
 
     def add(self, data: bytes, schema: Schema) -> None:
-        """Add one. Where they are too large together, the oldest go."""
-        self[data] = schema
+        """Add one. Where they are too large together, the oldest go, and some more: then not each time."""
+        if self.setdefault(data, schema) is not schema:
+            return  # another thread has read it, too
         self.size += schema.cost
         if self.size > self.LIMIT:
+            self.size = sum(each.cost for each in list(self.values()))  # anew: threads may count at a time
             for oldest in list(self)[:-1]:
+                if self.size <= self.LIMIT // 16 * 15:
+                    break
                 gone = self.pop(oldest, None)  # None: another thread is at it, too
                 self.size -= 0 if gone is None else gone.cost
-                if self.size <= self.LIMIT:
-                    break
 
 
 _SCHEMAS = _Schemas()

@@ -17,6 +17,7 @@ from crash_points import in_child, reap
 from inside import leave_addresses, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import SharedMemoryError
+from tensorpipe_ipc.shared_queue import get_end
 
 SIZE = 100_000
 MIB, PAGE = 1 << 20, 1 << 12
@@ -380,6 +381,20 @@ def test_beyond_the_budget_copy_false_takes_what_has_no_tensors(ctx: Any, sent: 
     with pytest.raises(SharedMemoryError, match="under lease"):
         there.get(copy=False)
     assert held.numel() == SIZE
+
+
+@pytest.mark.parametrize("copy", [False, "auto"])
+def test_a_long_pickle_comes_where_there_is_no_memory_for_a_copy_of_its_message(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch, copy: Any
+) -> None:
+    there, words = ctx.Queue(), {"y" * 1_000_000}
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(get_end, "see_room_to_take", refuse)
+    there.put(words)
+    assert there.get(copy=copy) == words
 
 
 # Of 100 kB, eight blocks are an extent; of 5 kB, 128; of the others, one.

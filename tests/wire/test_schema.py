@@ -354,6 +354,22 @@ def test_a_steady_stream_reads_its_schema_once() -> None:
     forget_schemas()
 
 
+def test_what_several_threads_read_at_a_time_is_kept_and_counted_once() -> None:
+    def data(text: bytes) -> bytes:
+        return layout(b"\x22" + u32(1) + struct.pack("<H", 60_003) + b"\xda\xea\x60" + text * 60_000 + b"\x10")
+
+    forget_schemas()
+    first = schema.schema_of(data(b"a"))
+    schema.keep(first)
+    read_by_threads = [schema.schema_of(data(b"b")) for _ in range(10)]
+    for each in read_by_threads:
+        schema.keep(each)
+    schema.keep(schema.schema_of(data(b"c")))
+    assert schema.schema_of(data(b"a")) is first
+    assert schema.schema_of(data(b"b")) is read_by_threads[0]
+    forget_schemas()
+
+
 class Offset:
     """A serializer that decodes to a slice of a larger memory."""
 
