@@ -39,7 +39,7 @@ from tensorpipe_ipc.endpoints import conversation
 from tensorpipe_ipc.process import Identity, identity
 
 PATIENCE = 10.0  # seconds for what should take milliseconds, on a machine that does other things too
-HANG = 3 * PATIENCE  # seconds for what may take seconds: work, and other programs
+AT_LENGTH = 3 * PATIENCE  # seconds for what is work, and takes some
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -432,15 +432,15 @@ def _state(thread: Path) -> str:
     return (thread / "stat").read_text().rpartition(") ")[2][0]
 
 
-def wait_until(condition: Callable[[], Any]) -> None:
+def wait_until(condition: Callable[[], Any], bound: float = PATIENCE) -> None:
     """Ask until something holds, as asking an end for its statistics has it look at what has come in."""
-    deadline = time.monotonic() + HANG
+    deadline = time.monotonic() + bound
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.0005)  # the one who makes it so may need this processor
 
 
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+def in_thread(function: Callable[[], Any]) -> Callable[..., Any]:
     """Begin a call in a thread. Returns what waits for its result."""
     results: list[Any] = []
 
@@ -453,8 +453,8 @@ def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
-    def result() -> Any:
-        thread.join(HANG)
+    def result(bound: float = PATIENCE) -> Any:
+        thread.join(bound)
         assert results, "the thread does not end"
         done, value = results[0]
         if not done:

@@ -21,7 +21,7 @@ from guard import hang_limit, left, snapshot, time_limit
 import tensorpipe_ipc as tp
 
 pytest_plugins = ["pytester", "arenas"]
-LIMIT = 120.0  # seconds for each of setting up a test without a ``limit`` marker, the test, and tearing it down
+LIMIT = 60.0  # seconds for each of setting up a test without a ``limit`` marker, the test, and tearing it down
 GRACE = 15.0  # seconds after all three until a test that hangs in C takes the whole run with it
 
 

@@ -451,8 +451,8 @@ class Conversation:
             self.socket.waste()
             self.socket.received()
             return
-        is_greeting = self.hangs_up and (peer is None or _is_a(Kind.HELLO, frames))
-        is_strange = self.hangs_up and (peer is None or ((not peer.brought or is_greeting) and not peer.is_seen()))
+        has_waited = self.hangs_up and (peer is None or _is_a(Kind.HELLO, frames))
+        is_strange = self.hangs_up and (peer is None or ((not peer.brought or has_waited) and not peer.is_seen()))
         worth = 0 if peer is None else peer.brought + peer.repeated
         began, refused, nbytes = time.thread_time() if is_strange else 0.0, "", len(frames[-1])
         try:
@@ -465,7 +465,7 @@ class Conversation:
             if isinstance(error, VersionMismatch):
                 self._answer_misfit(routing, error)
         if not self.hears_again:
-            message = _InHand(routing, nbytes, peer, worth, began, is_greeting)
+            message = _InHand(routing, nbytes, peer, worth, began, has_waited)
             self._in_hand = message  # only now: what an exception cuts short after its first event is read again
 
     def _joined(self, frames: list[Any]) -> tuple[list[Any], str]:

@@ -29,7 +29,7 @@ import pytest
 import secured
 import torch
 import zmq
-from children import PATIENCE, Child, in_thread, wait_until
+from children import AT_LENGTH, PATIENCE, Child, in_thread, wait_until
 from crash_points import in_child, reap
 from inside import conversation_of, is_in_use, side_of
 from programs import ran
@@ -1728,19 +1728,16 @@ def test_closing_the_last_end_leaves_alone_what_others_lend_to_zeromq() -> None:
 
 def test_threads_open_and_close_ends_of_their_own_at_any_time() -> None:
     """The last end of one closes as that of another is opened, and lends memory."""
-    until = time.monotonic() + PATIENCE / 2
 
     def come_and_go() -> None:
         for _ in range(300):
-            if time.monotonic() > until:  # a machine that does other things too
-                break
             with tp.Consumer("tcp://127.0.0.1:0", shared_memory="off") as consumer:
                 sending = in_thread(lambda where=consumer.endpoint: _put_and_leave(where, "x" * (1 << 20)))  # type: ignore[misc]
                 assert len(consumer.get(PATIENCE)) == 1 << 20
                 sending()
 
     for each in [in_thread(come_and_go) for _ in range(2)]:
-        each()
+        each(AT_LENGTH)
 
 
 # -- words

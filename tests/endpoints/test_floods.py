@@ -25,7 +25,7 @@ import msgspec
 import psutil
 import pytest
 import torch
-from children import PATIENCE, Child, descriptors_left, in_thread, wait_until
+from children import AT_LENGTH, PATIENCE, Child, descriptors_left, in_thread, wait_until
 from inside import conversation_of, have_no_time_for_strangers, side_of, take_long_to_hear
 from programs import InFork, ran
 from raw_ends import RawEnd, RawLine, hello, wait_in_vain
@@ -628,7 +628,7 @@ def test_memory_of_a_strangers_messages_comes_back_once_they_were_read() -> None
         assert ran("-c", _SHORT_MESSAGES, endpoint).out == "connects\nsaid\n"
         assert resident().rss - before > 50 * MIB
         child.begin(children.take_and_drop, math.inf)
-        wait_until(lambda: resident().rss - before < 20 * MIB)
+        wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
 
@@ -659,12 +659,12 @@ def test_memory_of_handshakes_of_those_who_are_not_listed_comes_back(tmp_path: P
         before = resident().rss
         with InFork("-c", _HANDSHAKES, endpoint, str(folder), folder=tmp_path) as stranger:
             assert stranger.line() == "connects\n"
-            wait_until(lambda: resident().rss - before > 40 * MIB)
+            wait_until(lambda: resident().rss - before > 40 * MIB, AT_LENGTH)
             child.begin(children.take_and_drop, math.inf)
             with Child() as other:  # knocks again and again meanwhile
                 other.call(open_connector, endpoint, str(folder), "other")
                 other.begin(children.put_without_end, 100)
-                wait_until(lambda: resident().rss - before < 20 * MIB)
+                wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
                 other.kill()
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
@@ -695,7 +695,7 @@ def test_memory_of_short_messages_of_a_peer_comes_back_though_another_came_later
         with RawEnd(endpoint) as later:
             later.say(hello("producer", end=9))
             child.begin(children.take_and_drop, math.inf)
-            wait_until(lambda: resident().rss - before < 20 * MIB)
+            wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         line.reset()
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
@@ -727,7 +727,7 @@ def test_memory_of_short_messages_of_a_binder_comes_back_though_another_end_was_
                 time.sleep(0)  # libzmq's thread reads this one alone
         child.call(_open_one_more)
         child.begin(children.take_and_drop, math.inf)
-        wait_until(lambda: resident().rss - before < 20 * MIB)
+        wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         child.kill()
     tp.Consumer("next").close()  # which removes the killed one's files
 
@@ -760,9 +760,9 @@ def test_memory_of_a_strangers_messages_comes_back_beside_a_friend_that_always_h
         before = resident().rss
         with InFork("-c", said, endpoint, folder=tmp_path) as stranger:
             assert stranger.line() == "connects\n"
-            wait_until(lambda: resident().rss - before > 50 * MIB)
+            wait_until(lambda: resident().rss - before > 50 * MIB, AT_LENGTH)
             child.begin(children.take_and_drop, math.inf)
-            wait_until(lambda: resident().rss - before < 20 * MIB)
+            wait_until(lambda: resident().rss - before < 20 * MIB, AT_LENGTH)
         friend.kill()
         child.kill()
     tp.Consumer("next").close()  # which removes the files of the killed

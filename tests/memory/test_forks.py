@@ -570,6 +570,7 @@ def test_what_a_child_kept_comes_back_with_the_next_call(ctx: Any, gates: list[G
         joining()
 
 
+@pytest.mark.limit(120)  # a process for each moment
 def test_what_a_handler_gets_while_its_process_takes_a_queue_into_use_stays_as_it_is(ctx: Any) -> None:
     """At each moment of a process's first put the handler of a signal may get a lease, and keep it."""
     there, other, point, has_more = ctx.Queue(), ctx.Queue(), 0, True
