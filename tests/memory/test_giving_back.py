@@ -48,6 +48,7 @@ from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory import barrier, leases
 from tensorpipe_ipc.memory.arena import GENERATION_AT, size_class_of
 from tensorpipe_ipc.memory.segment import GROWN, PAGE_LOCKED, Segment, segment_at
+from tensorpipe_ipc.queues import call_queue
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.survey import survey
 
@@ -1539,8 +1540,10 @@ def test_a_get_that_waits_gives_all_idle_memory_back_as_soon_as_it_is_due(medium
 
 @pytest.mark.parametrize(("workers", "nbytes"), [(4, 100_000), (1, 400_000)])
 def test_an_executor_beside_a_queue_that_fills_the_arena_does_not_look_at_it_for_each_call(
-    ctx: Any, workers: int, nbytes: int
+    ctx: Any, workers: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After a look in vain, calls rest for ten times as long. Here they rest to the end, on slow machines, too."""
+    monkeypatch.setattr(call_queue, "REST", 1_000_000)
     _full, calls, looks = _filled(ctx), 60, _looks_of(ctx.tensorpipe_attachment().arena)
     with ProcessPoolExecutor(workers, mp_context=ctx) as executor:
         futures = [executor.submit(torch.clone, octets(nbytes, number)) for number in range(calls)]
