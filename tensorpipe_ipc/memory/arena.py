@@ -956,11 +956,16 @@ class Arena(Extents):
     def _in_use(self) -> Iterator[tuple[Places, Words]]:
         """Of each extent's blocks that are in the works or held: the rows of those who have them, and the bytes of payload."""
         for start, kind, units, _ in self.all_extents():
-            blocks, states = self.states(start, kind, units)
-            states &= np.uint64(HOLDER)
-            busy = (states != FREE) & (states != KEPT)
-            rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
-            yield rows, self.numbers[(blocks[busy] >> 3) + NBYTES]
+            seen = (-1, 0)  # where it is given to others meanwhile, a message's content may have been read as states
+            while seen != (kind, units):
+                seen = kind, units
+                blocks, states = self.states(start, kind, units)
+                states &= np.uint64(HOLDER)
+                busy = (states != FREE) & (states != KEPT)
+                rows = (states[busy] >> np.uint64(STEP_BITS)).astype(np.int64) & MAX_ROWS - 1
+                payloads, word = self.numbers[(blocks[busy] >> 3) + NBYTES], self.words[self.table + (start >> 20)]
+                kind, units = word >> 16 & KIND, word >> 32
+            yield rows, payloads
 
 
 def _unattached() -> dict[str, Any]:

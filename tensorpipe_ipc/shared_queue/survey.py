@@ -3,7 +3,8 @@
 The segments are found by their name among the descriptors of processes that may be looked at, opened again through /proc for
 reading, and read with ``pread``. Nothing is mapped (what is read may be nonsense, but reading it is harmless), nothing is
 written, no row is taken. Holes are asked for first, as reading one through a mapping would cost memory. Figures of one
-survey are a few milliseconds apart: what moved meanwhile may be seen twice, or not at all.
+survey are a few milliseconds apart: what moved meanwhile may be seen twice, or not at all. An extent that became another's
+while it was read is left out.
 
 What is seen: queues, and endpoints that share memory. Endpoints that use frames have no memory to look at.
 """
@@ -191,8 +192,11 @@ class _Reader:
     def view(self, inode: int, pids: tuple[int, ...], capacity: int) -> SegmentView:
         """Return all of it."""
         for start, size_class, units in self._extents():
-            for first, words in self._headers(start, size_class, units):
-                self._sort(first, 1 << size_class, words)
+            found = list(self._headers(start, size_class, units))
+            word = self._word((ROWS_END + start // UNIT * 8) // 8)
+            if (word >> 16 & 0x3F, word >> 32) == (size_class, units):  # else a message's content was read as headers
+                for first, words in found:
+                    self._sort(first, 1 << size_class, words)
         incarnations = self._words(INCARNATIONS, MAX_ROWS).tolist()
         finished = self._words(FINISHED, MAX_ROWS).tolist()
         rows = [row for row in range(MAX_ROWS) if incarnations[row]]

@@ -1381,6 +1381,27 @@ def _filled(ctx: Any) -> Any:
     return full
 
 
+@pytest.mark.parametrize("nbytes", [2 * MIB, 20_000])
+def test_no_holder_is_read_out_of_what_a_message_says_where_an_extent_changes_hands_meanwhile(
+    medium_ctx: Any, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, arena = medium_ctx.Queue(), medium_ctx.tensorpipe_attachment().arena
+    for _ in range(3000):
+        there.put(octets(300))
+    drained(there)
+    states = arena.states
+
+    def late(*extent: Any) -> Any:
+        monkeypatch.undo()
+        medium_ctx.trim()
+        there.put(torch.full((nbytes // 8,), 2))  # as a block's state, it says that a message waits there
+        return states(*extent)
+
+    monkeypatch.setattr(arena, "states", late)
+    (holder,) = there.statistics().holders
+    assert (holder.blocks, holder.nbytes) == (1, nbytes)
+
+
 def _looks_of(arena: Any) -> list[int]:
     """Return a list that gets what each look at all memory is for."""
     looks, collect = list[int](), arena.collect

@@ -189,6 +189,25 @@ def test_endpoints_are_seen(tmp_path: Path) -> None:
     assert kinds == ["endpoints"]
 
 
+def test_a_message_is_not_read_as_headers_where_an_extent_changes_hands_meanwhile(
+    ctx: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, read = ctx.Queue(), onlooker._Reader._headers
+    for number in range(3000):
+        there.put(number)
+    while there.qsize():
+        there.get()
+
+    def late(self: Any, *extent: int) -> Any:
+        monkeypatch.undo()
+        ctx.trim()
+        there.put(torch.full((1 << 18,), 2))  # as a block's state, it says that a message waits there
+        return read(self, *extent)
+
+    monkeypatch.setattr(onlooker._Reader, "_headers", late)
+    assert _of(ctx).in_use in (0, 8 << 18)
+
+
 def test_nonsense_is_looked_at_in_no_time() -> None:
     """The owner of a memfd of that name may write anything: extents that overlap, of holes, beyond the end; counts."""
     size = (1 << 38) + 100
