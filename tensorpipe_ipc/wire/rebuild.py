@@ -71,8 +71,9 @@ class Plan:
     def kinds(self) -> bytearray:
         """The op of each leaf, in the order of the spec. Found when first asked for: not of a message that is refused."""
         if self._kinds is None:
-            self._kinds = bytearray()
-            _Walk(self._spec, kinds=self._kinds)
+            kinds = bytearray()
+            _Walk(self._spec, kinds=kinds)
+            self._kinds = kinds  # whole: another thread may ask meanwhile, and an exception may come
         return self._kinds
 
     def build(self, leaves: Sequence[torch.Tensor], values: Sequence[Any], *, as_numpy: bool = False) -> Any:

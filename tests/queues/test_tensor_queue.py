@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from crash_points import in_child, reap
+from crash_points import in_child, interrupted_at, raise_interrupt, reap
 from inside import reading_end_of, shared_queue_of
 
 import tensorpipe_ipc
@@ -412,3 +412,19 @@ def test_an_exception_of_a_handler_while_an_object_is_pickled_ends_put() -> None
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert there.empty()
+
+
+def test_what_interrupts_the_first_get_of_arrays_spoils_none_of_the_next_ones() -> None:
+    """A process keeps what it finds out of a tree for the next messages: whole, or not at all."""
+    there, before = Queue(), signal.signal(signal.SIGUSR2, raise_interrupt)
+    for point in itertools.count(1, 5):
+        tree = {f"{point} {number}": torch.ones(2) for number in range(3)}
+        there.put_many([tree] * 3)
+        there.get(timeout=LIMIT)
+        was_interrupted = interrupted_at(point, lambda: there.get(timeout=0, as_numpy=True))
+        while there.qsize():
+            assert there.get(timeout=LIMIT, as_numpy=True).keys() == tree.keys(), point
+        if not was_interrupted:
+            break
+    signal.signal(signal.SIGUSR2, before)
+    assert point > 100
