@@ -209,8 +209,9 @@ class MemoryTracker:
             return
         try:
             if self._thread is not None:
-                self._stop.close()
+                os.write(self._stop.fileno(), b"x")  # to close it is not enough: children that were forked have it, too
                 self._thread.join()
+                self._stop.close()
             with _but_for_a_lack_of_descriptors():
                 self.sample()
         finally:
@@ -365,7 +366,7 @@ class MemoryTracker:
     # -- sampling
 
     def _run(self, interval: float, stop: OwnedFd) -> None:
-        """Until the other end of ``stop`` is closed. (A poll, as it wakes for half of what an Event does.)"""
+        """Until there is something in ``stop``. (A poll, as it wakes for half of what an Event does.)"""
         poll = select.poll()
         poll.register(stop, select.POLLIN)
         due = began = time.monotonic()

@@ -177,6 +177,15 @@ def test_the_thread_samples_and_ends() -> None:
     assert 0 < tracked.share < 1
 
 
+def test_it_ends_while_a_child_that_was_forked_meanwhile_lives_on() -> None:
+    """As the workers of a pool do, until their parent has ended."""
+    with tp.MemoryTracker():
+        child = in_child(signal.pause)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    assert reap(child) == -signal.SIGKILL
+
+
 def test_what_samples_cost_that_were_asked_for_counts_beside_the_threads() -> None:
     """A program that asks for many reads it in the share."""
     began = time.monotonic()
