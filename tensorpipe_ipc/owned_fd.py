@@ -18,9 +18,10 @@ import errno
 import itertools
 import os
 import select
+import stat
 from collections.abc import Callable
 
-__all__ = ["OwnedFd", "owned", "pipe", "reopened"]
+__all__ = ["OwnedFd", "opened_file", "owned", "pipe", "reopened"]
 
 OwnedFd = select.epoll
 """``fileno()`` is the descriptor, and ``close()`` closes it, once; so does the end of a ``with`` block."""
@@ -52,6 +53,19 @@ def pipe(flags: int = 0) -> tuple[OwnedFd, OwnedFd]:
     ends = itertools.starmap(os.pipe2, [(flags | os.O_CLOEXEC,)])
     reader, writer = map(OwnedFd.fromfd, itertools.chain.from_iterable(ends))
     return reader, writer
+
+
+def opened_file(path: str) -> OwnedFd:
+    """Open a file to read it, if it is a regular one. What is none is not opened, as that may have effects: a terminal would
+    become the process's own, and who waits for a reader of a fifo would go on.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    with owned(os.open, path, os.O_PATH | os.O_CLOEXEC) as place:
+        if not stat.S_ISREG(os.fstat(place.fileno()).st_mode):
+            raise OSError(errno.EINVAL, f"{path} is no regular file")
+        return reopened(place.fileno(), os.O_RDONLY | os.O_NONBLOCK)
 
 
 def reopened(descriptor: int, flags: int) -> OwnedFd:

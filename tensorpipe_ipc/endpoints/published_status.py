@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import stat
 import struct
 import time
 import zlib
@@ -24,6 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from tensorpipe_ipc.endpoints.presence import SUFFIX, Presence
+from tensorpipe_ipc.owned_fd import opened_file
 from tensorpipe_ipc.process import Identity, open_files
 
 __all__ = ["Attached", "PublishedStatus", "StatusPage", "framed", "published_statuses", "read_status"]
@@ -112,7 +112,7 @@ def published_statuses() -> Iterator[PublishedStatus]:
                 status = os.stat(link)
                 file = status.st_dev, status.st_ino
                 if file not in read:
-                    read[file] = _read(link) if stat.S_ISREG(status.st_mode) else None
+                    read[file] = _read(link)
                 found = read[file]
                 # Its peers have the file open, too, and perhaps others of the same process.
                 if found is not None and file not in told and _is_of(pid, found.identity):
@@ -123,17 +123,13 @@ def published_statuses() -> Iterator[PublishedStatus]:
 def _read(path: str) -> PublishedStatus | None:
     before = None
     for _ in range(_TRIES):
-        with open(path, "rb", opener=_without_waiting) as file:
-            data = file.read(_HEAD.size + _LONGEST)
+        with opened_file(path) as file:
+            data = os.pread(file.fileno(), _HEAD.size + _LONGEST, 0)
         found = read_status(io.BytesIO(data))
         if found is not None or data == before:  # it is not just being written, but nothing
             return found
         before = data
     return None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def framed(status: PublishedStatus) -> bytes:

@@ -12,6 +12,7 @@ What is seen: queues, and endpoints that share memory. Endpoints that use frames
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections import defaultdict
@@ -55,7 +56,7 @@ from tensorpipe_ipc.memory.row import (
 )
 from tensorpipe_ipc.memory.rows import FINISHED, INCARNATIONS
 from tensorpipe_ipc.memory.segment import NAME, read_head
-from tensorpipe_ipc.owned_fd import owned
+from tensorpipe_ipc.owned_fd import opened_file, owned
 from tensorpipe_ipc.process import identity, memfds
 from tensorpipe_ipc.shared_queue.queue_record import FACTS, facts_of
 
@@ -158,9 +159,12 @@ def survey(pids: Iterable[int] | None = None) -> list[SegmentView]:
         pids: those that these processes have open; None: those of all processes that this one may look at.
     """
     found: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    device = _device_of_memfds()
     for pid, link in memfds(NAME, pids):
         with contextlib.suppress(OSError):
-            found[os.stat(link).st_ino].append((pid, link))
+            status = os.stat(link)
+            if status.st_dev == device:  # else anybody's file that shows such a name, in a mount namespace of its own
+                found[status.st_ino].append((pid, link))
     views = []
     for inode, links in sorted(found.items()):
         view = _look(inode, tuple(sorted({pid for pid, _ in links})), [link for _, link in links])
@@ -169,10 +173,16 @@ def survey(pids: Iterable[int] | None = None) -> list[SegmentView]:
     return views
 
 
+@functools.cache
+def _device_of_memfds() -> int:
+    with owned(os.memfd_create, "tensorpipe_ipc survey", os.MFD_CLOEXEC) as one:
+        return os.fstat(one.fileno()).st_dev
+
+
 def _look(inode: int, pids: tuple[int, ...], links: list[str]) -> SegmentView | None:
     for link in links:
         with contextlib.suppress(OSError):  # its process is gone; another may have it
-            with owned(os.open, link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC) as segment:
+            with opened_file(link) as segment:
                 size, capacity = read_head(segment.fileno())
                 if size and os.fstat(segment.fileno()).st_ino == inode:
                     return _Reader(segment.fileno(), size).view(inode, pids, capacity)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from children import wait_until
+from crash_points import in_child, reap
 
 import tensorpipe_ipc as tp
 from tensorpipe_ipc import cli
@@ -228,8 +230,42 @@ def test_nonsense_is_looked_at_in_no_time() -> None:
         os.close(memory)
 
 
-def test_a_pipe_that_shows_that_name_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mount namespace of his own anybody can have one. Who opens it to read would wait for somebody who writes."""
+def test_a_pipe_that_shows_that_name_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mount namespace of his own anybody can have one. Its writer, who waits for a reader, would go on."""
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(onlooker, "memfds", lambda *_: [(os.getpid(), str(tmp_path / "pipe"))])
+    monkeypatch.setattr(onlooker, "_device_of_memfds", lambda: tmp_path.stat().st_dev)
+    writer = in_child(lambda: os.close(os.open(tmp_path / "pipe", os.O_WRONLY)))
+    wait_until(lambda: "wait_for_partner" in Path(f"/proc/{writer}/wchan").read_text())
+    assert survey() == []
+    assert os.waitpid(writer, os.WNOHANG) == (0, 0)
+    os.close(os.open(tmp_path / "pipe", os.O_RDONLY))
+    assert reap(writer) == 0
+
+
+def test_a_terminal_that_shows_that_name_does_not_become_the_own_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    primary, terminal = os.openpty()
+    name = os.ttyname(terminal)
+    monkeypatch.setattr(onlooker, "memfds", lambda *_: [(os.getpid(), name)])
+    monkeypatch.setattr(onlooker, "_device_of_memfds", lambda: os.stat(name).st_dev)
+
+    def look() -> None:
+        os.setsid()  # as cron and systemd start a program: without a terminal
+        assert survey() == []
+        with pytest.raises(OSError, match="No such device or address"):
+            os.open("/dev/tty", os.O_RDWR)
+
+    assert reap(in_child(look)) == 0
+    os.close(primary)
+    os.close(terminal)
+
+
+def test_a_file_that_shows_that_name_is_no_segment(ctx: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its maker may choose its number, too, in a file system of his own: that of a segment."""
+    there = ctx.Queue()
+    there.put(1)
+    segment = ctx.tensorpipe_attachment().arena.segment
+    (tmp_path / "forged").write_bytes(os.pread(segment.descriptor, UNIT, 0))
+    os.truncate(tmp_path / "forged", segment.size)
+    monkeypatch.setattr(onlooker, "memfds", lambda *_: [(os.getpid(), str(tmp_path / "forged"))])
     assert survey() == []
