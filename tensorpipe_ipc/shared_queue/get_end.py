@@ -45,7 +45,7 @@ from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import Aside, OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import TOLD
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL, SHUT, Buffers
-from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt, Seen
 from tensorpipe_ipc.wire.in_block import A_PICKLE
 from tensorpipe_ipc.wire.layout import LEASE_FROM
 from tensorpipe_ipc.wire.room import made_with_room, see_room_to_take
@@ -609,7 +609,7 @@ class GetEnd:
         done = self._done()
         is_lost = fate in (_LOST, _GIVEN_UP)
         self.attachment.recovery.end_get(
-            self._queue.handle, self.rows.index, record, is_lost=is_lost, returns_credit=returns_credit
+            Seen(self._queue.handle), self.rows.index, record, is_lost=is_lost, returns_credit=returns_credit
         )
         if fate == _UNDECODABLE:  # with no call since the ticket went
             self.undecodable += 1
@@ -727,7 +727,7 @@ class GetEnd:
             self._give_anew(aside, word, given)
             return
         try:
-            self.attachment.recovery.give_credit(self._queue.handle, given)  # G3
+            self.attachment.recovery.give_credit(Seen(self._queue.handle), given)  # G3
         except InDoubt:
             error = _NoCredit(errno.EMFILE, "no descriptor, or no pipe, is left to finish a get with")
             raise error from None

@@ -44,7 +44,7 @@ from tensorpipe_ipc.shared_queue import tasks
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, SLICE, Buffers, TokenPipe
-from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, Seen
 
 __all__ = ["Copy", "Payload", "PutEnd"]
 
@@ -408,7 +408,7 @@ class PutEnd:
             self._tell_waits()
         if not count:
             self._refuse_if_shut()
-            raise Full(self._why_full("has no free place"))
+            raise Full(self._why_full("has no free place", names_holders=deadline is None or deadline > began))
         return count
 
     def _block(
@@ -568,9 +568,10 @@ class PutEnd:
         self.attachment.mind_idle()
         self._queue.take_up()
 
-    def _why_full(self, what: str) -> str:
-        waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting)"
-        return f"{waiting} {what}; {self.attachment.describe_holders()}"
+    def _why_full(self, what: str, *, names_holders: bool = True) -> str:
+        """Return the text of an error. Who has memory is looked up for many times as long as a put takes that does not wait."""
+        waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting) {what}"
+        return f"{waiting}; {self.attachment.describe_holders()}" if names_holders else waiting
 
     def _full_of_doorbells(self) -> SharedMemoryError:
         """Return what to raise where a pipe without a log has no room: a shutdown that a kill cut short has rung for many."""
@@ -602,9 +603,10 @@ class PutEnd:
             operation.purpose, operation.size, operation.credit, operation.ticket, operation.given, operation.tally
         )
         is_held = operation.ticket in self._handovers
+        seen = Seen(self._queue.handle)
         for each in record.each():  # credits and tickets, as far as they were not given
             self.attachment.recovery.finish_put(
-                self._queue.handle, self.rows.index, each, frees=not is_held, has_credit=operation.is_credited
+                seen, self.rows.index, each, frees=not is_held, has_credit=operation.is_credited
             )
         self._settle_handover(operation)
         del entry[:]  # from here on there is no call

@@ -32,7 +32,8 @@ has passed the first arrow. The recovering process looks at the pipe and its log
 of all takers, then at the stamp. It looks in the direction in which the token moves, so the token cannot slip past it. A
 token that left the pipe before that look was in a word by then. A token that left the word before that look had been
 stamped by then, because takers stamp before they clear (G5 before G6, P2 before P7). A token that is found anywhere was
-given. A token that is found nowhere was not given, and never will be.
+given. A token that is found nowhere was not given, and never will be. All words of an operation are judged by one look at the
+pipe: a token that was given when the look was made has been given ever since, and none is given afterwards.
 
 **A dead put.** T is set if it was killed in P4 to P8:
 
@@ -111,7 +112,7 @@ from tensorpipe_ipc.shared_queue.orphans import Orphans
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, SLOTS
 from tensorpipe_ipc.shared_queue.shutdown import Shutdown
 from tensorpipe_ipc.shared_queue.token_pipe import DOORBELL, DROP, LAST_DOORBELL
-from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt, QueueHandle, block_of, snapshot
+from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, InDoubt, QueueHandle, Seen, block_of
 
 __all__ = ["Recovery"]
 
@@ -154,9 +155,9 @@ class Recovery:
         queue = self._queues.get(number)
         if queue is not None:
             if direction in (PUT, GET):
-                finish = self.finish_put if direction == PUT else self.finish_get
+                finish, seen = self.finish_put if direction == PUT else self.finish_get, Seen(queue)
                 for each in record.each():
-                    finish(queue, row, each)
+                    finish(seen, row, each)
         elif self._orphans.destroy(number):
             self.clear(record)
         elif busy:
@@ -173,18 +174,19 @@ class Recovery:
     # ---- a put ----
 
     def finish_put(
-        self, queue: QueueHandle, row: int, record: Record, *, frees: bool = False, has_credit: bool = False
+        self, seen: Seen, row: int, record: Record, *, frees: bool = False, has_credit: bool = False
     ) -> None:
         """Finish a put of a dead row; or of this process's own, which an exception ended.
 
         Args:
+            seen: of the queue. For all messages of an operation it may be the same.
             frees: whether to free a block whose ticket was not given. Else it is WRITING again, and the sweep frees it.
             has_credit: whether the credit is known to have been taken, if its word says one.
         """
-        words, ungiven = self.words, 0
+        words, queue, ungiven = self.words, seen.queue, 0
         ticket = words[record.ticket]
         if ticket:
-            if self._ticket_given(queue, row, ticket):
+            if self._ticket_given(seen, row, ticket):
                 words[record.credit] = 0
                 if queue.tickets.spilled():
                     queue.record.set(queue.record.spilled)
@@ -197,18 +199,18 @@ class Recovery:
             words[record.ticket] = 0
             if frees and ungiven:
                 words[ungiven >> 3] &= ~HOLDER  # with no call since then: nobody else knows of it
-        self._return_credit(queue, record, has_credit)
+        self._return_credit(seen, record, has_credit)
 
-    def _return_credit(self, queue: QueueHandle, record: Record, has_credit: bool) -> None:
-        words, credits = self.words, queue.credits
+    def _return_credit(self, seen: Seen, record: Record, has_credit: bool) -> None:
+        words, queue, credits = self.words, seen.queue, seen.queue.credits
         credit = words[record.credit]
         if credit == DOORBELL and credits is not None:
             credits.ring_doorbell()
             words[record.credit] = 0
         elif credit and credits is not None:
             if words[record.given]:
-                self.give_credit(queue, record.given)
-            elif has_credit or credit not in snapshot(credits):
+                self.give_credit(seen, record.given)
+            elif has_credit or credit not in seen.tokens_of(credits):
                 # P2, which may not have been done
                 words[queue.record.laps + (credit & SLOTS)] = credit >> SLOT_BITS
                 words[record.given] = credit + NEXT_LAP
@@ -216,15 +218,14 @@ class Recovery:
             words[record.credit] = 0
         words[record.given] = 0
 
-    def _ticket_given(self, queue: QueueHandle, row: int, ticket: int) -> bool:
+    def _ticket_given(self, seen: Seen, row: int, ticket: int) -> bool:
         word = block_of(ticket) >> 3
         queued = ticket % GENERATIONS << GENERATION_AT | self.rows.holder(row) | QUEUED
         if self.words[word] != queued:
             writing = self._ungiven(row, ticket)
             return self.words[word] not in (writing, writing ^ WRITING ^ HELD)
-        return (
-            ticket in snapshot(queue.tickets) or ticket in self._taken(queue.number, GET) or self.words[word] != queued
-        )
+        is_there = ticket in seen.tokens_of(seen.queue.tickets)
+        return is_there or ticket in self._taken(seen.queue.number, GET) or self.words[word] != queued
 
     def _ungiven(self, row: int, ticket: int) -> int:
         """Return the state of a block before its ticket was given."""
@@ -232,9 +233,9 @@ class Recovery:
 
     # ---- a get ----
 
-    def finish_get(self, queue: QueueHandle, row: int, record: Record) -> None:
+    def finish_get(self, seen: Seen, row: int, record: Record) -> None:
         """Finish a get of a dead row."""
-        words = self.words
+        words, queue = self.words, seen.queue
         ticket = words[record.ticket]
         if 0 < ticket <= LAST_DOORBELL:
             if ticket == DOORBELL:
@@ -242,28 +243,29 @@ class Recovery:
             else:
                 self._shutdown.begin(queue, drop=ticket == DROP)
             words[record.ticket] = 0
-        elif ticket and not words[record.given] and ticket in snapshot(queue.tickets):
+        elif ticket and not words[record.given] and ticket in seen.tokens_of(queue.tickets):
             words[record.ticket] = 0
         # Nobody else gets from a pair's queue: there the credit stays away, and the producer finds that this was not taken.
-        self.end_get(queue, row, record, returns_credit=not words[queue.record.pair])
+        self.end_get(seen, row, record, returns_credit=not words[queue.record.pair])
 
     def end_get(
-        self, queue: QueueHandle, row: int, record: Record, *, is_lost: bool = True, returns_credit: bool = True
+        self, seen: Seen, row: int, record: Record, *, is_lost: bool = True, returns_credit: bool = True
     ) -> None:
         """End the get of a message that nobody receives: of a dead row; or of this process's own, after an exception.
 
         Args:
+            seen: as for ``finish_put``.
             is_lost: whether it counts as lost.
             returns_credit: whether its place is to be given back.
         """
-        words = self.words
+        words, queue = self.words, seen.queue
         ticket = words[record.ticket]
         if ticket:
             word = block_of(ticket) >> 3
             if queue.credits is not None and returns_credit:
                 if not words[record.given]:
                     words[record.given] = words[word + CREDIT] + NEXT_LAP & (1 << 64) - 1
-                self.give_credit(queue, record.given)
+                self.give_credit(seen, record.given)
             if is_lost:
                 self._count(row, ticket)
             if words[word] >> GENERATION_AT == ticket % GENERATIONS and words[word] & 15 == QUEUED:
@@ -288,12 +290,12 @@ class Recovery:
 
     # ---- tokens in doubt ----
 
-    def give_credit(self, queue: QueueHandle, word: int) -> None:
+    def give_credit(self, seen: Seen, word: int) -> None:
         """Give the credit that stands in a word, unless it was given."""
-        credit, credits = self.words[word], queue.credits
+        credit, queue, credits = self.words[word], seen.queue, seen.queue.credits
         assert credits is not None
         if not (
-            credit in snapshot(credits)
+            credit in seen.tokens_of(credits)
             or credit in self._taken(queue.number, PUT)
             or self.words[queue.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
         ):

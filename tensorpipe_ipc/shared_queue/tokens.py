@@ -17,7 +17,7 @@ from tensorpipe_ipc.memory.arena import SMALLEST
 from tensorpipe_ipc.shared_queue.queue_record import SLOT_BITS, QueueRecord
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
-__all__ = ["NEXT_LAP", "InDoubt", "QueueHandle", "block_of", "snapshot"]
+__all__ = ["NEXT_LAP", "InDoubt", "QueueHandle", "Seen", "block_of"]
 
 NEXT_LAP = 1 << SLOT_BITS
 
@@ -35,16 +35,27 @@ class InDoubt(Exception):
     """A token cannot be judged now: there is no scratch pipe, or a smaller one, or this process does not have its queue."""
 
 
-def snapshot(pipe: TokenPipe) -> frozenset[int]:
-    """Return the tokens that are in a pipe and its log at this moment.
+class Seen:
+    """The tokens in a queue's pipes, and in their logs. Each pipe is looked at once, when that is first asked for.
 
-    Raises:
-        InDoubt: there is no descriptor for a scratch pipe, or it is too small for what waits.
+    A look takes as long as much waits. One is enough for all words of an operation: see recovery.py.
     """
-    tokens = pipe.snapshot()
-    if tokens is None:
-        raise InDoubt
-    return tokens
+
+    def __init__(self, queue: QueueHandle) -> None:
+        self.queue, self._seen = queue, dict[TokenPipe, frozenset[int]]()
+
+    def tokens_of(self, pipe: TokenPipe) -> frozenset[int]:
+        """Return the tokens that were in a pipe and its log.
+
+        Raises:
+            InDoubt: there is no descriptor for a scratch pipe, or it is too small for what waits.
+        """
+        if pipe not in self._seen:
+            tokens = pipe.snapshot()
+            if tokens is None:
+                raise InDoubt
+            self._seen[pipe] = tokens
+        return self._seen[pipe]
 
 
 def block_of(ticket: int) -> int:

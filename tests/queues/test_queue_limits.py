@@ -246,6 +246,21 @@ def test_a_full_arena_makes_put_wait_and_then_names_who_holds_what() -> None:
     free_again(there, 3)  # it was killed: its blocks are back
 
 
+def test_a_put_that_does_not_wait_for_a_place_looks_for_no_holders_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that want the newest message put in a loop, beside memory that is full of others."""
+    ctx = get_context("fork")
+    there = ctx.Queue(1)
+    there.put(LARGE)
+    looks, arena = list[int](), ctx.tensorpipe_attachment().arena
+    all_extents = arena.all_extents
+    monkeypatch.setattr(arena, "all_extents", lambda: looks.append(1) or all_extents())
+    with pytest.raises(Full, match=r"maxsize 1, 1 waiting\) has no free place$"):
+        there.put_nowait(LARGE)
+    assert not looks
+    with pytest.raises(Full, match=rf"has no free place; .*pid {os.getpid()} \(alive\) has 1 blocks"):
+        there.put(LARGE, timeout=0.01)
+
+
 def test_a_message_larger_than_the_capacity_says_so_at_once() -> None:
     """No waiting for what can never be, not even without a timeout, and the bounded queue keeps its places."""
     there = queue_of(8 * MIB, maxsize=1)

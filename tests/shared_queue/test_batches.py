@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from typing import Any
 
 import pytest
-from crash_points import SIGNAL_CHECKS, Interrupt, dies_at, raise_interrupt, run_traced
+from crash_points import SIGNAL_CHECKS, Interrupt, die, dies_at, in_child, raise_interrupt, reap, run_traced
 from inside import keep_spare
 from wholeness import check_whole, drain, points, stride
 
@@ -14,6 +16,7 @@ from tensorpipe_ipc.errors import Empty, Full, SharedMemoryError
 from tensorpipe_ipc.memory.row import BATCH, GET, PUT
 from tensorpipe_ipc.shared_queue.attachment import Attachment
 from tensorpipe_ipc.shared_queue.shared_memory import SharedMemoryQueue
+from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 
 STRIDE = stride(3)
 LARGE = 100_000
@@ -85,6 +88,12 @@ def test_more_than_the_pipe_holds_spill_and_stay_in_order(attachment: Attachment
     assert got == sent
 
 
+def put_and_die(queue: Any, messages: list[Any]) -> None:
+    """Be killed when all messages of a put are there, and named, and none was sent."""
+    os.writev = lambda *_: die()
+    queue.put_many(messages, 0)
+
+
 @pytest.mark.kills
 @pytest.mark.parametrize("maxsize", [0, 4])
 @pytest.mark.parametrize("size", [400, LARGE], ids=["copied", "leased"])
@@ -143,6 +152,27 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(
         check_whole(attachment, queue, payload)
     assert {(3, 0), (1, 2)} <= seen
     drain(queue)
+
+
+@pytest.mark.parametrize("maxsize", [0, 100])
+@pytest.mark.parametrize("dies_in", ["get_many", "put_many"])
+def test_a_death_amid_many_takes_no_look_at_all_that_waits_for_each_of_them(
+    attachment: Attachment, payload: Any, maxsize: int, dies_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = SharedMemoryQueue.create(attachment, maxsize)
+    messages = contents(BATCH)
+    if dies_in == "get_many":
+        put_all(queue, payload, messages)
+        child = in_child(lambda: queue.get_many(BATCH, 0, lambda *_: die()))
+    else:
+        child = in_child(lambda: put_and_die(queue, [(payload(message), b"") for message in messages]))
+    assert reap(child) == -signal.SIGKILL
+    looks, look = list[int](), TokenPipe.snapshot
+    monkeypatch.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
+    attachment.recover_dead()
+    assert len(looks) <= 2
+    monkeypatch.undo()
+    check_whole(attachment, queue, payload)
 
 
 @pytest.mark.usefixtures("handler")
