@@ -36,8 +36,8 @@ class Sharing:
     """The spans of memory that leaves of one message share, and the leaves as views of them.
 
     Attributes:
-        spans: a tensor for each, from the first byte that a leaf uses to the last: of uint8, or of the leaves' own dtype
-            where all have the same, and it is to be narrowed.
+        spans: a tensor for each, from the first byte that its leaves use to the last, with no gap between the leaves' extents:
+            of uint8, or of the leaves' own dtype where all have the same, and it is to be narrowed.
         views: leaf index -> its packed meta as a view.
     """
 
@@ -77,6 +77,17 @@ class Sharing:
                     self._share(leaves, [index for index in members if _is_view(leaves[index])], storages)
 
     def _share(self, leaves: list[torch.Tensor], members: list[int], storages: set[int]) -> None:
+        """Join members of one storage that overlap or lie side by side. What lies between others was not put."""
+        run, end = list[int](), -1
+        for start, stop, index in sorted((*_extent(leaves[index]), index) for index in members):
+            if start > end:
+                self._join(leaves, run, storages)
+                run = []
+            run.append(index)
+            end = max(end, stop)
+        self._join(leaves, run, storages)
+
+    def _join(self, leaves: list[torch.Tensor], members: list[int], storages: set[int]) -> None:
         if len(members) < 2:
             return
         # Two arrays may begin at one address as two storages, of which one is shorter.
