@@ -89,6 +89,11 @@ class Recording(Cuda):
         self.calls.append(f"stream {device}")
         return f"side {device}"
 
+    def wait(self, stream: Any) -> None:
+        self.calls.append(f"wait for {stream}")
+        for event in self.events:
+            event.done()
+
     def current_stream(self, device: torch.device) -> Any:
         return f"current {device}"
 

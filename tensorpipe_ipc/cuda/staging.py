@@ -24,6 +24,7 @@ Tensors that stay on their GPU (``cuda_ipc=True``) go by device_blocks.py, which
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import deque
@@ -94,6 +95,10 @@ class Cuda:
         """Return a stream of our own."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def wait(self, stream: Any) -> None:
+        """Wait until a stream has done what it was told up to now."""
+        stream.synchronize()
+
     def current_stream(self, device: torch.device) -> Any:
         """Return the caller's stream."""
         return torch.cuda.current_stream(device)
@@ -159,15 +164,24 @@ class Staging:
         if not self._lock(place):
             place.copy_(tensor)
             return
-        self.copy_from(tensor, place).synchronize()  # the ticket may be given only when the bytes are there
+        event = self.copy_from(tensor, place)
+        try:
+            event.synchronize()  # the ticket may be given only when the bytes are there
+        except BaseException:
+            event.synchronize()
+            raise
 
     def copy_from(self, tensor: torch.Tensor, place: torch.Tensor) -> Any:
         """Begin to copy a GPU's tensor as the caller's stream left it. The copy's event."""
         device = self.cuda.device_of(tensor)
         stream = self._stream(device)
         self.cuda.order(stream, self.cuda.current_stream(device))
-        event = self.cuda.copy(stream, place, tensor)
-        self.cuda.keep_for(tensor, stream)
+        try:
+            event = self.cuda.copy(stream, place, tensor)
+            self.cuda.keep_for(tensor, stream)
+        except BaseException:
+            self.cuda.wait(stream)  # or the place would be another's while the GPU writes there
+            raise
         return event
 
     def copy_to(self, device: torch.device, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -175,9 +189,13 @@ class Staging:
         made = self.cuda.empty_like(tensor, device)
         stream, current = self._stream(device), self.cuda.current_stream(device)
         self.cuda.order(stream, current)  # whose memory may have been in use there a moment ago
-        event = self.cuda.copy(stream, made, tensor)
-        self.cuda.order(current, stream)
-        self.cuda.keep_for(made, stream)
+        try:
+            event = self.cuda.copy(stream, made, tensor)
+            self.cuda.order(current, stream)
+            self.cuda.keep_for(made, stream)
+        except BaseException:
+            self.cuda.wait(stream)
+            raise
         return made, event
 
     def unstage(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -197,18 +215,28 @@ class Staging:
 
     def release(self) -> None:
         """Let go of what copies that are done lay on; of too many that are not, wait for the oldest."""
-        while self._pending:
-            event, _ = self._pending[0]
-            if not event.query():
+        while (oldest := self._oldest()) is not None:
+            if not oldest[0].query():
                 if len(self._pending) < MOST_PENDING:
                     return
-                event.synchronize()
-            self._pending.popleft()
+                oldest[0].synchronize()
+            self._let_go_of(oldest)
 
     def finish(self) -> None:
         """Wait for all copies, and let go."""
-        while self._pending:
-            self._pending.popleft()[0].synchronize()
+        while (oldest := self._oldest()) is not None:
+            oldest[0].synchronize()
+            self._let_go_of(oldest)
+
+    def _oldest(self) -> tuple[Any, torch.Tensor] | None:
+        try:
+            return self._pending[0]
+        except IndexError:
+            return None
+
+    def _let_go_of(self, done: tuple[Any, torch.Tensor]) -> None:
+        with contextlib.suppress(ValueError):  # another thread has waited for it, too
+            self._pending.remove(done)
 
     def _stream(self, device: torch.device) -> Any:
         found = self._streams.get(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import zoo
 from arenas import left_in
 from children import PATIENCE, in_thread
-from gpu_stand_in import GPU, OTHER, Recording
+from gpu_stand_in import GPU, OTHER, Event, Recording
 from inside import codec_of, shared_queue_of, warn_of_page_locks_anew
 from programs import ran_in_fork
 
@@ -162,6 +163,61 @@ def test_not_too_many_are_held(ctx: Any, cuda: Recording) -> None:
     assert queue.statistics().leases == staging.MOST_PENDING
     at_work.finish()
     assert queue.statistics().leases == 0
+
+
+def test_a_block_is_held_until_the_copy_out_of_it_was_waited_for(
+    ctx: Any, cuda: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write to a block as soon as it is let go of, and the GPU still reads it."""
+    at_work, queue, held = Staging(cuda), ctx.Queue(), list[int]()
+    queue.put(torch.ones(LARGE))
+    _get(queue, at_work)
+    done = Event.synchronize
+    monkeypatch.setattr(Event, "synchronize", lambda self: held.append(queue.statistics().leases) or done(self))
+    at_work.finish()
+    assert held == [1]
+    assert queue.statistics().leases == 0
+
+
+def test_two_threads_that_wait_for_one_copy_let_go_of_that_one_alone(
+    ctx: Any, cuda: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work, queue, both, done = Staging(cuda), ctx.Queue(), threading.Barrier(2, timeout=PATIENCE), Event.synchronize
+    for _ in range(staging.MOST_PENDING):
+        queue.put(torch.ones(LARGE))
+        _get(queue, at_work)
+
+    def synchronize(event: Event) -> None:
+        both.wait()
+        done(event)
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    threads = [in_thread(at_work.release) for _ in range(2)]
+    for thread in threads:
+        thread()
+    assert queue.statistics().leases == staging.MOST_PENDING - 1
+
+
+@pytest.mark.parametrize("fails_in", ["keep_for", "synchronize"])
+def test_an_exception_while_a_copy_is_under_way_lets_go_of_no_block_before_its_end(
+    ctx: Any, cuda: Recording, fails_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler may raise at any moment."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    before, owner = [RuntimeError], Event if fails_in == "synchronize" else Recording
+    function = getattr(owner, fails_in)
+
+    def interrupted(*arguments: Any) -> Any:
+        if before:
+            raise before.pop()
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, fails_in, interrupted)
+    with pytest.raises(RuntimeError):
+        _put(queue, _gpu(cuda, LARGE), at_work)
+    assert all(event.query() for event in cuda.events)
+    queue.put(torch.ones(LARGE))
+    assert (queue.get(timeout=PATIENCE) == 1).all()
 
 
 def test_several_devices_have_a_stream_each(ctx: Any, cuda: Recording) -> None:
