@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import struct
 import sys
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
+from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
@@ -89,11 +91,35 @@ class TorchSave:
 _ZIP = b"PK\3\4"  # the first bytes of an archive
 
 
+# One thread at a time reads a file: what it sets for that is the process's, and so is torch's list of tensors to be checked.
+_reading = threading.RLock()
+_found: tuple[bool, Any] | None = None  # what the thread that reads had found set
+
+
 @always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
 def _load(file: IO[bytes]) -> Any:
-    with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
-        warnings.simplefilter("ignore")  # of what torch deprecates in its own format
-        return torch.load(file, map_location="cpu", weights_only=True)
+    global _found
+    watch(_forked)
+    with _reading:
+        try:
+            _found = torch._C._check_sparse_tensor_invariants(), warnings.filters
+            with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
+                warnings.simplefilter("ignore")  # of what torch deprecates in its own format
+                return torch.load(file, map_location="cpu", weights_only=True)
+        finally:
+            _found = None
+
+
+def _forked() -> None:
+    """Undo in a child what another thread of its parent had set, and would have set back."""
+    global _found, _reading
+    if _reading._is_owned():  # type: ignore[attr-defined]  # this thread itself has forked within
+        return
+    if _found is not None:
+        torch._C._set_check_sparse_tensor_invariants(_found[0])
+        warnings.filters = _found[1]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+    _found, _reading = None, threading.RLock()
 
 
 class _Memory(io.RawIOBase):

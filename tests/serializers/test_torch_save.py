@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import threading
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import PATIENCE, in_thread
+from crash_points import in_child, reap
 from exchange import parts, round_trip, sent
 from programs import ran_in_fork
 
@@ -111,6 +115,53 @@ def test_refuses_a_tensor_of_another_layout(kind: str) -> None:
     _, payload = TORCH_SAVE.encode(tensor)
     with pytest.raises(ProtocolError, match=f"{kind}.*the header says"):
         TORCH_SAVE.decode(meta_of(torch.float32, (2,)), memoryview(payload))
+
+
+def test_threads_that_read_at_a_time_do_not_undo_each_others_checks() -> None:
+    """torch checks by one setting of the process, and by lists of it; warnings have one setting, too."""
+    filters, checks = list(warnings.filters), torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    wrong = torch.sparse_coo_tensor(torch.tensor([[1_000_000]]), torch.ones(1), (2,), check_invariants=False)
+    good, bad = (memoryview(TORCH_SAVE.encode(tensor)[1]) for tensor in (torch.eye(10).to_sparse(), wrong))
+
+    def read_good() -> None:
+        for _ in range(100):
+            assert TORCH_SAVE.decode(OPAQUE, good).to_dense().equal(torch.eye(10))
+
+    def read_bad() -> None:
+        for _ in range(100):
+            with pytest.raises(ProtocolError, match="inconsistent with indices"):
+                TORCH_SAVE.decode(OPAQUE, bad)
+
+    for ended in [in_thread(read) for read in (read_good, read_bad, read_good)]:
+        ended()
+    assert warnings.filters == filters
+    assert torch.sparse.check_sparse_tensor_invariants.is_enabled() == checks
+
+
+def test_a_child_that_is_forked_while_another_thread_reads_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    filters, (meta, payload) = list(warnings.filters), TORCH_SAVE.encode(torch.eye(3).to_sparse())
+    inside, on = threading.Event(), threading.Event()
+    load = torch.load
+
+    def slow_load(*arguments: Any, **options: Any) -> Any:
+        inside.set()
+        assert on.wait(PATIENCE)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", slow_load)
+    ended = in_thread(lambda: TORCH_SAVE.decode(meta, memoryview(payload)))
+    assert inside.wait(PATIENCE)
+    monkeypatch.undo()
+
+    def read() -> None:
+        assert warnings.filters == filters
+        assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+        assert TORCH_SAVE.decode(meta, memoryview(payload))._values().tolist() == [1, 1, 1]
+
+    child = in_child(read)
+    on.set()
+    ended()
+    assert reap(child) == 0
 
 
 def test_refuses_a_tensor_with_attributes() -> None:
