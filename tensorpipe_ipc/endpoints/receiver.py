@@ -183,9 +183,9 @@ class Receiver(Participant):
         elif peer.queue is None and sequence < peer.taken and not self.socket.binds:
             self.conversation.say(peer.routing, pack(Kind.CREDIT, peer.taken))  # of what came by the connection before
         if peer.hello.round > peer.served:  # a new connection of the other end's
-            peer.served = peer.hello.round
             if self.socket.binds:
                 self._next_round(peer)
+            peer.served = peer.hello.round  # last: what an exception cuts short is done again
         self.conversation.welcome(peer)
 
     def _left(self, peer: ProducerPeer) -> None:

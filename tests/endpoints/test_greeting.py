@@ -17,6 +17,7 @@ import psutil
 import pytest
 from children import PATIENCE, Child, in_thread, wait_until
 from inside import forget_offered_queues, side_of, take_in_at_most
+from proxy import Proxy
 from raw_ends import RawEnd, hello, hello_of, wait_in_vain
 
 import tensorpipe_ipc as tp
@@ -25,6 +26,7 @@ from tensorpipe_ipc.cli.doctor.finding import State
 from tensorpipe_ipc.endpoints import conversation, rendezvous, rendezvous_file, standby_queues
 from tensorpipe_ipc.endpoints.peer import Peer
 from tensorpipe_ipc.endpoints.presence import Presence
+from tensorpipe_ipc.endpoints.receiver import Receiver
 from tensorpipe_ipc.endpoints.standby_queues import StandbyQueues
 from tensorpipe_ipc.errors import SharedMemoryError
 from tensorpipe_ipc.memory import ofd_locks
@@ -345,6 +347,38 @@ def test_what_a_connection_swallowed_is_counted_when_the_next_one_is_there(
         assert (producer.statistics().lost, consumer.statistics().lost) == (2, 2)
         with pytest.raises(tp.PeerLost, match="with 2 messages that it had not taken"):
             producer.flush(PATIENCE)
+
+
+def test_an_exception_as_a_new_connection_is_heard_leaves_nothing_of_the_old_one_unsent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal's handler raises, in the moment in which a consumer learns that a line over tcp was cut."""
+    next_round, raised = Receiver._next_round, list[int]()
+
+    def interrupted(self: Receiver, peer: Any) -> None:
+        raised.append(1)
+        if len(raised) == 1:
+            raise KeyboardInterrupt
+        next_round(self, peer)
+
+    with contextlib.ExitStack() as stack:
+        consumer = stack.enter_context(tp.Consumer("tcp://127.0.0.1:0", shared_memory="off", maxsize=1))
+        line = stack.enter_context(Proxy(int(consumer.endpoint.rpartition(":")[2])))
+        producer = stack.enter_context(tp.Producer(line.endpoint, maxsize=1, linger=0))
+        putting = in_thread(lambda: producer.put("met", PATIENCE))
+        assert consumer.get(PATIENCE) == "met"
+        putting()
+        producer.flush(PATIENCE)
+        line.silence("there")
+        producer.put("swallowed", PATIENCE)
+        monkeypatch.setattr(Receiver, "_next_round", interrupted)
+        line.cut()
+        line.heal()
+        flushing = in_thread(lambda: producer.flush(PATIENCE))
+        with pytest.raises(KeyboardInterrupt):
+            consumer.get(PATIENCE)
+        assert consumer.get(PATIENCE) == "swallowed"
+        flushing()
 
 
 @pytest.mark.parametrize("has_met", [False, True])
