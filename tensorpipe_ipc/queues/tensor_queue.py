@@ -130,7 +130,8 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 is copied, and stays unchanged.
 
         Raises:
-            Full: no room within ``timeout``. The text names the processes that hold memory. The caller keeps the object.
+            Full: no room within ``timeout``. The caller keeps the object. The text names the processes that hold memory, if
+                the put has waited for a place.
             Closed: the queue is closed in this process (a ValueError, as in multiprocessing).
             UnsupportedLeaf: for example, a tensor has autograd history (a RuntimeError, as in torch's queue, and a TypeError).
             Exception: any error that the object raises when it is pickled.

@@ -32,8 +32,8 @@ has passed the first arrow. The recovering process looks at the pipe and its log
 of all takers, then at the stamp. It looks in the direction in which the token moves, so the token cannot slip past it. A
 token that left the pipe before that look was in a word by then. A token that left the word before that look had been
 stamped by then, because takers stamp before they clear (G5 before G6, P2 before P7). A token that is found anywhere was
-given. A token that is found nowhere was not given, and never will be. All words of an operation are judged by one look at the
-pipe: a token that was given when the look was made has been given ever since, and none is given afterwards.
+given. A token that is found nowhere was not given, and never will be. All words of a dead process are judged by one look at
+each pipe and one at the words: a token that was given then has been given ever since, and none is given afterwards.
 
 **A dead put.** T is set if it was killed in P4 to P8:
 
@@ -132,10 +132,10 @@ class Recovery:
 
     def finish(self, row: int) -> bool:
         """Finish a dead row, whose lock the caller has. Return whether nothing is left to do."""
-        spared: set[int] = set()
+        spared, seen = set[int](), dict[int, Seen]()
         for record in self.rows.records(row):
             try:
-                self._finish_record(row, record)
+                self._finish_record(row, record, seen)
             except InDoubt:
                 spared.update(block_of(self.words[record.ticket + i]) for i in range(record.size))
         if not spared:  # whatever its children may still read
@@ -145,7 +145,7 @@ class Recovery:
             self.rows.finished(row)
         return done
 
-    def _finish_record(self, row: int, record: Record) -> None:
+    def _finish_record(self, row: int, record: Record, seen: dict[int, Seen]) -> None:
         words, purpose = self.words, self.words[record.purpose_word]
         number, direction = purpose >> 8, purpose & 0xFF
         runs = [slice(first, first + record.size) for first in (record.credit, record.ticket, record.given)]
@@ -155,9 +155,9 @@ class Recovery:
         queue = self._queues.get(number)
         if queue is not None:
             if direction in (PUT, GET):
-                finish, seen = self.finish_put if direction == PUT else self.finish_get, Seen(queue)
+                finish = self.finish_put if direction == PUT else self.finish_get
                 for each in record.each():
-                    finish(seen, row, each)
+                    finish(seen.setdefault(number, Seen(queue)), row, each)
         elif self._orphans.destroy(number):
             self.clear(record)
         elif busy:
@@ -179,7 +179,7 @@ class Recovery:
         """Finish a put of a dead row; or of this process's own, which an exception ended.
 
         Args:
-            seen: of the queue. For all messages of an operation it may be the same.
+            seen: of the queue. For all operations of a dead process it may be the same; another one may have died since.
             frees: whether to free a block whose ticket was not given. Else it is WRITING again, and the sweep frees it.
             has_credit: whether the credit is known to have been taken, if its word says one.
         """
@@ -225,7 +225,7 @@ class Recovery:
             writing = self._ungiven(row, ticket)
             return self.words[word] not in (writing, writing ^ WRITING ^ HELD)
         is_there = ticket in seen.tokens_of(seen.queue.tickets)
-        return is_there or ticket in self._taken(seen.queue.number, GET) or self.words[word] != queued
+        return is_there or ticket in self._taken(seen, GET) or self.words[word] != queued
 
     def _ungiven(self, row: int, ticket: int) -> int:
         """Return the state of a block before its ticket was given."""
@@ -296,7 +296,7 @@ class Recovery:
         assert credits is not None
         if not (
             credit in seen.tokens_of(credits)
-            or credit in self._taken(queue.number, PUT)
+            or credit in self._taken(seen, PUT)
             or self.words[queue.record.laps + (credit & SLOTS)] >= credit >> SLOT_BITS
         ):
             self._give(queue, word)
@@ -309,8 +309,11 @@ class Recovery:
             if not self.words[queue.record.pair]:  # else the producer has filled its pipe itself
                 raise
 
-    def _taken(self, number: int, direction: int) -> set[int]:
-        return set(self._takers_words(number, direction))
+    def _taken(self, seen: Seen, direction: int) -> frozenset[int]:
+        """Return what stands in all takers' words. The caller has looked at the pipe before."""
+        if direction not in seen.taken:
+            seen.taken[direction] = frozenset(self._takers_words(seen.queue.number, direction))
+        return seen.taken[direction]
 
     def _takers_words(self, number: int, direction: int) -> Iterator[int]:
         """Yield every take word of one end of a queue, of the living and the dead."""

@@ -38,11 +38,15 @@ class InDoubt(Exception):
 class Seen:
     """The tokens in a queue's pipes, and in their logs. Each pipe is looked at once, when that is first asked for.
 
-    A look takes as long as much waits. One is enough for all words of an operation: see recovery.py.
+    A look takes as long as much waits. One is enough for all operations of a dead process: see recovery.py.
+
+    Attributes:
+        taken: by direction, what stood in all takers' words after the look at the pipe that they take from.
     """
 
     def __init__(self, queue: QueueHandle) -> None:
         self.queue, self._seen = queue, dict[TokenPipe, frozenset[int]]()
+        self.taken = dict[int, frozenset[int]]()
 
     def tokens_of(self, pipe: TokenPipe) -> frozenset[int]:
         """Return the tokens that were in a pipe and its log.

@@ -414,6 +414,27 @@ def test_an_exception_of_a_handler_while_an_object_is_pickled_ends_put() -> None
     assert there.empty()
 
 
+def test_what_lies_between_two_views_of_one_tensor_is_not_sent() -> None:
+    """As a program sends some rows of a table, or the two ends of a ring: the rest may be much, and nobody has put it."""
+    there, memory = Queue(), torch.randint(0, 255, (10 << 20,), dtype=torch.uint8)
+    rows = [memory[-1000:], memory[:1000], memory[5000:7000]]
+    there.put(rows)
+    assert 4000 <= there.statistics().bytes_put < 5000
+    got = there.get(timeout=LIMIT)
+    assert all(map(torch.equal, got, rows))
+    assert sum({row.untyped_storage().data_ptr(): row.untyped_storage().nbytes() for row in got}.values()) < 5000
+
+
+def test_views_that_overlap_or_lie_side_by_side_share_memory_on_arrival() -> None:
+    there, memory = Queue(), torch.zeros(5000, dtype=torch.uint8)
+    there.put([memory[500:900], memory[:600], memory[900:1000], memory[3000:4000], memory[3000:]])
+    got = there.get(timeout=LIMIT)
+    got[0].fill_(7)
+    got[4].fill_(8)
+    assert [each.sum().item() for each in got] == [400 * 7, 100 * 7, 0, 8000, 16000]
+    assert len({each.untyped_storage().data_ptr() for each in got[:3]}) == 1
+
+
 def test_what_interrupts_the_first_get_of_arrays_spoils_none_of_the_next_ones() -> None:
     """A process keeps what it finds out of a tree for the next messages: whole, or not at all."""
     there, before = Queue(), signal.signal(signal.SIGUSR2, raise_interrupt)

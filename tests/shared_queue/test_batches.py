@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
-from crash_points import SIGNAL_CHECKS, Interrupt, die, dies_at, in_child, raise_interrupt, reap, run_traced
+from children import in_thread
+from crash_points import LIMIT, SIGNAL_CHECKS, Interrupt, die, dies_at, in_child, raise_interrupt, reap, run_traced
 from inside import keep_spare
 from wholeness import check_whole, drain, points, stride
 
@@ -167,6 +169,30 @@ def test_a_death_amid_many_takes_no_look_at_all_that_waits_for_each_of_them(
     else:
         child = in_child(lambda: put_and_die(queue, [(payload(message), b"") for message in messages]))
     assert reap(child) == -signal.SIGKILL
+    looks, look = list[int](), TokenPipe.snapshot
+    monkeypatch.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
+    attachment.recover_dead()
+    assert len(looks) <= 2
+    monkeypatch.undo()
+    check_whole(attachment, queue, payload)
+
+
+def test_the_death_of_a_process_with_threads_takes_no_look_at_all_that_waits_for_each_of_them(
+    attachment: Attachment, payload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, threads = SharedMemoryQueue.create(attachment, 100), threading.Barrier(8, timeout=LIMIT)
+    put_all(queue, payload, contents(8))
+
+    def wait_and_die(*_: Any) -> None:
+        threads.wait()
+        die()
+
+    def get_in_threads() -> None:
+        for _ in range(8):
+            in_thread(lambda: queue.get(LIMIT, wait_and_die))
+        signal.pause()
+
+    assert reap(in_child(get_in_threads)) == -signal.SIGKILL
     looks, look = list[int](), TokenPipe.snapshot
     monkeypatch.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
     attachment.recover_dead()
