@@ -12,12 +12,14 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.multiprocessing  # its reducers
 
 __all__ = [
+    "check_sparse",
     "is_bad_fork",
     "is_owned",
     "is_zero_tensor",
@@ -28,6 +30,7 @@ __all__ = [
     "shared_descriptor",
     "sharer",
     "storage_classes",
+    "typed_storage_warning",
 ]
 
 
@@ -75,6 +78,43 @@ storage_classes: tuple[type, ...] = tuple(
     _borrowed("torch:_storage_classes", (), "storages of old kinds go as pickles, and not as memory")
 )
 """torch's typed storages."""
+
+typed_storage_warning: Any = _borrowed(
+    "torch.storage:_warn_typed_storage_removal",
+    SimpleNamespace(),
+    "torch may warn of its own format of quantized tensors",
+)
+"""torch's warning of typed storages, with its note whether it has warned."""
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this torch lacks what checks the indices of a sparse tensor")
+
+
+_check_coo = _borrowed("torch:_validate_sparse_coo_tensor_args", _refuse, "sparse tensors are refused")
+_check_compressed = _borrowed("torch:_validate_sparse_compressed_tensor_args", _refuse, "sparse tensors are refused")
+
+
+def check_sparse(tensor: torch.Tensor) -> None:
+    """See that a sparse tensor's indices lie within it, as ``torch.load`` does where the program's setting says so.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    arguments: tuple[Any, ...]
+    if tensor.layout is torch.sparse_coo:
+        check, arguments = _check_coo, (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
+    else:
+        by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        outer, inner = (
+            (tensor.crow_indices, tensor.col_indices) if by_rows else (tensor.ccol_indices, tensor.row_indices)
+        )
+        check, arguments = _check_compressed, (outer(), inner(), tensor.values(), tensor.size(), tensor.layout)
+    try:
+        check(*arguments, check_pinning=False)  # else it may ask CUDA
+    except TypeError:  # a torch that does not ask
+        check(*arguments)
+
 
 shared_descriptor: Callable[[Any], int] = _borrowed(
     "torch:UntypedStorage._get_shared_fd", lambda _: 0, "files that torch has mapped are sent by its own handles"

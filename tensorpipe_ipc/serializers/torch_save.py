@@ -7,19 +7,18 @@ from peers whose programs you would run.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import sys
-import threading
-import warnings
 import zipfile
 from collections.abc import Callable
 from typing import IO, Any
 
 import torch
 
+from tensorpipe_ipc.borrowed import check_sparse, typed_storage_warning
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
-from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
 from tensorpipe_ipc.wire.metas import OPAQUE, TensorMeta
@@ -89,37 +88,24 @@ class TorchSave:
 
 
 _ZIP = b"PK\3\4"  # the first bytes of an archive
-
-
-# One thread at a time reads a file: what it sets for that is the process's, and so is torch's list of tensors to be checked.
-_reading = threading.RLock()
-_found: tuple[bool, Any] | None = None  # what the thread that reads had found set
+_WARNINGS = 8  # that torch may have for one file
 
 
 @always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
 def _load(file: IO[bytes]) -> Any:
-    global _found
-    watch(_forked)
-    with _reading:
-        try:
-            _found = torch._C._check_sparse_tensor_invariants(), warnings.filters
-            with torch.sparse.check_sparse_tensor_invariants(True), warnings.catch_warnings():  # type: ignore[no-untyped-call]
-                warnings.simplefilter("ignore")  # of what torch deprecates in its own format
-                return torch.load(file, map_location="cpu", weights_only=True)
-        finally:
-            _found = None
+    """Read a file. No setting of the process is changed meanwhile, and no list of it used: other threads have the same ones."""
+    typed_storage_warning.has_warned = True  # of what torch deprecates in its own format
+    for _ in range(_WARNINGS):
+        with contextlib.suppress(Warning):  # the program makes errors of them. torch has each once
+            return _checked(torch.load(file, map_location="cpu", weights_only=True))
+        file.seek(0)
+    return _checked(torch.load(file, map_location="cpu", weights_only=True))
 
 
-def _forked() -> None:
-    """Undo in a child what another thread of its parent had set, and would have set back."""
-    global _found, _reading
-    if _reading._is_owned():  # type: ignore[attr-defined]  # this thread itself has forked within
-        return
-    if _found is not None:
-        torch._C._set_check_sparse_tensor_invariants(_found[0])
-        warnings.filters = _found[1]
-        warnings._filters_mutated()  # type: ignore[attr-defined]
-    _found, _reading = None, threading.RLock()
+def _checked(loaded: Any) -> Any:
+    if isinstance(loaded, torch.Tensor) and loaded.layout in _SPARSE:
+        check_sparse(loaded)
+    return loaded
 
 
 class _Memory(io.RawIOBase):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import pickle
 import threading
 import warnings
 import zipfile
@@ -14,7 +16,7 @@ import torch
 from children import PATIENCE, in_thread
 from crash_points import in_child, reap
 from exchange import parts, round_trip, sent
-from programs import ran_in_fork
+from programs import ran, ran_in_fork
 
 from tensorpipe_ipc.errors import ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.serializers import serializer_named
@@ -136,6 +138,33 @@ def test_threads_that_read_at_a_time_do_not_undo_each_others_checks() -> None:
         ended()
     assert warnings.filters == filters
     assert torch.sparse.check_sparse_tensor_invariants.is_enabled() == checks
+
+
+def test_a_file_that_ends_in_an_error_spoils_none_of_the_next_ones() -> None:
+    """torch notes sparse tensors that are to be checked in a list of the process, and may leave them there."""
+    wrong = torch.sparse_coo_tensor(torch.tensor([[1_000_000]]), torch.ones(1), (2,), check_invariants=False)
+    file, (meta, payload) = io.BytesIO(), TORCH_SAVE.encode(torch.eye(3).to_sparse())
+    torch.save([wrong, Path("x")], file)
+    for _ in range(2):
+        with pytest.raises(ProtocolError):
+            TORCH_SAVE.decode(OPAQUE, memoryview(file.getvalue()))
+        assert TORCH_SAVE.decode(meta, memoryview(payload)).to_dense().equal(torch.eye(3))
+
+
+def test_where_warnings_are_errors_every_layout_arrives_and_no_filter_is_touched() -> None:
+    """torch says of some layouts that they are young or old, once in a process."""
+    payloads = [TORCH_SAVE.encode(make()) for make in LAYOUTS.values()]
+    program = """
+import base64, pickle, sys, warnings
+from tensorpipe_ipc.serializers import serializer_named
+warnings.simplefilter("error")
+before = list(warnings.filters)
+for meta, payload in pickle.loads(base64.b64decode(sys.argv[1])):
+    serializer_named("torch_save").decode(meta, memoryview(payload))
+assert warnings.filters == before
+"""
+    done = ran("-c", program, base64.b64encode(pickle.dumps(payloads)).decode())
+    assert done.status == 0, done.err
 
 
 def test_a_child_that_is_forked_while_another_thread_reads_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
