@@ -359,8 +359,9 @@ class DeviceBlocks:
 
     def _close_those_of_the_dead(self) -> None:
         for key in [key for key, (_, _, _, owner) in list(self._opened.items()) if not is_alive(owner)]:
-            index, address, _, _ = self._opened.pop(key)
-            self._memory.close(index, address)
+            opened = self._opened.pop(key, None)
+            if opened is not None:  # else another thread has just seen to it
+                self._memory.close(*opened[:2])
 
 
 def places_in(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -385,7 +386,9 @@ def _is_not() -> bool:
     return False
 
 
-@functools.cache
 def device_blocks() -> DeviceBlocks:
     """This process's."""
-    return DeviceBlocks(staging())
+    return _own.get(None) or _own.setdefault(None, DeviceBlocks(staging()))
+
+
+_own: dict[None, DeviceBlocks] = {}  # one, also where two threads ask first at one moment

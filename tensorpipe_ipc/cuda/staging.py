@@ -329,10 +329,12 @@ class Staged(LazyPayload):
         return memory
 
 
-@functools.cache
 def staging() -> Staging:
     """This process's."""
-    return Staging()
+    return _own.get(None) or _own.setdefault(None, Staging())
+
+
+_own: dict[None, Staging] = {}  # one, also where two threads ask first at one moment: it holds what copies lie on
 
 
 def staged(encoder: Any, at_work: Staging | None = None) -> Any:

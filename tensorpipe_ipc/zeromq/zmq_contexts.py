@@ -24,7 +24,7 @@ import zmq
 
 from tensorpipe_ipc.borrowed import pyzmq_reaper, running_threads
 from tensorpipe_ipc.errors import Refused
-from tensorpipe_ipc.forks import watch
+from tensorpipe_ipc.forks import no_fork, watch
 from tensorpipe_ipc.libc import libc
 from tensorpipe_ipc.owned_fd import OwnedFd, pipe
 from tensorpipe_ipc.process import ProcessKey, process_key
@@ -125,12 +125,13 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     first of them from C's rand, which nobody else may have seeded: then it is the same in every process.
     """
     library = libc()
-    program = library.rand()
-    library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
-    try:
-        return open_socket(context, zmq.ROUTER)
-    finally:
-        library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
+    with no_fork():  # nor does another thread set it back meanwhile
+        program = library.rand()
+        library.srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
+        try:
+            return open_socket(context, zmq.ROUTER)
+        finally:
+            library.srand(ctypes.c_uint(program))  # a program that seeds it gets the same numbers each time
 
 
 def has_descriptors() -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import pytest
 import torch
 import zoo
 from arenas import left_in
-from children import Child
+from children import PATIENCE, Child, in_thread
 from gpu_stand_in import GPU, OTHER, StandIn
 from inside import lent_blocks, shared_queue_of
 
@@ -481,6 +482,21 @@ def test_opened_blocks_of_the_dead_are_closed(there: StandIn, tmp_path: Path, mo
     monkeypatch.setattr("tensorpipe_ipc.cuda.device_blocks.is_alive", lambda owner: False)
     there.blocks.copy_out(other.blocks._make(2 << 20).name, 0, 10, None)
     assert there.files.calls[3:] == ["close"] * 3 + ["open"]
+    other.close()
+
+
+def test_two_threads_may_close_those_of_the_dead_at_one_moment(
+    there: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, both = StandIn(tmp_path), threading.Barrier(2, timeout=PATIENCE)
+    assert other.blocks.lends(0)
+    first, *others = [other.blocks._make(2 << 20) for _ in range(3)]
+    there.blocks.copy_out(first.name, 0, 10, None)
+    monkeypatch.setattr("tensorpipe_ipc.cuda.device_blocks.is_alive", lambda owner: both.wait() > 1)
+    opening = [in_thread(functools.partial(there.blocks.copy_out, each.name, 0, 10, None)) for each in others]
+    for opened in opening:
+        opened()
+    assert there.files.calls.count("close") == 1
     other.close()
 
 

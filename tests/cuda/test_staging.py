@@ -179,6 +179,15 @@ def test_a_block_is_held_until_the_copy_out_of_it_was_waited_for(
     assert queue.statistics().leases == 0
 
 
+def test_threads_that_ask_first_at_one_moment_have_one_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is dropped would let go of what its copies lie on."""
+    monkeypatch.setattr(staging, "_own", {})
+    both, made = threading.Barrier(2, timeout=PATIENCE), Staging
+    monkeypatch.setattr(staging, "Staging", lambda: both.wait() < 2 and made())
+    first, second = [each() for each in [in_thread(staging.staging) for _ in range(2)]]
+    assert first is second
+
+
 def test_two_threads_that_wait_for_one_copy_let_go_of_that_one_alone(
     ctx: Any, cuda: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:

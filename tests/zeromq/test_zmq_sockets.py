@@ -13,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import children
 import pytest
@@ -20,6 +21,7 @@ import zmq
 from children import PATIENCE, Child, in_thread
 
 import tensorpipe_ipc as tp
+from tensorpipe_ipc.zeromq import zmq_contexts
 from tensorpipe_ipc.zeromq.addresses import parse, runtime_folder
 from tensorpipe_ipc.zeromq.binder import Binder
 
@@ -289,3 +291,37 @@ def _heard(binder: Binder) -> bytes:
     while (incoming := binder.receive(0.1)) is None:
         pass
     return incoming[0]
+
+
+def test_no_thread_sets_the_generator_of_connections_numbers_back_while_another_opens_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it is set back to anybody may know."""
+    seeds, open_socket, inside = list[int](), zmq_contexts.open_socket, list[int]()
+
+    class Library:
+        def rand(self) -> int:
+            return 1
+
+        def srand(self, seed: Any) -> None:
+            seeds.append(seed.value)
+
+    def slow_open(*arguments: Any) -> Any:
+        inside.append(len(seeds))
+        if len(inside) == 1:
+            other = in_thread(lambda: zmq_contexts.router(context))
+            with contextlib.suppress(AssertionError):  # it waits for this one
+                other(0.3)
+            waiting.append(other)
+        assert len(seeds) == inside[-1], "it was set meanwhile"
+        return open_socket(*arguments)
+
+    waiting, end = list[Any](), object()
+    context = zmq_contexts.acquire(end, own=True)
+    monkeypatch.setattr(zmq_contexts, "libc", Library)
+    monkeypatch.setattr(zmq_contexts, "open_socket", slow_open)
+    sockets = [zmq_contexts.router(context), waiting[0]()]
+    assert len(seeds) == 4
+    for each in sockets:
+        each.close()
+    zmq_contexts.release(end)
