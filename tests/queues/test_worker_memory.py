@@ -165,6 +165,29 @@ def test_collate_functions_of_ones_own_may_call_torchs(ctx: Any, collate: Any) -
     assert left_in(ctx) == {}
 
 
+class Batch(dict):  # type: ignore[type-arg]
+    """A batch with an attribute."""
+
+    target: Any
+
+
+def keeping_an_attribute(samples: Any) -> Any:
+    """A collate function that keeps an attribute of one that it gives, once some have gone."""
+    batch = Batch(default_collate(samples))
+    batch.target = default_collate([sample["x"] + 1 for sample in samples])
+    _cache.append((batch.target, batch.target.clone()) if len(_cache) == 4 else ())
+    for kept, content in filter(None, _cache):
+        assert torch.equal(kept, content), "what is kept is not taken away"
+    return batch
+
+
+def test_what_a_worker_keeps_of_the_attributes_of_a_batch_stays(ctx: Any) -> None:
+    loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=keeping_an_attribute, multiprocessing_context=ctx)
+    assert numbers_of(loader) == [list(range(24))]
+    del loader
+    assert left_in(ctx) == {}
+
+
 def test_where_the_memory_is_full_batches_wait_for_room(ctx: Any) -> None:
     """All batches are kept, with room for few of them: they come nevertheless, as copies."""
     small = small_context(capacity=8 << 20)

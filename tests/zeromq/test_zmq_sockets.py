@@ -296,7 +296,7 @@ def _heard(binder: Binder) -> bytes:
 def test_no_thread_sets_the_generator_of_connections_numbers_back_while_another_opens_a_router(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it is set back to anybody may know."""
+    """Anybody may know the number that it is set back to."""
     seeds, open_socket, inside = list[int](), zmq_contexts.open_socket, list[int]()
 
     class Library:
