@@ -569,7 +569,7 @@ class PutEnd:
         self._queue.take_up()
 
     def _why_full(self, what: str, *, names_holders: bool = True) -> str:
-        """Return the text of an error. Who has memory is looked up for many times as long as a put takes that does not wait."""
+        """Return the text of an error. To look up who holds memory takes many times as long as a put that does not wait."""
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting) {what}"
         return f"{waiting}; {self.attachment.describe_holders()}" if names_holders else waiting
 
