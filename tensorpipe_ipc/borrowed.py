@@ -30,6 +30,7 @@ __all__ = [
     "shared_descriptor",
     "sharer",
     "storage_classes",
+    "to_be_checked",
     "typed_storage_warning",
 ]
 
@@ -85,6 +86,12 @@ typed_storage_warning: Any = _borrowed(
     "torch may warn of its own format of quantized tensors",
 )
 """torch's warning of typed storages, with its note whether it has warned."""
+
+
+to_be_checked: list[Any] = _borrowed(
+    "torch:_utils._sparse_tensors_to_validate", [], "after a torch.save file that was refused, the next may be, too"
+)
+"""Sparse tensors that torch has loaded and not yet checked, of the whole process."""
 
 
 def _refuse(*_: Any, **__: Any) -> None:

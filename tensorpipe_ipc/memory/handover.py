@@ -238,15 +238,17 @@ def _found(node: Any, held: dict[int, int], known: dict[int, Any]) -> bool:
         known[id(node)] = node
         if type(node) is torch.Tensor:
             return not vars(node)
-        if type(node) not in (dict, list, tuple) and _has_attributes(node):
+        if type(node) not in (dict, list, tuple) and not _is_plain_tuple(node):
+            return False
+        if isinstance(node, dict) and not all(type(key) in _WITHOUT_TENSORS for key in node):
             return False
         return all(_found(each, held, known) for each in (node.values() if isinstance(node, dict) else node))
     return type(node) in _WITHOUT_TENSORS or (isinstance(node, (np.ndarray, np.generic)) and node.dtype != object)
 
 
-def _has_attributes(node: Any) -> bool:
-    """Return whether an object has attributes of its own, or may have: they are no items, and others may have them, too."""
-    return bool(getattr(node, "__dict__", None)) or any(vars(base).get("__slots__") for base in type(node).__mro__)
+def _is_plain_tuple(node: Any) -> bool:
+    """Return whether it is a named tuple without attributes of its own: those are no items, and others may have them, too."""
+    return isinstance(node, tuple) and hasattr(node, "_fields") and not hasattr(node, "__dict__")
 
 
 # ---- the message ----

@@ -7,17 +7,17 @@ from peers whose programs you would run.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import struct
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable
 from typing import IO, Any
 
 import torch
 
-from tensorpipe_ipc.borrowed import check_sparse, typed_storage_warning
+from tensorpipe_ipc.borrowed import check_sparse, to_be_checked, typed_storage_warning
 from tensorpipe_ipc.errors import OutOfMemory, ProtocolError, UnsupportedLeaf
 from tensorpipe_ipc.handlers import raise_signals
 from tensorpipe_ipc.serializers.base import any_size, check_memory, check_size, copied, describe, expect, plain
@@ -82,8 +82,9 @@ class TorchSave:
                 f"the payload is no torch.save file of a tensor: {type(error).__name__}: {error}"
             ) from None
         tensor = expect(loaded, meta)
-        if vars(tensor):  # the sender's own stay behind; NumPy reads memory where one (``__array_interface__``) says
-            raise ProtocolError(f"a torch.save file of a tensor with attributes {sorted(vars(tensor))}")
+        # The sender's own stay behind. NumPy reads memory where one (``__array_interface__``) says.
+        if vars(tensor) or tensor.grad is not None:
+            raise ProtocolError(f"a torch.save file of a tensor with attributes {sorted(vars(tensor)) or ['grad']}")
         return tensor
 
 
@@ -93,12 +94,22 @@ _WARNINGS = 8  # that torch may have for one file
 
 @always_alone_in_a_child  # torch checks sparse tensors by operations that it splits among threads, however small they are
 def _load(file: IO[bytes]) -> Any:
-    """Read a file. No setting of the process is changed meanwhile, and no list of it used: other threads have the same ones."""
+    """Read a file. No setting of the process is changed meanwhile where that can be: other threads have the same ones."""
     typed_storage_warning.has_warned = True  # of what torch deprecates in its own format
+    before = sys.exc_info()[1]
     for _ in range(_WARNINGS):
-        with contextlib.suppress(Warning):  # the program makes errors of them. torch has each once
-            return _checked(torch.load(file, map_location="cpu", weights_only=True))
-        file.seek(0)
+        try:
+            return _read(file)
+        except Warning as error:  # the program makes errors of them. torch has most of them once
+            raise_signals(error, before)
+            file.seek(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _read(file)
+
+
+def _read(file: IO[bytes]) -> Any:
+    to_be_checked.clear()  # what was left of a file that ended in an error: it is not this one's
     return _checked(torch.load(file, map_location="cpu", weights_only=True))
 
 

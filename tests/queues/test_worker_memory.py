@@ -181,8 +181,21 @@ def keeping_an_attribute(samples: Any) -> Any:
     return batch
 
 
-def test_what_a_worker_keeps_of_the_attributes_of_a_batch_stays(ctx: Any) -> None:
-    loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=keeping_an_attribute, multiprocessing_context=ctx)
+def keeping_a_key(samples: Any) -> Any:
+    """A collate function that keeps a key of one that it gives, once some have gone."""
+    batch = default_collate(samples)
+    key = default_collate([sample["x"] + 1 for sample in samples])
+    batch["by tensor"] = {key: 1}
+    _cache.append((key, key.clone()) if len(_cache) == 4 else ())
+    for kept, content in filter(None, _cache):
+        assert torch.equal(kept, content), "what is kept is not taken away"
+    return batch
+
+
+@pytest.mark.parametrize("collate", [keeping_an_attribute, keeping_a_key])
+def test_what_a_worker_keeps_of_a_batch_besides_its_items_stays(ctx: Any, collate: Any) -> None:
+    _cache.clear()
+    loader = DataLoader(Samples(), 2, num_workers=1, collate_fn=collate, multiprocessing_context=ctx)
     assert numbers_of(loader) == [list(range(24))]
     del loader
     assert left_in(ctx) == {}

@@ -8,6 +8,7 @@ import pickle
 import threading
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,30 @@ def test_threads_that_read_at_a_time_do_not_undo_each_others_checks() -> None:
     assert torch.sparse.check_sparse_tensor_invariants.is_enabled() == checks
 
 
-def test_a_file_that_ends_in_an_error_spoils_none_of_the_next_ones() -> None:
+@pytest.mark.parametrize("checks", [False, True], ids=["the program checks none", "it checks all"])
+def test_a_file_that_ends_in_an_error_spoils_none_of_the_next_ones(checks: bool) -> None:
     """torch notes sparse tensors that are to be checked in a list of the process, and may leave them there."""
     wrong = torch.sparse_coo_tensor(torch.tensor([[1_000_000]]), torch.ones(1), (2,), check_invariants=False)
     file, (meta, payload) = io.BytesIO(), TORCH_SAVE.encode(torch.eye(3).to_sparse())
     torch.save([wrong, Path("x")], file)
-    for _ in range(2):
-        with pytest.raises(ProtocolError):
-            TORCH_SAVE.decode(OPAQUE, memoryview(file.getvalue()))
-        assert TORCH_SAVE.decode(meta, memoryview(payload)).to_dense().equal(torch.eye(3))
+    with torch.sparse.check_sparse_tensor_invariants(checks):  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            with pytest.raises(ProtocolError):
+                TORCH_SAVE.decode(OPAQUE, memoryview(file.getvalue()))
+            assert TORCH_SAVE.decode(meta, memoryview(payload)).to_dense().equal(torch.eye(3))
+
+
+def test_where_warnings_are_errors_what_torch_says_each_time_costs_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, (meta, payload) = torch.load, TORCH_SAVE.encode(torch.ones(3))
+
+    def warning_load(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("as ever", UserWarning, stacklevel=2)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", warning_load)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TORCH_SAVE.decode(meta, memoryview(payload)).equal(torch.ones(3))
 
 
 def test_where_warnings_are_errors_every_layout_arrives_and_no_filter_is_touched() -> None:
@@ -198,6 +214,21 @@ def test_refuses_a_tensor_with_attributes() -> None:
     tensor, file = torch.ones(3), io.BytesIO()
     tensor.__array_interface__ = {"version": 3, "shape": (3,), "typestr": "|u1", "data": (1234, False)}
     torch.save(tensor, file)
+    with pytest.raises(ProtocolError, match="with attributes"):
+        TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue()))
+
+
+def test_refuses_a_tensor_with_a_gradient() -> None:
+    """Nobody has looked at it: it may be a sparse one whose indices lie outside."""
+    data, file = torch.ones(3), io.BytesIO()
+
+    class WithGradient:
+        def __reduce__(self) -> Any:
+            parts = data.storage(), 0, (3,), (1,), False, OrderedDict()  # type: ignore[no-untyped-call, var-annotated]
+            state = {}, {"grad": torch.ones(3)}  # type: ignore[var-annotated]
+            return torch._tensor._rebuild_from_type_v2, (torch._utils._rebuild_tensor_v2, torch.Tensor, parts, state)
+
+    torch.save(WithGradient(), file)
     with pytest.raises(ProtocolError, match="with attributes"):
         TORCH_SAVE.decode(meta_of(torch.float32, (3,)), memoryview(file.getvalue()))
 
