@@ -56,8 +56,8 @@ def pipe(flags: int = 0) -> tuple[OwnedFd, OwnedFd]:
 
 
 def opened_file(path: str) -> OwnedFd:
-    """Open a file to read it, if it is a regular one. What is none is not opened, as that may have effects: a terminal would
-    become the process's own, and who waits for a reader of a fifo would go on.
+    """Open a file to read it, if it is a regular one. Others are not opened, as that may have effects: a terminal would become
+    the process's own, and a writer that waits for a reader of a fifo would go on.
 
     Raises:
         OSError: it is none, or cannot be opened.

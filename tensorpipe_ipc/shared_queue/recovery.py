@@ -156,8 +156,9 @@ class Recovery:
         if queue is not None:
             if direction in (PUT, GET):
                 finish = self.finish_put if direction == PUT else self.finish_get
+                seen_here = seen.setdefault(number, Seen(queue))
                 for each in record.each():
-                    finish(seen.setdefault(number, Seen(queue)), row, each)
+                    finish(seen_here, row, each)
         elif self._orphans.destroy(number):
             self.clear(record)
         elif busy:

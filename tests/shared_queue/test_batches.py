@@ -156,6 +156,15 @@ def test_a_consumer_killed_at_any_step_loses_at_most_what_it_took(
     drain(queue)
 
 
+def _looks_of_recovery(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Finish what the dead had begun. Return how often all that waits in a pipe was looked at."""
+    looks, look = list[int](), TokenPipe.snapshot
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
+        attachment.recover_dead()
+    return len(looks)
+
+
 @pytest.mark.parametrize("maxsize", [0, 100])
 @pytest.mark.parametrize("dies_in", ["get_many", "put_many"])
 def test_a_death_amid_many_takes_no_look_at_all_that_waits_for_each_of_them(
@@ -169,11 +178,7 @@ def test_a_death_amid_many_takes_no_look_at_all_that_waits_for_each_of_them(
     else:
         child = in_child(lambda: put_and_die(queue, [(payload(message), b"") for message in messages]))
     assert reap(child) == -signal.SIGKILL
-    looks, look = list[int](), TokenPipe.snapshot
-    monkeypatch.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
-    attachment.recover_dead()
-    assert len(looks) <= 2
-    monkeypatch.undo()
+    assert _looks_of_recovery(attachment, monkeypatch) <= 2
     check_whole(attachment, queue, payload)
 
 
@@ -193,11 +198,7 @@ def test_the_death_of_a_process_with_threads_takes_no_look_at_all_that_waits_for
         signal.pause()
 
     assert reap(in_child(get_in_threads)) == -signal.SIGKILL
-    looks, look = list[int](), TokenPipe.snapshot
-    monkeypatch.setattr(TokenPipe, "snapshot", lambda self: looks.append(1) or look(self))
-    attachment.recover_dead()
-    assert len(looks) <= 2
-    monkeypatch.undo()
+    assert _looks_of_recovery(attachment, monkeypatch) <= 2
     check_whole(attachment, queue, payload)
 
 
