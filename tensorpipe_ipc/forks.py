@@ -23,14 +23,19 @@ _registered: list[bool] = []
 def no_fork() -> threading.RLock:
     """Return the lock while which no thread of this process forks."""
     if not _registered:
-        for _ in range(2):  # the second time for what a handler's exception cut short: a fork cannot be refused
+        # Each twice, the second time for what a handler's exception cut short: Python forks all the same.
+        for _ in range(2):
             os.register_at_fork(
                 before=lambda: call_all(_before),
                 after_in_parent=lambda: call_all(_in_parent),
                 after_in_child=lambda: call_all(_in_child),
             )
-        # Around these, and in C: an exception of a signal's handler within would keep all other threads from forking for good.
-        os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
+        for _ in range(
+            2
+        ):  # around these, and in C: an exception within would keep all other threads from forking for good
+            os.register_at_fork(
+                before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release
+            )
         _registered.append(True)  # last: an exception of a handler before it, or another thread, has it done twice
     return _forking
 

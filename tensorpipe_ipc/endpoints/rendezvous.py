@@ -275,7 +275,7 @@ def _reach(binder: Identity, offer: QueueOffer, maxsize: int) -> PairQueue:
             for each in (offer.tickets, offer.credits)
         )
     attachment.attach()
-    if offer.number & 0xFFFFFFFF in {number & 0xFFFFFFFF for number in list(attachment.queues)}:
+    if offer.number & 0xFFFFFFFF in {queue.number & 0xFFFFFFFF for queue in attachment.handles()}:
         # To the kernel all ends of this process are one: who let go of it would do so for both.
         raise SharedMemoryError(errno.EBUSY, "another end of this process has it")
     record, presence_lock = QueueRecord.reach(attachment.arena, offer.number)

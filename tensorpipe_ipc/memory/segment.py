@@ -50,7 +50,6 @@ __all__ = [
     "DEFAULT_SIZE",
     "GROWN",
     "HEAD",
-    "LOOKS",
     "MINIMUM_SIZE",
     "NAME",
     "PAGE",
@@ -66,7 +65,7 @@ DEFAULT_SIZE = 1 << 40  # 1 TiB of addresses; x86-64 and arm64 give a process 12
 MINIMUM_SIZE = 1 << 28  # below this the tables at the head would be most of it
 
 NAME = "tensorpipe_ipc"  # of the memfd, as /proc shows it
-CAPACITY, PAGE_LOCKED, GROWN, APART, LOOKS = range(3, 8)  # indexes of the words
+CAPACITY, PAGE_LOCKED, GROWN, APART = range(3, 7)  # indexes of the words
 
 MAGIC = int.from_bytes(b"TPIPESEG", "little")
 VERSION = 2

@@ -18,7 +18,7 @@ from tensorpipe_ipc.headroom import headroom
 from tensorpipe_ipc.memory.arena import Arena, Taker
 from tensorpipe_ipc.memory.leases import Leases, settle_kept
 from tensorpipe_ipc.memory.row import Operation
-from tensorpipe_ipc.memory.segment import GROWN, LOOKS, Segment
+from tensorpipe_ipc.memory.segment import GROWN, Segment
 from tensorpipe_ipc.shared_queue.orphans import Orphans
 from tensorpipe_ipc.shared_queue.recovery import Recovery
 from tensorpipe_ipc.shared_queue.shutdown import Shutdown
@@ -55,7 +55,6 @@ class Attachment:
     def _forget(self) -> None:
         self._left: dict[int, list[Operation]] = {}  # by queue that this process has no more: what is on record of it
         self._destroy_again = 0.0
-        self._looks = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
         context.assert_spawning(self)
@@ -74,7 +73,7 @@ class Attachment:
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
         """
-        count, died, is_done = 0, False, True
+        count, died = 0, False
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
         for row in self.rows.used():
             if row in owners or not self.rows.is_finished(row):
@@ -85,25 +84,9 @@ class Attachment:
                         died = died or not was_finished
                         if row in owners:
                             self.arena.inherit(row)
-                    elif dead:
-                        is_done = False
         if died:  # its queues may be nobody's now
             self.orphans.destroy_all()
-        if is_done:
-            self.words[LOOKS] = self.words[LOOKS] + 1 & (1 << 32) - 1
         return count
-
-    def recover_dead_in_turn(self, *, begins: bool = False) -> None:
-        """Call ``recover_dead``, unless another process has done so since this one last asked, and left nothing to do.
-
-        It serves waits in slices: a look costs more with each process, and one of many waiting processes is enough.
-
-        Args:
-            begins: whether a wait begins, whose first look is due after a slice.
-        """
-        if not begins and self.words[LOOKS] == self._looks:
-            self.recover_dead()
-        self._looks = self.words[LOOKS]
 
     def mind_idle(self) -> None:
         """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due."""
@@ -229,11 +212,13 @@ class Attachment:
 
     def rest(self) -> None:
         """Give back idle memory, now and when tensors are let go, if no queue is claimed: then no process would do so later."""
-        refs = self.queues.valuerefs()  # at once: other threads add some
-        here = [queue for ref in refs if (queue := ref()) is not None]
-        if self.words[GROWN] and not any(self.words[queue.record.claimed] for queue in here):
+        if self.words[GROWN] and not any(self.words[queue.record.claimed] for queue in self.handles()):
             self.leases.gives_back = True
             self._give_back()
+
+    def handles(self) -> list[QueueHandle]:
+        """Return what ``queues`` has now, while other threads change it."""
+        return [handle for ref in self.queues.valuerefs() if (handle := ref()) is not None]
 
     def destroy_left_queues(self) -> None:
         """Destroy the queues that this process had, if no process has them now."""

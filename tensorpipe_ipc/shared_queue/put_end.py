@@ -396,9 +396,23 @@ class PutEnd:
     def _wait_for_credits(self, credits: TokenPipe, buffers: Buffers, deadline: float | None) -> int:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
-        self.attachment.recover_dead_in_turn(begins=True)
+        words, word = self.words, self.record.looks
+        looks = words[word]
+
+        def idle() -> None:
+            nonlocal looks
+            self._refuse_if_shut()
+            if (
+                words[word] == looks
+            ):  # else another wait of this queue has looked since: a look costs more with each process
+                self.attachment.recover_dead()
+                words[word] = words[word] + 1 & (1 << 32) - 1
+            looks = words[word]
+            self.attachment.mind_idle()
+            self._queue.take_up()
+
         try:
-            count = abs(credits.take(buffers, deadline, self._idle, exclusive=True))
+            count = abs(credits.take(buffers, deadline, idle, exclusive=True))
             if not count:  # who does not wait does not look in slices, and the dead may have one
                 self.attachment.recover_dead()
                 count = abs(credits.take_nowait(buffers))
@@ -561,12 +575,6 @@ class PutEnd:
         block, state = ticket >> 32 << SMALLEST, ticket % GENERATIONS << GENERATION_AT | self.arena.queued
         # Read by the file: where the page was given back, reading it in the mapping would make it anew.
         return os.pread(self.arena.segment.descriptor, 8, block) == state.to_bytes(8, sys.byteorder)
-
-    def _idle(self) -> None:
-        self._refuse_if_shut()
-        self.attachment.recover_dead_in_turn()
-        self.attachment.mind_idle()
-        self._queue.take_up()
 
     def _why_full(self, what: str, *, names_holders: bool = True) -> str:
         """Return the text of an error. To look up who holds memory takes many times as long as a put that does not wait."""

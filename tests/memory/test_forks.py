@@ -1274,3 +1274,49 @@ def test_join_waits_for_no_task_of_a_dead_worker_though_a_child_of_its_lives_and
     for end in (*forked, *done):
         os.close(end)
     wait_until(lambda: left_in(ctx) == {})
+
+
+RAISES_WHILE_A_FORK_WAITS = """
+import os, signal, threading
+import tensorpipe_ipc as tp
+from tensorpipe_ipc.forks import no_fork
+
+queue = tp.Queue()
+queue.put(0)
+assert queue.get() == 0
+held, waits, raised, forked = (threading.Event() for _ in range(4))
+os.register_at_fork(before=waits.set, after_in_parent=forked.set)  # registered last, the first is called first
+main = threading.get_ident()
+
+class Alarm(Exception):
+    pass
+
+def handle(*_):
+    raised.set()
+    raise Alarm
+
+def hold():
+    with no_fork():
+        held.set()
+        waits.wait(20)  # it returns once the fork waits: only then does this thread have its turn
+        signal.pthread_kill(main, signal.SIGUSR1)
+        raised.wait(20)
+        forked.wait(0.5)  # it had better not
+threading.Thread(target=hold, daemon=True).start()
+held.wait(20)
+signal.signal(signal.SIGUSR1, handle)
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    queue.put(1)
+    os._exit(0 if queue.get() == 1 else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+queue.put(2)
+print(raised.is_set(), status, queue.get())
+"""
+
+
+def test_a_child_whose_fork_a_handlers_exception_met_uses_its_queue() -> None:
+    """A fork waits for another thread meanwhile. Python says that it ignores what a hook of a fork raises, and forks."""
+    done = ran("-c", RAISES_WHILE_A_FORK_WAITS)
+    assert (done.status, done.out) == (0, "True 0 2\n"), done.err

@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import in_thread
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import open_queue_of, set_lease_budget, shared_queue_of
 
 from tensorpipe_ipc.errors import Closed, Empty, Full, SharedMemoryError, ShutDown, UnsupportedLeaf
-from tensorpipe_ipc.memory.segment import CAPACITY, LOOKS, PAGE
+from tensorpipe_ipc.memory.segment import CAPACITY, PAGE
 from tensorpipe_ipc.queues.tensor_queue import JoinableQueue, Queue
 from tensorpipe_ipc.shared_queue.open_queue import OpenQueue
+from tensorpipe_ipc.shared_queue.put_end import PutEnd
 
 LIMIT = 20
 
@@ -929,12 +931,12 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
     consumer = in_child(take_and_stop)
     os.read(told, 1)
     producers = [in_child(functools.partial(there.put, number)) for number in range(1, 9)]
-    rows, words = shared_queue_of(there).rows, shared_queue_of(there).words
+    rows, words, word = shared_queue_of(there).rows, shared_queue_of(there).words, shared_queue_of(there).record.looks
     while len(rows.used()) < 2 + len(producers):
         time.sleep(0.01)
-    before = words[LOOKS]
+    before = words[word]
     time.sleep(0.4)
-    looks = words[LOOKS] - before
+    looks = words[word] - before
     os.kill(consumer, signal.SIGKILL)
     reap(consumer)
     assert sorted(there.get(timeout=LIMIT) for _ in producers) == list(range(1, 9))
@@ -942,6 +944,32 @@ def test_of_many_puts_that_wait_one_looks_for_the_dead() -> None:
     assert 0 < looks <= 24, "each of the eight looks eight times"
     os.close(told)
     os.close(tell)
+
+
+def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() -> None:
+    """Threads that wait for a queue look for the dead, but cannot finish what was begun in a queue that they do not have."""
+    full = Queue(maxsize=1)
+    full.put(0)
+
+    def wait_in_threads() -> None:
+        for _ in range(32):
+            threading.Thread(target=full.put, args=(1,), daemon=True).start()
+        signal.pause()
+
+    others = in_child(wait_in_threads)
+    there = Queue(maxsize=1)
+
+    def die() -> None:
+        PutEnd._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+        there.put(1)
+
+    try:
+        assert reap(in_child(die)) == -signal.SIGKILL
+        in_thread(lambda: there.put(2))(LIMIT)
+        assert there.get(timeout=LIMIT) == 2
+    finally:
+        os.kill(others, signal.SIGKILL)
+        reap(others)
 
 
 @pytest.mark.parametrize("maxsize", [0, 3])
