@@ -249,8 +249,12 @@ def _pieces(kept: SentMessage, first: bytes, large: list[_Source], total: int, p
     for fills, nbytes in _fills(large, piece):
         start = sent % PIECE
         frame = memoryview(kept.blocks[sent // PIECE])[start : start + nbytes]
+        end = 0
         for at, source, begin, size in fills:
+            frame[end:at] = bytes(at - end)  # what lay there was another consumer's
             source.write(frame[at : at + size], begin)
+            end = at + size
+        frame[end:] = bytes(nbytes - end)
         kept.parts.append([pack_piece(kept.sequence, Piece(sent, total)), frame])
         yield kept.parts[-1]
         for at, source, begin, size in fills:

@@ -41,6 +41,8 @@ _TOLD = 16  # consumers that left something behind, and are named
 _MARK = 1 << 20  # bytes of small frames, after which it is looked whether ZeroMQ lets go of them
 _FRAME = 64  # bytes of ZeroMQ's own
 _A_TURN = 0.02  # seconds of what is heard in passing, at most, that count
+_GLANCE = 0.001  # seconds that one consumer's message waits for memory, where others may have some
+_MEMORY = 0.02  # seconds until it is looked for again, if no consumer says anything
 
 
 def _in_one_block(queue: PairQueue, message: EncodedMessage) -> tuple[Block, bytes]:  # noqa: ARG001 - other ways ask it
@@ -324,11 +326,17 @@ class Sender(Participant):
             self._hear_of_room(0)
         return self._least_loaded()
 
-    def _least_loaded(self) -> ConsumerPeer | None:
-        """That of ``choose``; and the others who have nothing to do are noted, to be next without another look."""
+    def _least_loaded(self, *, beside: ConsumerPeer | None = None) -> ConsumerPeer | None:
+        """That of ``choose``; and the others who have nothing to do are noted, to be next without another look.
+
+        Args:
+            beside: one for whom there is no memory. Only those are meant for whom messages lie elsewhere.
+        """
         best, best_load = None, 1 << 62
         for peer in self.peers.values():
             queue = peer.queue
+            if beside is not None and (queue is None) is (beside.queue is None):
+                continue
             load = peer.sent - peer.taken if queue is None else queue.maxsize - peer.room
             if load > best_load or load == best_load and best is not None and peer.turn > best.turn:
                 continue
@@ -369,9 +377,13 @@ class Sender(Participant):
         self._resend_as_asked()
 
     def send(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
-        """Send ``peer``'s next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
+        """Send a peer's next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
+
+        Where there is no memory for it, the message goes to one that needs other memory. If there is none, this waits for
+        whatever comes from any of them: one that is slow, or stopped, is not to hold up the others.
 
         Args:
+            peer: that of ``choose``.
             timeout: seconds.
             held: the block that the message lies in already, and the metadata that say so; it goes as it lies.
 
@@ -380,6 +392,21 @@ class Sender(Participant):
             Full: no memory within ``timeout`` seconds, which are less than a slice.
             OutOfMemory: there is none for so large a message, ever.
         """
+        if len(self.peers) == 1:
+            return self._send_to(peer, message, timeout, held)
+        try:
+            return self._send_to(peer, message, min(timeout, _GLANCE), held)
+        except Full:
+            other = self._least_loaded(beside=peer)
+            if other is not None:
+                with contextlib.suppress(Full):
+                    return self._send_to(other, message, 0, held)
+            if timeout <= 0:
+                raise
+        self.wait(min(timeout, _MEMORY))
+        return False
+
+    def _send_to(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, held: Held | None) -> bool:
         if peer.queue is not None:
             return self._put(peer, peer.queue, message, timeout, held)
         if held is not None:
@@ -516,8 +543,10 @@ class Sender(Participant):
                 raise NotHandedOver
         except (Full, SharedMemoryError) as error:
             idle = self._resend_buffer.drop_idle()  # it must not be why
-            if not idle and (timeout < SLICE or isinstance(error, SharedMemoryError)):
+            if not idle and isinstance(error, SharedMemoryError):
                 raise
+            if not idle and timeout < SLICE:
+                raise Full(f"{self.endpoint}: no memory in time: {error}: {self.why_blocked()}") from None
             self.drain()
             self.look_around()
             return False

@@ -524,7 +524,8 @@ class PutEnd:
                         return 0
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
-                    raise Full(self._why_full(f"finds {self.arena.why_no_room(nbytes)}"))
+                    what = f"finds {self.arena.why_no_room(nbytes)}"
+                    raise Full(self._why_full(what, names_holders=deadline is None or deadline > began))
                 seconds = min(max(pause, min(2 * looked, 10 * SLICE)), remaining)
                 block = self._pause(seconds, pause, nbytes, taker if force else None)
                 if block:

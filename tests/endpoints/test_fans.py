@@ -12,12 +12,15 @@ from pathlib import Path
 
 import children
 import pytest
+import torch
 from children import PATIENCE, Child, in_thread, wait_until
+from inside import side_of
 from proxy import Proxy
 from secured import binders, connectors, make_keys
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.endpoints import participant
+from tensorpipe_ipc.endpoints import participant, resend_buffer
+from tensorpipe_ipc.memory.segment import CAPACITY
 from tensorpipe_ipc.shared_queue.token_pipe import TokenPipe
 from tensorpipe_ipc.zeromq.binder import Binder
 
@@ -125,6 +128,39 @@ def test_a_consumer_that_takes_nothing_holds_up_no_later_one() -> None:
             producer.put(number, PATIENCE)
         assert later.result() == [*range(20)]
         assert idle.call(children.take, 4) == [*range(4)]
+
+
+@ONLY_SHARED_MEMORY
+@pytest.mark.parametrize("short", ["frames", "shared memory"])
+def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes nothing, and what waits with it fills the memory of frames, or the shared one. Others need the other."""
+    monkeypatch.setattr(resend_buffer, "KEPT_AT_MOST", 1 << 20 if short == "frames" else 1 << 28)
+    full, free = ("off", "require") if short == "frames" else ("require", "off")
+    message = torch.ones(1 << 19, dtype=torch.uint8)
+    with (
+        Child() as holds,
+        Child() as idle,
+        Child() as friend,
+        tp.Producer("tcp://127.0.0.1:0", bind=True, maxsize=8, linger=0) as producer,
+    ):
+        for count, (child, way) in enumerate(((holds, full), (friend, free), (idle, full)), 1):
+            child.call(children.open_consumer, producer.endpoint, bind=False, shared_memory=way)
+            child.begin(children.take)
+            producer.wait_for(count, PATIENCE)
+            for _ in range(2):  # one of them is its own, as it has least to do
+                producer.put("met", PATIENCE)
+            assert child.result() == ["met"]
+            if child is holds:
+                queue = side_of(producer).any_queue()
+                if queue is not None:
+                    queue.arena.words[CAPACITY] = 1 << 20
+                with contextlib.suppress(tp.Full):
+                    for _ in range(8):
+                        producer.put(message, 0.1)
+        for _ in range(4):
+            producer.put_nowait(message)
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            producer.close()
 
 
 @pytest.mark.parametrize("producers_connect", [True, False])

@@ -690,6 +690,24 @@ def test_what_is_idle_is_bounded_whatever_its_sizes(
     assert _keep(keeper, 70_000)
 
 
+def test_nothing_of_one_consumers_message_is_sent_to_another() -> None:
+    """The memory is used again. Payloads begin at round places, so some bytes lie between those of a message in pieces."""
+    with tp.Producer(LOOPBACK, bind=True, shared_memory="off") as producer:
+        for value, parts in ((0xFF, 1), (1, 20)):
+            with RawEnd(producer.endpoint) as raw:
+                raw.say(hello("consumer", identity=ELSEWHERE))
+                size = 2_000_660 // parts
+                producer.put([torch.full((size,), value, dtype=torch.uint8) for _ in range(parts)], PATIENCE)
+                pieces = []
+                while (header := unpack(memoryview((frames := raw.hear())[0]))).kind != Kind.DATA:
+                    pieces += frames[1:] if header.kind == Kind.PIECE else []
+                assert sum(map(len, pieces)) >= 2_000_660
+                assert (0xFF in b"".join(pieces)) == (value == 0xFF)
+                raw.say(pack(Kind.CREDIT, header.sequence))
+                raw.say(pack(Kind.GOODBYE, header.sequence))
+                wait_until(lambda: not producer.statistics().peers)
+
+
 def test_memory_of_messages_is_used_again_when_nothing_refers_to_it() -> None:
     """A tensor that came in pieces keeps its bytes as long as any view of it lives; then the next one lies there."""
     with tp.Consumer(LOOPBACK, copy=False) as consumer, tp.Producer(consumer.endpoint, shared_memory="off") as producer:
