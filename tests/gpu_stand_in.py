@@ -52,6 +52,7 @@ class Recording(Cuda):
         self.on_gpu: list[tuple[torch.Tensor, torch.device]] = []
         self.events: list[Event] = []
         self.bad_fork = False
+        self.registered: dict[int, int] = {}  # by address: bytes
 
     def put_on(self, tensor: torch.Tensor, device: torch.device = GPU) -> torch.Tensor:
         self.on_gpu.append((tensor, device))
@@ -80,10 +81,15 @@ class Recording(Cuda):
         assert not address % 4096
         assert not nbytes % 4096
         self.calls.append("register")
+        if any(start < address + nbytes and address < start + length for start, length in self.registered.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if not self.code:
+            self.registered[address] = nbytes
         return self.code
 
     def unregister(self, address: int) -> None:
         self.calls.append("unregister")
+        del self.registered[address]
 
     def side_stream(self, device: torch.device) -> Any:
         self.calls.append(f"stream {device}")

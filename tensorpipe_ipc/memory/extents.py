@@ -81,7 +81,7 @@ from tensorpipe_ipc.memory.row import HAZARDS, ROWS_END, hazard_word
 from tensorpipe_ipc.memory.rows import Rows
 from tensorpipe_ipc.memory.segment import APART, PAGE, Segment
 
-__all__ = ["BEYOND", "IN_DOUBT", "KIND", "UNIT", "Extents", "size_of", "units_of"]
+__all__ = ["BEYOND", "IN_DOUBT", "KIND", "UNIT", "Extents", "block_around", "size_of", "units_of"]
 
 UNIT = 1 << 20
 IN_DOUBT = 1 << 31
@@ -100,6 +100,15 @@ _GENERATION_AT = _UNITS_AT = np.uint64(32)
 Extent = tuple[int, int, int]  # offset, kind, units
 Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
+
+
+def block_around(segment: Segment, place: int) -> int:
+    """Return where the block begins that a place lies in, of a block that is not FREE. The process may be attached or not."""
+    unit, table = place // UNIT, ROWS_END // 8
+    while unit and not segment.words[table + unit]:
+        unit -= 1
+    start, size_class = unit * UNIT, segment.words[table + unit] >> 16 & SIZE_CLASS
+    return start + (place - start >> size_class << size_class)
 
 
 class Extents:

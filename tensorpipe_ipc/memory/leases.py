@@ -357,8 +357,9 @@ class Leases:
                     self.words[word] = held & ~HOLDER
 
 
-# Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
-_Reference = weakref.ref[Leases]
+# Of this process, all that keep anything for a while, and settle it. Each call looks at all: the segment of some may never be
+# used again.
+_Reference = weakref.ref[Any]
 keeping: set[_Reference] = set()
 
 

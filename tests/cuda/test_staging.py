@@ -5,6 +5,7 @@ What stands in for CUDA is in gpu_stand_in.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 import torch
 import zoo
 from arenas import left_in
-from children import PATIENCE, in_thread
+from children import PATIENCE, in_thread, wait_until
 from gpu_stand_in import GPU, OTHER, Event, Recording
 from inside import codec_of, shared_queue_of, warn_of_page_locks_anew
 from programs import ran_in_fork
@@ -152,6 +153,36 @@ def test_get_holds_the_block_until_the_copy_is_done(ctx: Any, cuda: Recording) -
     at_work.release()
     assert queue.statistics().leases == 0
     assert torch.equal(got, sent)
+
+
+def test_all_tensors_of_a_message_are_copied_by_the_gpu(ctx: Any, cuda: Recording) -> None:
+    """They lie one after the other, and share a page: CUDA takes each page once."""
+    at_work, queue = Staging(cuda), ctx.Queue()
+    for n in range(1, 21):
+        queue.put({"image": torch.ones(150_000 + n), "mask": torch.zeros(50_000), "ids": torch.ones(n, 100_001)})
+        _get(queue, at_work)
+        at_work.finish()
+        assert cuda.calls.count("copy on side cuda:0") == 3 * n
+
+
+@pytest.mark.parametrize("by", ["get", "put", "a wait"])
+def test_a_block_is_free_once_its_copy_is_done(ctx: Any, cuda: Recording, by: str) -> None:
+    """The process gets nothing more for a GPU, and uses another queue."""
+    at_work, queue, another = Staging(cuda), ctx.Queue(), tp.Queue()
+    queue.put(torch.ones(LARGE))
+    _get(queue, at_work)
+    assert queue.statistics().leases == 1
+    cuda.events[0].done()
+
+    def is_free() -> bool:
+        if by == "put":
+            another.put(2)
+        else:
+            with contextlib.suppress(tp.Empty):
+                another.get(timeout=0.2 if by == "a wait" else 0)
+        return not queue.statistics().leases
+
+    wait_until(is_free)
 
 
 def test_not_too_many_are_held(ctx: Any, cuda: Recording) -> None:

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import tensorpipe_ipc as tp
-from tensorpipe_ipc.cuda.staging import staging
+from tensorpipe_ipc.cuda.staging import Cuda, staging
 from tensorpipe_ipc.wire.dtypes import BY_TORCH
 
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cuda"
@@ -102,6 +102,17 @@ def streams() -> None:
                 total = (got - number).abs().sum()  # of the same stream, and with no wait by hand
                 assert float(total) == 0
         stream.synchronize()
+
+
+def failed_lock() -> None:
+    """What a page-lock that failed leaves in CUDA is not raised by the program's next kernel."""
+    if IS_GPU:
+        cuda, page = Cuda(), torch.empty(3 << 12, dtype=torch.uint8)
+        address = -(-page.data_ptr() // 4096) * 4096
+        assert cuda.register(address, 4096) == 0
+        assert cuda.register(address, 8192) != 0
+        assert torch.full((3,), 2.0, device=DEVICE).sum().item() == 6
+        cuda.unregister(address)
 
 
 def two_devices() -> None:
@@ -248,7 +259,7 @@ def _swallow(there: Any, back: Any, device: str) -> None:
         there.get(device=device)
 
 
-PROGRAMS = (round_trip, streams, two_devices, by_ipc, kills, fork, no_growth)
+PROGRAMS = (round_trip, streams, failed_lock, two_devices, by_ipc, kills, fork, no_growth)
 
 if __name__ == "__main__":
     main_of(sys.argv[1])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("round_trip", "streams", "two_devices", "by_ipc", "kills", "fork", "no_growth")
+NAMES = ("round_trip", "streams", "failed_lock", "two_devices", "by_ipc", "kills", "fork", "no_growth")
 
 
 def _ran(name: str, device: str) -> str:
