@@ -105,7 +105,7 @@ def streams() -> None:
 
 
 def failed_lock() -> None:
-    """What a page-lock that failed leaves in CUDA is not raised by the program's next kernel."""
+    """A page-lock that failed leaves nothing in CUDA that the next kernel of the program raises."""
     if IS_GPU:
         cuda, page = Cuda(), torch.empty(3 << 12, dtype=torch.uint8)
         address = -(-page.data_ptr() // 4096) * 4096
