@@ -25,6 +25,8 @@ __all__ = [
     "is_zero_tensor",
     "join_threads",
     "pyzmq_reaper",
+    "rebuild_subclass",
+    "rebuild_tensor",
     "reducers",
     "running_threads",
     "shared_descriptor",
@@ -87,6 +89,16 @@ typed_storage_warning: Any = _borrowed(
 )
 """torch's warning of typed storages, with its note whether it has warned."""
 
+
+rebuild_tensor: Any = _borrowed(
+    "torch:_utils._rebuild_tensor_v2", None, "a slice of a tensor's subclass is sent with all of its storage"
+)
+"""The function that makes a pickled tensor anew, of (storage, offset, shape, strides, requires_grad, hooks)."""
+
+rebuild_subclass: Any = _borrowed(
+    "torch:_tensor._rebuild_from_type_v2", None, "a slice of a tensor's subclass is sent with all of its storage"
+)
+"""The same for a subclass, of (the function for a plain tensor, the subclass, that function's arguments, attributes)."""
 
 to_be_checked: list[Any] = _borrowed(
     "torch:_utils._sparse_tensors_to_validate", [], "after a torch.save file that was refused, the next may be, too"

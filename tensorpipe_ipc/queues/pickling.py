@@ -8,6 +8,7 @@ so that locks, connections and other objects that may go to a related process st
 * Memory that the program itself shared through torch stays shared: torch's own reducers write a *handle* of it.
   Rebuilding its storage uses a handle up. A handle that is not sent must be taken back (``take_back``).
 * torch's reducer writes a quantized tensor in a form that cannot be read. It is written as ``torch.save`` does instead.
+* torch's reducer writes a tensor of a subclass by its whole storage. It is written by the memory that it shows.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ import torch
 from torch.nn.parameter import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
-from tensorpipe_ipc.borrowed import reducers, shared_descriptor, sharer, storage_classes
+from tensorpipe_ipc.borrowed import (
+    rebuild_subclass,
+    rebuild_tensor,
+    reducers,
+    shared_descriptor,
+    sharer,
+    storage_classes,
+)
 from tensorpipe_ipc.errors import PeerLost
 from tensorpipe_ipc.forks import watch
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.serializers.torch_save import TorchSave
 from tensorpipe_ipc.wire.dtypes import BY_NUMPY
-from tensorpipe_ipc.wire.metas import OPAQUE
+from tensorpipe_ipc.wire.metas import METAS, OPAQUE
 
 __all__ = ["Handle", "Pickled", "dump", "is_shared_by_torch", "load", "take_back", "watch_forks"]
 
@@ -56,7 +64,12 @@ class _Reducers(dict[Any, Any]):
     def __missing__(self, kind: Any) -> Any:
         if kind in _KINDS:
             return self._reduce
-        return _registered.get(kind) or copyreg.dispatch_table[kind]
+        known = _registered.get(kind) or copyreg.dispatch_table.get(kind)
+        if known is None and issubclass(kind, torch.Tensor):
+            return self._reduce_subclass
+        if known is None:
+            raise KeyError(kind)
+        return known
 
     def _reduce(self, obj: Any) -> Any:
         kind = type(obj)
@@ -74,12 +87,27 @@ class _Reducers(dict[Any, Any]):
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_quantized:
-            return _from_file, (TorchSave().encode(tensor)[1],)
+            is_slice = tensor.nbytes < tensor.untyped_storage().nbytes()
+            return _from_file, (TorchSave().encode(tensor.clone() if is_slice else tensor)[1],)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             return _registered[type(tensor)](tensor)
         if not is_shared_by_torch(tensor):
             return self._leave(tensor)
         return _rebuild_shared, _registered[type(tensor)](tensor)
+
+    def _reduce_subclass(self, tensor: torch.Tensor) -> Any:
+        reduced: Any = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        if rebuild_subclass is None or type(reduced) is not tuple or reduced[0] is not rebuild_subclass:
+            return reduced  # by a method of its own
+        rebuild, kind, arguments, state = reduced[1]
+        if rebuild is not rebuild_tensor or len(arguments) != 6 or arguments[5]:
+            return reduced
+        typed, offset, shape, strides, requires_grad, _ = arguments
+        storage = typed._untyped_storage
+        if storage.device.type != "cpu" or typed.dtype not in METAS or _is_shared(storage):
+            return reduced
+        shown = torch.empty(0, dtype=typed.dtype, device="cpu").set_(storage, offset, shape, strides)
+        return _of_subclass, (shown, kind, requires_grad, state)
 
     def _leave(self, leaf: Any) -> Any:
         if self.leaves == ():
@@ -108,6 +136,12 @@ def _is_data(buffer: pickle.PickleBuffer) -> bool:
 
 def _restored_leaf(leaf: Any) -> Any:
     return leaf
+
+
+def _of_subclass(shown: Any, kind: Any, requires_grad: bool, state: Any) -> Any:
+    if isinstance(shown, np.ndarray):  # as the get wants tensors
+        return shown
+    return rebuild_subclass(shown.requires_grad_, kind, (requires_grad,), state)
 
 
 def _from_file(data: bytes) -> torch.Tensor:

@@ -285,3 +285,52 @@ def test_a_read_only_array_arrives_as_the_receivers_own(dtype: Any) -> None:
     got = there.get()
     assert got.dtype.newbyteorder("=") == sent.dtype.newbyteorder("=")
     got[:] = np.ones(5, dtype)
+
+
+class Image(torch.Tensor):
+    """A user's own kind of tensor, as torchvision has."""
+
+
+def _image(tensor: torch.Tensor, **attributes: Any) -> Image:
+    image = tensor.as_subclass(Image)
+    vars(image).update(attributes)
+    return image
+
+
+def test_a_slice_of_a_subclass_sends_what_it_shows() -> None:
+    """It arrives with its type, values and attributes, and what shares memory shares it."""
+    there, images = tp.Queue(), torch.arange(1e6).view(1000, 1000)
+    first, turned = _image(images[3], label="cat"), _image(images[7:9].t()[:10])
+    for sent in ([first, first, turned], _image(images[3], label="cat")):
+        before = there.statistics().bytes_put
+        there.put(sent)
+        assert there.statistics().bytes_put - before < 30_000
+        got = there.get(timeout=LIMIT)
+        one = got[0] if isinstance(sent, list) else got
+        assert (type(one), one.label, one.requires_grad) == (Image, "cat", False)
+        assert one.tolist() == images[3].tolist()
+        if isinstance(sent, list):
+            assert got[1] is one
+            assert got[2].tolist() == turned.tolist()
+    there.put([_image(images[2]), images[2], _image(images[2, 5:]).requires_grad_()])
+    whole, plain, part = there.get(timeout=LIMIT)
+    plain[5] = -1
+    assert (whole[5], part[0].item(), part.requires_grad) == (-1, -1, True)
+
+
+def test_a_subclass_arrives_as_an_array_where_tensors_do() -> None:
+    """Its values are what a tensor's would be."""
+    there = tp.Queue()
+    there.put({"image": _image(torch.arange(6).view(2, 3)), 1: {2}})
+    got = there.get(as_numpy=True, timeout=LIMIT)["image"]
+    assert isinstance(got, np.ndarray)
+    assert got.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates them
+def test_a_slice_of_a_quantized_tensor_sends_what_it_shows() -> None:
+    """It goes by ``torch.save``, which writes all of a storage."""
+    there, rows = tp.Queue(), torch.quantize_per_tensor(torch.rand(1000, 1000), 0.01, 0, torch.quint8)
+    there.put(rows[3])
+    assert there.statistics().bytes_put < 30_000
+    assert torch.equal(there.get(timeout=LIMIT).int_repr(), rows[3].int_repr())
