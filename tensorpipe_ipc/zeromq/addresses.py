@@ -41,6 +41,7 @@ _SYSTEM = frozenset(
 PATH_LIMIT = 107  # bytes: sun_path holds 108 with its final zero
 
 _HOST = re.compile(r"\*|[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?")
+_OWN = ("tensorpipe_ipc.", "zeromq.")  # names by inproc of sockets between this library's parts, and ZeroMQ's
 _BARE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -77,6 +78,8 @@ def parse(endpoint: str, *, has_keys: bool = False) -> Address:
         return _ipc(os.path.join(runtime_folder(), endpoint + ".sock"))
     if scheme == "ipc" and rest and "\0" not in rest and rest[0] not in "@*":
         return _ipc(os.path.abspath(rest))
+    if scheme == "inproc" and rest.startswith(_OWN):
+        raise ValueError(f"endpoint {endpoint!r}: names that begin with {' or '.join(_OWN)} are the libraries' own")
     if scheme == "inproc" and rest and len(rest) <= 255:
         if has_keys:
             raise ValueError(

@@ -118,7 +118,7 @@ class Binder(FrameSocket):
         self._handed.clear()
 
     def _bind_to_port(self) -> None:
-        told = f"inproc://listening-{next(_numbers)}"
+        told = f"inproc://tensorpipe_ipc.listening-{next(_numbers)}"
         repeated(self._socket.monitor, told, zmq.EVENT_LISTENING)
         try:
             with closing(open_socket(self._context, zmq.PAIR)) as monitor, no_fork():  # a child knows what it has of it
@@ -285,7 +285,7 @@ class Binder(FrameSocket):
         """
         if not has_descriptors():  # then libzmq's thread closes it a moment later
             return
-        told = f"inproc://let-go-{next(_numbers)}"
+        told = f"inproc://tensorpipe_ipc.let-go-{next(_numbers)}"
         with suppress(zmq.ZMQError), closing(open_socket(self._context, zmq.PAIR)) as monitor:
             self._socket.setsockopt(zmq.LINGER, int(linger * 1000))
             try:

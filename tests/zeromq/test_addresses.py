@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from children import PATIENCE, in_thread
 
 from tensorpipe_ipc import Consumer, Producer, Refused
 from tensorpipe_ipc.zeromq import addresses
@@ -204,6 +206,27 @@ def test_addresses_with_keys() -> None:
             parse(f"tcp://{host}:5555", has_keys=True)
     with pytest.raises(ValueError, match="leave security out"):
         parse("inproc://name", has_keys=True)
+
+
+@pytest.mark.parametrize("name", ["zeromq.zap.01", "tensorpipe_ipc.line-0"])
+def test_names_of_the_libraries_are_refused(name: str) -> None:
+    """An end by that of ZeroMQ's handler for keys would say who may come in; others met the library's own sockets."""
+    for end in (Producer, Consumer):
+        with pytest.raises(ValueError, match="the libraries' own"):
+            end(f"inproc://{name}")
+
+
+def test_an_end_by_any_other_name_is_in_nobodys_way() -> None:
+    """Also one that sounds like the library's own: each connector over tcp has a socket within the process."""
+    with contextlib.ExitStack() as stack:
+        for name in ("line", "listening", "let-go"):
+            for number in range(3):
+                stack.enter_context(Consumer(f"inproc://{name}-{number}"))
+        consumer = stack.enter_context(Consumer("tcp://127.0.0.1:0"))
+        producer = stack.enter_context(Producer(consumer.endpoint))
+        putting = in_thread(lambda: producer.put(1, PATIENCE))
+        assert consumer.get(PATIENCE) == 1
+        putting()
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:0", "tcp://[::1]:0", "tcp://localhost:*"])
