@@ -89,7 +89,8 @@ class Line:
             Refused: libzmq cannot connect to such an address.
         """
         if self._address.scheme != "inproc":
-            told = f"inproc://tensorpipe_ipc.line-{next(_numbers)}"  # libzmq may not have let go yet of that of one that is gone
+            # A number that no other has had: libzmq may not have let go yet of that of one that is gone.
+            told = f"inproc://tensorpipe_ipc.line-{next(_numbers)}"
             repeated(self.socket.monitor, told, _TOLD)
             self._monitor = open_socket(context, zmq.PAIR)
             self._monitor.setsockopt(zmq.LINGER, 0)
