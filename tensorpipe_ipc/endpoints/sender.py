@@ -344,7 +344,7 @@ class Sender(Participant):
                 best, best_load = peer, load
         if best is None:
             return None
-        if not best_load:
+        if not best_load and beside is None:
             self._idle.extend(sorted(filter(ConsumerPeer.is_idle, self.peers.values()), key=_turn))
         return self._chosen(best)
 
