@@ -8,7 +8,7 @@
 
 **Page-locked.** A block's pages are registered with CUDA when the process first copies to or from them, and stay so: then
 both copies are DMA, and the CPU copies nothing. Of a segment of a terabyte only what is used can be locked; so it is done
-by block, from its first page to the last that has been written: two tensors of a message may share a page. A page-locked page
+by block, from its first page to a tensor's last: two tensors of a message may share a page. A page-locked page
 must never be punched out, as the GPU would go on with the old one; so whoever locks any says so at the segment's head, and no
 process punches from then on: an arena that GPUs use does not shrink. Nor is it unmapped before the process ends.
 
@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import warnings
-import weakref
 from collections import deque
 from typing import Any
 
@@ -37,9 +35,7 @@ import torch
 from tensorpipe_ipc import borrowed
 from tensorpipe_ipc.errors import Closed
 from tensorpipe_ipc.handlers import reraise_from_handler
-from tensorpipe_ipc.memory.arena import WRITTEN
 from tensorpipe_ipc.memory.extents import block_around
-from tensorpipe_ipc.memory.leases import keeping
 from tensorpipe_ipc.memory.segment import PAGE, PAGE_LOCKED, Segment, segment_at
 from tensorpipe_ipc.serializers.base import check_memory, dense_order
 from tensorpipe_ipc.wire.arrival import AS_SENT, DecodeOptions
@@ -162,7 +158,6 @@ class Staging:
         self._segments: set[Segment] = set()  # they must not be unmapped while pages are locked
         self._streams: dict[torch.device, Any] = {}
         self._pending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._process, self._reference = os.getpid(), weakref.ref(self)
 
     def stage(self, tensor: torch.Tensor, place: torch.Tensor) -> None:
         """Copy a GPU's tensor into a block. When this returns, it is there.
@@ -221,27 +216,16 @@ class Staging:
             return self.cuda.move(tensor, device)
         made, event = self.copy_to(device, tensor)
         self._pending.append((event, tensor))
-        keeping.add(self._reference)  # any wait for room or for a message settles it
         return made
 
     def release(self) -> None:
         """Let go of what copies that are done lay on; of too many that are not, wait for the oldest."""
-        self.settle()
-        while len(self._pending) >= MOST_PENDING and (oldest := self._oldest()) is not None:
-            oldest[0].synchronize()
+        while (oldest := self._oldest()) is not None:
+            if not oldest[0].query():
+                if len(self._pending) < MOST_PENDING:
+                    return
+                oldest[0].synchronize()
             self._let_go_of(oldest)
-
-    def settle(self, *, at_once: bool = True) -> None:  # noqa: ARG002 - a look costs next to nothing
-        """Let go of what copies that are done lay on."""
-        if self._process != os.getpid():  # a fork can ask CUDA nothing
-            keeping.discard(self._reference)
-            return
-        while (oldest := self._oldest()) is not None and oldest[0].query():
-            self._let_go_of(oldest)
-        if not self._pending:
-            keeping.discard(self._reference)
-            if self._pending:  # of another thread, in between
-                keeping.add(self._reference)
 
     def finish(self) -> None:
         """Wait for all copies, and let go."""
@@ -274,8 +258,8 @@ class Staging:
         self._segments.add(segment)
         origin = segment.octets.ctypes.data
         block = block_around(segment, tensor.data_ptr() - origin)
-        written = max(tensor.data_ptr() + tensor.nbytes - origin, block + segment.words[(block >> 3) + WRITTEN])
-        start, nbytes = origin + block, -(-(written - block) // PAGE) * PAGE
+        start = origin + block
+        nbytes = -(-(tensor.data_ptr() + tensor.nbytes - start) // PAGE) * PAGE
         locked = self._locked.get(start, 0)
         if locked >= nbytes:
             return True

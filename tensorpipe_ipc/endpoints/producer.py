@@ -192,7 +192,7 @@ class Producer(End):
             message = self._copied(tree)
         deadline = deadline_of(timeout)
         with self._guard:
-            self._send(tree, message, deadline, held=held)
+            self._send(tree, message, deadline, held=held, waits=timeout is None or timeout > 0)
 
     def loan(self, tensors: Any, dtype: torch.dtype = torch.float32, *, timeout: float | None = None) -> Loan:
         """Tensors that lie where the consumer will read them, to be filled, and sent without a copy::
@@ -223,12 +223,14 @@ class Producer(End):
                 if queue is None:
                     break
                 try:
-                    return make_tensors(specs, queue.leases, functools.partial(queue.block_for, min(left, SLICE)))
-                except Full:  # who keeps the memory may have died, and its death is seen to here
+                    seconds = min(left, self._sender.patience())
+                    return make_tensors(specs, queue.leases, functools.partial(queue.block_for, seconds))
+                except Full as full:  # who keeps the memory may have died, and its death is seen to here
                     if left < SLICE:
-                        raise
+                        raise Full(f"{self.endpoint}: {full}; {queue.attachment.describe_holders()}") from None
                 self._guard.check()
                 self._sender.look_around()
+                self._sender.look_for_room()
         return made_with_room(self._give_back_idle, make_tensors, specs)
 
     def put_nowait(self, tree: Any) -> None:
@@ -352,17 +354,19 @@ class Producer(End):
         with self._guard:
             return self._sender.give_back_idle()
 
-    def _send(self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None) -> None:
+    def _send(
+        self, tree: Any, message: EncodedMessage, deadline: float | None, *, held: Held | None, waits: bool
+    ) -> None:
         sender, until = self._sender, None
         while True:
             peer = self._reserve(deadline)
             try:
-                if sender.send(peer, message, remaining(deadline), held=held):
+                if sender.send(peer, message, remaining(deadline), held=held, waits=waits):
                     break
                 if deadline is not None:  # strangers may have left many connections that have ended
                     until = max(deadline, time.monotonic()) if until is None else until  # to encode may have taken long
                 if sender.is_late(until):
-                    self._wait(deadline, "no consumer that stayed")
+                    self._wait(deadline, sender.why_not or "no consumer that stayed")
             except NotHandedOver:
                 message, held = self._copied(tree), None
             self._guard.check()  # it may have waited for memory

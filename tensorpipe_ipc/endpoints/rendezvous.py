@@ -131,6 +131,7 @@ class PairQueue(SharedMemoryQueue):
     def __init__(self, queue: OpenQueue) -> None:
         super().__init__(queue)
         self._is_claimed = False  # by an end of this process
+        self.puts.names_holders = False  # the end does, once its put has waited for as long as it may
         self.rows.after_fork(self.close)
 
     def claim(self, maxsize: int, end: int = 0) -> bool:

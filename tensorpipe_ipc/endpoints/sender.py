@@ -21,6 +21,7 @@ from tensorpipe_ipc.errors import Full, OutOfMemory, ProtocolError, SharedMemory
 from tensorpipe_ipc.handlers import reraise_from_handler
 from tensorpipe_ipc.limits import deadline_of, remaining
 from tensorpipe_ipc.memory.leases import Handover
+from tensorpipe_ipc.memory.segment import PAGE_LOCKED
 from tensorpipe_ipc.process import identity
 from tensorpipe_ipc.serializers.base import any_size
 from tensorpipe_ipc.wire.header import Hello, Kind, pack
@@ -58,6 +59,7 @@ class Sender(Participant):
 
     Attributes:
         resent: messages that were sent again.
+        why_not: why the last message was not sent, where that is for want of memory.
         in_one_block: what of a message goes into a block of a queue's.
     """
 
@@ -79,7 +81,7 @@ class Sender(Participant):
         self._listens_from = self._resends_from = 0.0  # by time.monotonic(): in passing; and what is asked for again
         self._turns = 0  # how often several peers were chosen from
         self._resend_buffer = ResendBuffer()
-        self.resent = 0
+        self.resent, self.why_not = 0, ""
         self._left_behind: list[tuple[Peer, int]] = []
         self.in_one_block: Callable[[PairQueue, EncodedMessage], tuple[Block, bytes]] = _in_one_block
 
@@ -376,7 +378,15 @@ class Sender(Participant):
             self._finish_last(peer)
         self._resend_as_asked()
 
-    def send(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, *, held: Held | None = None) -> bool:
+    def send(
+        self,
+        peer: ConsumerPeer,
+        message: EncodedMessage,
+        timeout: float,
+        *,
+        held: Held | None = None,
+        waits: bool = True,
+    ) -> bool:
         """Send a peer's next message. False if it just left, or is away, or finds no memory in a slice: nothing was sent.
 
         Where there is no memory for it, the message goes to one that needs other memory. If there is none, this waits for
@@ -386,25 +396,43 @@ class Sender(Participant):
             peer: that of ``choose``.
             timeout: seconds.
             held: the block that the message lies in already, and the metadata that say so; it goes as it lies.
+            waits: whether the put may wait. Then Full names who holds memory, which takes many times as long as a put.
 
         Raises:
             NotHandedOver: it cannot, as the peer does not share that memory, or somebody else has the tensors. Send a copy.
             Full: no memory within ``timeout`` seconds, which are less than a slice.
             OutOfMemory: there is none for so large a message, ever.
         """
-        if len(self.peers) == 1:
-            return self._send_to(peer, message, timeout, held)
+        self.why_not = ""
         try:
-            return self._send_to(peer, message, min(timeout, _GLANCE), held)
-        except Full:
-            other = self._least_loaded(beside=peer)
-            if other is not None:
-                with contextlib.suppress(Full):
-                    return self._send_to(other, message, 0, held)
-            if timeout <= 0:
-                raise
+            if len(self.peers) == 1:
+                return self._send_to(peer, message, timeout, held)
+            # Where pages are locked, it is known after a second look only that there can be no memory.
+            second_look = peer.queue is not None and peer.queue.words[PAGE_LOCKED]
+            return self._send_to(peer, message, min(timeout, _GLANCE) if second_look else 0, held)
+        except Full as full:
+            if len(self.peers) > 1 and self._send_elsewhere(peer, message, held):
+                return True
+            self.why_not = f"no memory ({full})"
+            if timeout < (SLICE if len(self.peers) == 1 else _GLANCE):
+                raise Full(self._why_full(peer, waits)) from None
         self.wait(min(timeout, _MEMORY))
         return False
+
+    def _send_elsewhere(self, peer: ConsumerPeer, message: EncodedMessage, held: Held | None) -> bool:
+        """Send a message to a peer that needs other memory than one for whom there is none. Return whether it was sent."""
+        other = self._least_loaded(beside=peer)
+        if other is None:
+            return False
+        try:
+            return self._send_to(other, message, 0, held)
+        except (Full, OutOfMemory):  # it is the other peer's
+            return False
+
+    def _why_full(self, peer: ConsumerPeer, names_holders: bool) -> str:
+        text = f"{self.endpoint}: {self.why_not} in time: {self.why_blocked()}"
+        names_holders = names_holders and peer.queue is not None
+        return f"{text}; {peer.queue.attachment.describe_holders()}" if names_holders else text  # type: ignore[union-attr]
 
     def _send_to(self, peer: ConsumerPeer, message: EncodedMessage, timeout: float, held: Held | None) -> bool:
         if peer.queue is not None:
@@ -448,9 +476,7 @@ class Sender(Participant):
         if not self._resend_buffer.has_room(message.size):
             self._resend_buffer.nbytes = sum(kept.nbytes for each in self.peers.values() for kept in each.kept)
             if timeout <= 0:
-                raise Full(
-                    f"{self.endpoint}: no memory in time: {self._resend_buffer.why_full()}: {self.why_blocked()}"
-                )
+                raise Full(self._resend_buffer.why_full())
             self.wait(timeout)
             return False
         self._finish_last(peer)
@@ -543,10 +569,8 @@ class Sender(Participant):
                 raise NotHandedOver
         except (Full, SharedMemoryError) as error:
             idle = self._resend_buffer.drop_idle()  # it must not be why
-            if not idle and isinstance(error, SharedMemoryError):
+            if not idle and (timeout < SLICE or isinstance(error, SharedMemoryError)):
                 raise
-            if not idle and timeout < SLICE:
-                raise Full(f"{self.endpoint}: no memory in time: {error}: {self.why_blocked()}") from None
             self.drain()
             self.look_around()
             return False
@@ -561,8 +585,16 @@ class Sender(Participant):
         return self.conversation.negotiation.never_shares or any(peer.settled for peer in self.peers.values())
 
     def any_queue(self) -> PairQueue | None:
-        """Return a queue that messages may go into, None if all go in frames. All queues of a binder share their memory."""
-        return next((peer.queue for peer in self._sharing.values() if peer.settled), None)
+        """Return a queue that messages may go into, in which least waits; None if all go in frames. All queues of a binder
+        share their memory."""
+        waiting = {
+            peer.queue: peer.queue.maxsize - peer.room for peer in self._sharing.values() if peer.settled and peer.queue
+        }
+        return min(waiting, key=waiting.__getitem__, default=None)
+
+    def patience(self) -> float:
+        """Return for how many seconds one peer's memory may be waited for at a time."""
+        return SLICE if len(self.peers) == 1 else _MEMORY
 
     def _drop_idle(self) -> int:
         """See Participant."""

@@ -357,9 +357,8 @@ class Leases:
                     self.words[word] = held & ~HOLDER
 
 
-# Of this process, all that keep anything for a while, and settle it. Each call looks at all: the segment of some may never be
-# used again.
-_Reference = weakref.ref[Any]
+# Those of this process with anything kept. Each call looks at all: the segment of some may never be used again.
+_Reference = weakref.ref[Leases]
 keeping: set[_Reference] = set()
 
 

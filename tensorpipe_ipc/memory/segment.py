@@ -9,14 +9,13 @@ pull the memory from under another one: reading a page past the end of a file is
 
 ::
 
-    byte 0        8          16       24           32             40       48       56      64                    size
-    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ looks ┼─ rows.py, … arena.py ─┤
+    byte 0        8          16       24           32             40       48       56  64                    size
+    ├─ magic ─────┼─ version ┼─ size ─┼─ capacity ─┼─ page-locked ┼─ grown ┼─ apart ┼─ 0 ┼─ rows.py, … arena.py ─┤
 
 ``capacity`` is what the arena's maker allows it to cost, all processes together.
 ``page-locked`` is 1 once any process has locked any page for a GPU: then none is ever punched out again.
 ``grown`` is 1 when the arena got more memory since somebody last looked for some that lies idle.
 ``apart`` is 1 once any process has attached that quick barriers do not reach (memory/barrier.py).
-``looks`` changes whenever anybody has looked at all rows, and left nothing of the dead (shared_queue/attachment.py).
 
 All words are native 64-bit unsigned integers: a segment never leaves its kernel.
 

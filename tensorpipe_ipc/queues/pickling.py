@@ -90,6 +90,8 @@ class _Reducers(dict[Any, Any]):
             is_slice = tensor.nbytes < tensor.untyped_storage().nbytes()
             return _from_file, (TorchSave().encode(tensor.clone() if is_slice else tensor)[1],)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            if type(tensor) is Parameter:  # torch's reducer makes it a tensor
+                return Parameter, (tensor.detach(), tensor.requires_grad)
             return _registered[type(tensor)](tensor)
         if not is_shared_by_torch(tensor):
             return self._leave(tensor)

@@ -267,11 +267,11 @@ class Queue(queues.Queue):  # type: ignore[type-arg]  # for isinstance alone: it
                 needs the old contents clones the tensors.
             device: where tensors are wanted: a ``torch.device`` or its name. None or "cpu": where they arrive. Large tensors
                 for a GPU are copied there straight from shared memory, and the block is held until the copy is complete.
-                Arrays, bytes and storages stay on the CPU.
+                Arrays, bytes and storages stay on the CPU, as do sparse, nested and quantized tensors.
             restore: whether floats that a ``wire_dtype`` narrowed get their own dtype back, in memory of their own. False:
                 they keep the narrow dtype, as a lease if large; but leaves for NumPy whose narrow dtype NumPy lacks
                 are restored all the same.
-            as_numpy: return NumPy arrays in place of tensors, on the same memory, without a copy.
+            as_numpy: return NumPy arrays in place of dense tensors, on the same memory, without a copy.
 
         Raises:
             Empty: no object within ``timeout``.

@@ -67,26 +67,27 @@ class Attachment:
             if self.rows.incarnation > 1:  # a process died: its queues may be nobody's now
                 self.orphans.destroy_all()
 
-    def recover_dead(self, *, adopt_extents: bool = False) -> int:
-        """Finish every dead row that can be finished. Return their number.
+    def recover_dead(self, *, adopt_extents: bool = False) -> bool:
+        """Finish every dead row that can be finished. Return whether no row is left that could not be.
 
         Args:
             adopt_extents: take over their extents, too; for when memory is short.
         """
-        count, died = 0, False
+        died, is_done = False, True
         owners = {row for *_, row in self.arena.all_extents()} if adopt_extents else set[int]()
         for row in self.rows.used():
             if row in owners or not self.rows.is_finished(row):
                 with self.rows.locked(row) as dead:
                     was_finished = dead and self.rows.is_finished(row)
                     if dead and (was_finished or self.recovery.finish(row)):
-                        count += 1
                         died = died or not was_finished
                         if row in owners:
                             self.arena.inherit(row)
+                    elif dead:
+                        is_done = False
         if died:  # its queues may be nobody's now
             self.orphans.destroy_all()
-        return count
+        return is_done
 
     def mind_idle(self) -> None:
         """Give back memory that lies idle, after a look for the dead and for queues that nobody has, if that is due."""

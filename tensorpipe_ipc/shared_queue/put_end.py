@@ -49,6 +49,8 @@ from tensorpipe_ipc.shared_queue.tokens import NEXT_LAP, Seen
 __all__ = ["Copy", "Payload", "PutEnd"]
 
 _SMALL_BEYOND = 1 << 19  # bytes, by blocks, of equal messages that one queue may have beyond the capacity
+# Slices of a wait at most without a look for the dead, as other waits of the queue look: one costs more with each process.
+_PASSED = 3
 _LOOKS = 4096  # at own spilled tickets, before one put: they take some ms
 
 
@@ -81,9 +83,11 @@ class PutEnd:
     Attributes:
         waits, seconds_waited: of this process's puts, for room.
         beyond: how many messages of any size this process lets wait in the queue before it puts none beyond the capacity.
+        names_holders: whether a Full of a put that waited says who holds what.
     """
 
     beyond = 1
+    names_holders = True
 
     def __init__(self, queue: OpenQueue) -> None:
         self._queue, self.attachment, self.arena, self.rows = queue, queue.attachment, queue.arena, queue.rows
@@ -397,16 +401,17 @@ class PutEnd:
         self._refuse_if_shut()  # at once, and not after the first slice
         began = monotonic()
         words, word = self.words, self.record.looks
-        looks = words[word]
+        looks, passed = words[word], 0
 
         def idle() -> None:
-            nonlocal looks
+            nonlocal looks, passed
             self._refuse_if_shut()
-            if (
-                words[word] == looks
-            ):  # else another wait of this queue has looked since: a look costs more with each process
-                self.attachment.recover_dead()
-                words[word] = words[word] + 1 & (1 << 32) - 1
+            if words[word] != looks and passed < _PASSED:  # another wait of this queue has looked since
+                passed += 1
+            else:
+                passed = 0
+                if self.attachment.recover_dead():
+                    words[word] = words[word] + 1 & (1 << 32) - 1
             looks = words[word]
             self.attachment.mind_idle()
             self._queue.take_up()
@@ -422,7 +427,7 @@ class PutEnd:
             self._tell_waits()
         if not count:
             self._refuse_if_shut()
-            raise Full(self._why_full("has no free place", names_holders=deadline is None or deadline > began))
+            raise Full(self._why_full("has no free place", names_holders=self._names(began, deadline)))
         return count
 
     def _block(
@@ -525,7 +530,7 @@ class PutEnd:
                 remaining = SLICE if deadline is None else deadline - monotonic()
                 if remaining <= 0:
                     what = f"finds {self.arena.why_no_room(nbytes)}"
-                    raise Full(self._why_full(what, names_holders=deadline is None or deadline > began))
+                    raise Full(self._why_full(what, names_holders=self._names(began, deadline)))
                 seconds = min(max(pause, min(2 * looked, 10 * SLICE)), remaining)
                 block = self._pause(seconds, pause, nbytes, taker if force else None)
                 if block:
@@ -577,8 +582,12 @@ class PutEnd:
         # Read by the file: where the page was given back, reading it in the mapping would make it anew.
         return os.pread(self.arena.segment.descriptor, 8, block) == state.to_bytes(8, sys.byteorder)
 
+    def _names(self, began: float, deadline: float | None) -> bool:
+        """Return whether Full is to name holders: a put that does not wait has no time for it."""
+        return self.names_holders and (deadline is None or deadline > began)
+
     def _why_full(self, what: str, *, names_holders: bool = True) -> str:
-        """Return the text of an error. To look up who holds memory takes many times as long as a put that does not wait."""
+        """Return the text of an error. To look up who holds memory takes many times as long as a put."""
         waiting = f"the queue (maxsize {self.record.maxsize}, {self._queue.qsize()} waiting) {what}"
         return f"{waiting}; {self.attachment.describe_holders()}" if names_holders else waiting
 

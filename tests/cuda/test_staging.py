@@ -5,7 +5,6 @@ What stands in for CUDA is in gpu_stand_in.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -20,7 +19,7 @@ import pytest
 import torch
 import zoo
 from arenas import left_in
-from children import PATIENCE, in_thread, wait_until
+from children import PATIENCE, in_thread
 from gpu_stand_in import GPU, OTHER, Event, Recording
 from inside import codec_of, shared_queue_of, warn_of_page_locks_anew
 from programs import ran_in_fork
@@ -163,26 +162,6 @@ def test_all_tensors_of_a_message_are_copied_by_the_gpu(ctx: Any, cuda: Recordin
         _get(queue, at_work)
         at_work.finish()
         assert cuda.calls.count("copy on side cuda:0") == 3 * n
-
-
-@pytest.mark.parametrize("by", ["get", "put", "a wait"])
-def test_a_block_is_free_once_its_copy_is_done(ctx: Any, cuda: Recording, by: str) -> None:
-    """The process gets nothing more for a GPU, and uses another queue."""
-    at_work, queue, another = Staging(cuda), ctx.Queue(), tp.Queue()
-    queue.put(torch.ones(LARGE))
-    _get(queue, at_work)
-    assert queue.statistics().leases == 1
-    cuda.events[0].done()
-
-    def is_free() -> bool:
-        if by == "put":
-            another.put(2)
-        else:
-            with contextlib.suppress(tp.Empty):
-                another.get(timeout=0.2 if by == "a wait" else 0)
-        return not queue.statistics().leases
-
-    wait_until(is_free)
 
 
 def test_not_too_many_are_held(ctx: Any, cuda: Recording) -> None:

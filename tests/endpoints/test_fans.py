@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -157,8 +158,38 @@ def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monke
                 with contextlib.suppress(tp.Full):
                     for _ in range(8):
                         producer.put(message, 0.1)
-        for _ in range(4):
+        for _ in range(2):
             producer.put_nowait(message)
+            in_thread(lambda: producer.put(message))(PATIENCE)
+        with pytest.warns(RuntimeWarning, match="not taken"):
+            producer.close()
+
+
+@ONLY_SHARED_MEMORY
+@pytest.mark.parametrize("count", [1, 2])
+def test_full_names_who_holds_the_memory(count: int) -> None:
+    """What waits with whom, and who has blocks of which size: what is kept waits with nobody."""
+    message = torch.ones(1 << 18, dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(Child()) for _ in range(count)]
+        producer = stack.enter_context(tp.Producer("kept", bind=True, linger=0))
+        for number, child in enumerate(crowd, 1):
+            child.call(children.open_consumer, "kept", bind=False)
+            child.begin(children.hold, 2)
+            producer.wait_for(number, PATIENCE)
+        queue = side_of(producer).any_queue()
+        assert queue is not None
+        queue.arena.words[CAPACITY] = 1 << 20
+        told = ""
+        while not told:
+            try:
+                producer.put(message, 0.3)
+            except tp.Full as full:
+                told = str(full)
+        for child in crowd:
+            child.result()
+            assert f"consumer pid {child.pid}" in told
+            assert re.search(rf"pid {child.pid} \(alive\) has \d blocks with", told), told
         with pytest.warns(RuntimeWarning, match="not taken"):
             producer.close()
 

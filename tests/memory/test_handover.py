@@ -14,6 +14,7 @@ import torch
 from arenas import blocks_in_use, drained, small_context
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import look_at_counts
+from programs import ran
 from wholeness import stride
 
 from tensorpipe_ipc.memory.leases import Leases
@@ -519,3 +520,30 @@ def test_an_exception_at_any_moment_leaves_the_tensor_here_or_there_and_whole(ct
     assert point > 50
     for _ in range(maxsize):
         there.put(1, timeout=0)
+
+
+AT_AN_ODD_PLACE = """
+import sys, torch
+import tensorpipe_ipc as tp
+first, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+ctx = tp.get_context("fork")
+queue = ctx.Queue()
+made = ctx.empty((100_000,), dtype).fill_(1)
+part = made[first : first + 99_984]
+del made
+queue.put(part, move=True)
+got = queue.get()
+seen = got.view(torch.complex128) * 2
+print(got.data_ptr() % 16, got.sum().item(), len(seen))
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "dtype", "size"), [(1, "uint8", 1), (3, "int16", 2), (1, "float32", 4), (2, "float32", 4)]
+)
+def test_what_is_moved_may_be_looked_at_as_any_dtype(first: int, dtype: str, size: int) -> None:
+    """Wherever in its block it begins: torch computes on complex128 at multiples of 16, and ends the process elsewhere."""
+    done = ran("-c", AT_AN_ODD_PLACE, str(first), dtype)
+    assert done.status == 0, done.err
+    at, total, count = done.out.split()
+    assert (at, float(total), int(count)) == ("0", 99_984, 99_984 * size // 16)

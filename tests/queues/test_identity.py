@@ -318,13 +318,28 @@ def test_a_slice_of_a_subclass_sends_what_it_shows() -> None:
     assert (whole[5], part[0].item(), part.requires_grad) == (-1, -1, True)
 
 
-def test_a_subclass_arrives_as_an_array_where_tensors_do() -> None:
-    """Its values are what a tensor's would be."""
+def test_a_subclass_arrives_as_a_tensor_does_where_the_get_wants_another_kind() -> None:
+    """As an array, or on another device."""
     there = tp.Queue()
-    there.put({"image": _image(torch.arange(6).view(2, 3)), 1: {2}})
+    for _ in range(2):
+        there.put({"image": _image(torch.arange(6).view(2, 3)), 1: {2}})
     got = there.get(as_numpy=True, timeout=LIMIT)["image"]
     assert isinstance(got, np.ndarray)
     assert got.tolist() == [[0, 1, 2], [3, 4, 5]]
+    moved = there.get(device="meta", timeout=LIMIT)["image"]
+    assert (type(moved), moved.device.type) == (Image, "meta")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has one of its checks
+def test_a_sparse_parameter_stays_one() -> None:
+    """A weight that arrived as a mere tensor was no longer trained."""
+    there, sent = tp.Queue(), torch.nn.Linear(3, 2)
+    sent.weight = torch.nn.Parameter(torch.eye(2, 3).to_sparse())
+    there.put(sent)
+    got = there.get(timeout=LIMIT)
+    assert [type(each) for each in got.parameters()] == [torch.nn.Parameter] * 2
+    assert got.weight.requires_grad
+    assert torch.equal(got.weight.detach().to_dense(), torch.eye(2, 3))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates them

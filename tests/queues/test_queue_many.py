@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from children import in_thread
+from children import descriptors_left, in_thread, wait_until
 from crash_points import SIGNAL_CHECKS, in_child, reap, run_traced
 from inside import open_queue_of, set_lease_budget, shared_queue_of
 
@@ -970,6 +970,43 @@ def test_a_dead_ones_place_is_found_beside_puts_that_wait_for_another_queue() ->
     finally:
         os.kill(others, signal.SIGKILL)
         reap(others)
+
+
+def test_a_dead_ones_place_is_found_beside_puts_that_cannot_look() -> None:
+    """A look takes a descriptor. A process that has none left judges nothing, and is not to keep others from looking."""
+    there, other = Queue(maxsize=1), Queue()
+    told, tell = os.pipe()
+    ready, set_off = os.pipe()
+
+    def try_in_vain() -> None:
+        other.put(0)
+        other.get()  # it has a row
+        os.write(tell, b"x")
+        os.read(ready, 1)
+        with descriptors_left(0):
+            while True:
+                with contextlib.suppress(Full):
+                    there.put(1, timeout=0.02)
+
+    def die() -> None:
+        PutEnd._fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+        there.put(2)
+
+    starved = in_child(try_in_vain)
+    try:
+        os.read(told, 1)
+        assert reap(in_child(die)) == -signal.SIGKILL
+        os.write(set_off, b"x")
+        putting = in_thread(lambda: there.put(3))
+        wait_until(lambda: not there.empty())
+    finally:
+        os.kill(starved, signal.SIGKILL)
+        reap(starved)
+    while there.get(timeout=LIMIT) != 3:
+        pass
+    putting()
+    for end in (told, tell, ready, set_off):
+        os.close(end)
 
 
 @pytest.mark.parametrize("maxsize", [0, 3])
