@@ -403,19 +403,19 @@ class Sender(Participant):
             Full: no memory within ``timeout`` seconds, which are less than a slice.
             OutOfMemory: there is none for so large a message, ever.
         """
-        self.why_not = ""
+        self.why_not, is_alone = "", len(self.peers) == 1
         try:
-            if len(self.peers) == 1:
+            if is_alone:
                 return self._send_to(peer, message, timeout, held)
             # Where pages are locked, it is known after a second look only that there can be no memory.
             second_look = peer.queue is not None and peer.queue.words[PAGE_LOCKED]
             return self._send_to(peer, message, min(timeout, _GLANCE) if second_look else 0, held)
         except Full as full:
-            if len(self.peers) > 1 and self._send_elsewhere(peer, message, held):
+            if not is_alone and self._send_elsewhere(peer, message, held):
                 return True
-            self.why_not = f"no memory ({full})"
-            if timeout < (SLICE if len(self.peers) == 1 else _GLANCE):
-                raise Full(self._why_full(peer, waits)) from None
+            self.why_not = "no memory"
+            if is_alone or timeout < _GLANCE:
+                raise Full(self._why_full(peer, full, waits)) from None
         self.wait(min(timeout, _MEMORY))
         return False
 
@@ -429,8 +429,8 @@ class Sender(Participant):
         except (Full, OutOfMemory):  # it is the other peer's
             return False
 
-    def _why_full(self, peer: ConsumerPeer, names_holders: bool) -> str:
-        text = f"{self.endpoint}: {self.why_not} in time: {self.why_blocked()}"
+    def _why_full(self, peer: ConsumerPeer, full: Full, names_holders: bool) -> str:
+        text = f"{self.endpoint}: {self.why_not} in time: {full}: {self.why_blocked()}"
         names_holders = names_holders and peer.queue is not None
         return f"{text}; {peer.queue.attachment.describe_holders()}" if names_holders else text  # type: ignore[union-attr]
 
