@@ -168,7 +168,7 @@ def test_a_message_goes_to_a_consumer_for_whom_there_is_memory(short: str, monke
 @ONLY_SHARED_MEMORY
 @pytest.mark.parametrize("count", [1, 2])
 def test_full_names_who_holds_the_memory(count: int) -> None:
-    """What waits with whom, and who has blocks of which size: what is kept waits with nobody."""
+    """The text says how much waits with each consumer, and how much each keeps, which waits nowhere."""
     message = torch.ones(1 << 18, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(Child()) for _ in range(count)]
