@@ -51,9 +51,9 @@ at a time. This is a check, not a guarantee: other programs may take what is lef
 **Beyond the capacity** a block is had by force: for a message in a queue that has none, or a few small ones, as queues that
 share an arena must not starve each other in a circle; for a queue's own record; and, within a sixteenth of the capacity, for
 a put that has waited for long, as small messages of others may take all that comes free. The machine must have the memory.
-It lies in an extent of a kind of its own (``BEYOND``). What comes free there is used by force again, by any process, or given back. It
-is no lease's but where pages are locked (leases.py), nor another message's: so what is left there is what was had by force, and
-one message after the other does not add to what others have.
+It lies in an extent of a kind of its own (``BEYOND``). What comes free there is used by force again, by any process, or
+given back. It is no lease's but where pages are locked (leases.py), nor another message's: so what is left there is what was
+had by force, and one message after the other does not add to what others have.
 
 **If there is no room**, own free blocks are punched out first, all but the page with their state. Then ``collect`` takes
 whatever is free, of any process. So no put waits for memory that lies free with another process, in whatever sizes. What lies
